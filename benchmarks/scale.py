@@ -14,15 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from benchmarks.kit import markdown
 from benchmarks.kit.options import Parser
+from holdfast.coordinator.actions import StartPersist
+from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.requests import HostJoiner, HostReports, RankReport
-from holdfast.coordinator.slots import SlotWriter
+from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
+from holdfast.format.manifest import AttemptId, ImageId, ImageRef, Incarnation
 from holdfast.geometry.layout import (
     Instance,
     LeafEntry,
@@ -37,19 +39,27 @@ from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerSession, _Trainer
 from holdfast.keeper.hosts.host_reports import encode_reports
+from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background
+from holdfast.keeper.parity.rebuild import RebuildCoordinator
+from holdfast.keeper.parity.round import divide_hosts
+from holdfast.keeper.parity.scheduler import ParityScheduler
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
+from holdfast.restore.planning.holdings import encode_choice
+from holdfast.restore.planning.selection import Inventories
 from holdfast.transport.wire.frame_seals import FrameMac
 
 RANKS_PER_HOST = 8
 X = "0123456789abcdef"
-MOST_KEPT_BYTES = 1024
+MOST_KEPT_BYTES = 4096
 PER_HOST = (1, 2, 8, 16)
 SIZES = (256, 1024, 4096, 16384, 65536)
-PHASES = ("hosts", "first save", "beside it", "asks", "decide", "grants", "captured")
 #: One save: what is done at each, once slots and layout are there.
-STEADY = PHASES[3:]
+STEADY = ("asks", "decide", "grants", "captured")
+#: What comes after one: it is stored and protected; or hosts are lost, and a start goes on from it.
+AFTER = ("stored", "protected", "chosen", "regrouped")
+PHASES = ("hosts", "first save", "beside it", *STEADY, *AFTER)
 #: What hosts say of a save, and what they are told.
 HEARD = (messages.HostRequests, messages.HostCaptured)
 TOLD = (messages.GrantSlots, messages.SlotsSealed, messages.ForwardMessage)
@@ -106,6 +116,40 @@ class NoFiles:
 class NoIncarnations:
     current = None
 
+    def of(self, _: object) -> Incarnation:
+        return Incarnation(run_id="run", n=1, nonce=X, parent=None, world=1, created_s=0.0)
+
+
+class NoStorage:
+    """A root whose persister does nothing; the last job for it."""
+
+    def __init__(self) -> None:
+        self.persister = self
+
+    def submit(self, job: PersistJob) -> None:
+        self.job = job
+
+
+class NoParity:
+    """The coordinator's own part of a round, which another call goes on with."""
+
+    port = 0
+
+    def __init__(self) -> None:
+        self.said: list[Callable[[], None]] = []
+
+    def join(self, *_: object) -> None: ...
+
+    def make(self, order: messages.MakeParity, tell: Callable[[messages.Fact], None]) -> None:
+        self.tell = tell
+        self.said.append(lambda: tell(messages.ParityReady(round_id=order.round_id, terms=0)))
+
+    def begin(self, round_id: int) -> None:
+        self.said.append(lambda: self.tell(messages.ParityComplete(round_id=round_id)))
+
+    def shards(self) -> tuple[()]:
+        return ()
+
 
 def leaf_table(world: int, leaves: int) -> bytes:
     """Leaves that are divided over all ranks."""
@@ -159,8 +203,8 @@ class Run:
         self.executor = Executor(
             self.coordinator, cast(Any, NoFiles()), self.ranks, self.beside, lambda _: None
         )
-        root = SimpleNamespace(store=None)
-        self.executor.connect(cast(Any, root), cast(Any, NoIncarnations()))
+        self.root, self.parity = NoStorage(), NoParity()
+        self.executor.connect(cast(Any, self.root), cast(Any, NoIncarnations()))
         nothing: Any = None
         self.api = TrainerApi(
             self.coordinator, nothing, self.ranks, self.executor, nothing, nothing, nothing, nothing
@@ -249,6 +293,30 @@ class Run:
                     self.executor.carry_out(self.coordinator.table(table.hash, table.deflated, 0.0))
         elif isinstance(order, messages.GrantSlots):
             self.granted |= dict.fromkeys(order.ranks, order.record.attempt)
+        elif isinstance(order, messages.MakeParity):
+            ready = messages.ParityReady(round_id=order.round_id, terms=0)
+            self.told("protected", host, ready)
+        elif isinstance(order, messages.BeginParity):
+            self.told("protected", host, messages.ParityComplete(round_id=order.round_id))
+        elif isinstance(order, messages.WriteImage):
+            self.write(host, order)
+
+    def told(self, phase: str, host: int, fact: messages.Fact) -> None:
+        """The coordinator's part when a host says this."""
+        frame = messages.pack(fact)
+        with self.counted(phase):
+            self.hear(host - 1, frame)
+
+    def write(self, host: int, order: messages.WriteImage) -> None:
+        """A host has written its images."""
+        for each in order.images:
+            stored = ImageRef(
+                path="", rank=each.image.rank, size_bytes=1, header_xxh3=X, table_xxh3=X
+            )
+            self.told(
+                "stored", host, messages.ImageWritten(directory=order.directory, image=stored)
+            )
+        self.told("stored", host, messages.WriteEnded(directory=order.directory, reason=""))
 
     def say(self, host: int, fact: messages.Fact) -> None:
         """A host asks for something behind its orders."""
@@ -327,6 +395,100 @@ class Run:
         assert attempt.phase == "complete"
         self.take_frames()
 
+    def store(self) -> None:
+        """The last save is stored: all hosts are told to write, and say that they have."""
+        attempt = next(reversed(self.coordinator.attempts.values()))
+        attempt.persisting = True
+        with self.counted("stored"):
+            self.executor.carry_out([StartPersist(attempt.id)])
+            for share in self.root.job.shares:
+                share.write(lambda _: None)  # type: ignore[attr-defined]
+        self.take_frames()
+        assert len([rank for s in self.root.job.shares for rank in s.stored]) == self.world  # type: ignore[attr-defined]
+
+    def protect(self) -> None:
+        """Parity is made of the last save, in groups of the hosts."""
+        followers, parity = self.executor.followers, cast(Any, self.parity)
+        scheduler = followers.parity_scheduler = ParityScheduler(
+            self.coordinator, self.ranks, followers, parity, self.executor.carry_out
+        )
+        entries = [m.HostEntry(id=line.peer, ranks=()) for line in self.lines]
+        with self.counted("protected"):
+            scheduler.begin(entries)
+            scheduler.configure(1)
+        while self.parity.said or any(line.frames for line in self.lines):
+            self.take_frames()
+            said, self.parity.said = self.parity.said, []
+            with self.counted("protected"):
+                for go_on in said:
+                    go_on()
+        state = scheduler._state
+        assert state is not None and state.protected is not None and state.coding is None
+
+
+class Regrouped:
+    """A start after a host of every other group was lost: what is chosen, and made anew."""
+
+    def __init__(self, world: int, per_host: int) -> None:
+        self.world, count = world, max(16, world // per_host)
+        self.entries = [
+            m.HostEntry(id=f"h{n:05}", ranks=tuple(range(n * per_host, (n + 1) * per_host)))
+            for n in range(count)
+        ]
+        self.world = count * per_host
+        self.earlier = [
+            [host.id for host in group.hosts] for group in divide_hosts(self.entries, 1, []).groups
+        ]
+        lost = {group[0] for group in self.earlier[::2]}
+        self.left = [host for host in self.entries if host.id not in lost]
+        self.id = AttemptId(1, 1, "a", self.world, X)
+
+    def choose(self) -> None:
+        """A start chooses from what all hosts hold."""
+        holdings = []
+        for host in self.entries:
+            images = tuple(ImageId(rank, 1 << 20, X, X) for rank in host.ranks)
+            part = m.HoldingPart(self.id, images, nonce=X)
+            holdings.append(m.Inventory(host.id, (part,), {1: None}, {1: (X, 0.0)}))
+        found = Inventories(tuple(holdings)).find()
+        assert found.recoveries
+        encode_choice(found.recoveries[0])
+
+    def prepare(self) -> None:
+        """What the coordinator knows when all hosts that are left have called."""
+        coordinator = Coordinator(keeper="k", grant_deadline_s=60, capture_deadline_s=600)
+        attempt = Attempt("a", 1, 1, self.world, X, phase="complete")
+        for number, host in enumerate(self.left):
+            for place, rank in enumerate(host.ranks):
+                slot = Slot(slot_id_of(number, place), 1 << 21, "captured", "a", rank, 1 << 20)
+                coordinator.slots[slot.id] = slot
+                attempt.slots[rank] = slot.id
+            coordinator.slots.on(number).next = len(host.ranks)
+        coordinator.attempts["a"], coordinator.attempts.pinned = attempt, "a"
+        self.told: list[tuple[int, messages.Fact]] = []
+        self.rebuild = RebuildCoordinator(
+            coordinator, lambda *said: self.told.append(said), lambda _: 1, lambda _: None
+        )
+        ranks_of = {host.id: host.ranks for host in self.entries}
+        self.shards: dict[str, tuple[messages.ParityShards, ...]] = {}
+        for group in self.earlier:
+            images = {rank: 1 << 20 for one in group for rank in ranks_of[one]}
+            shard = messages.ParityShards(
+                half=0, attempt="a", members=tuple(group), parity=1, images=images
+            )
+            self.shards |= dict.fromkeys(group, (shard,))
+        self.attempt, self.coordinator = attempt, coordinator
+
+    def regroup(self) -> None:
+        """The hosts are divided anew, and have the lost images made."""
+        divide_hosts(self.left, 1, self.earlier)
+        self.rebuild.begin(self.attempt, [host.id for host in self.left], self.shards)
+        for slot in list(self.coordinator.slots.values()):
+            if slot.state == "allocating":
+                slot.free()
+        self.rebuild.poll()
+        assert len(self.told) == len(self.attempt.lacks()) > 0
+
 
 async def measure(
     world: int,
@@ -337,13 +499,23 @@ async def measure(
 ) -> dict[str, float]:
     """CPU seconds of each phase, of one save where there are several, and what was sent."""
     run = await steady(world, leaves, saves, clock, per_host)
+    sent_in_save = [(line.sent, line.sent_bytes) for line in run.lines]
+    heard_in_save = Counter(run.heard)
+    run.store()
+    run.protect()
+    after = Regrouped(world, per_host)
+    with run.counted("chosen"):
+        after.choose()
+    after.prepare()
+    with run.counted("regrouped"):
+        after.regroup()
     found = {name: run.cpu_s[name] / (saves if name in STEADY else 1) for name in PHASES}
     found["a save"] = sum(found[name] for name in STEADY)
-    sent = {"messages out": [line.sent for line in run.lines]}
-    sent["bytes out"] = [line.sent_bytes for line in run.lines]
+    sent = {"messages out": [count for count, _ in sent_in_save]}
+    sent["bytes out"] = [size for _, size in sent_in_save]
     heard = (
-        [run.heard[kind.__name__] for kind in HEARD],
-        [run.heard[f"{kind.__name__} bytes"] for kind in HEARD],
+        [heard_in_save[kind.__name__] for kind in HEARD],
+        [heard_in_save[f"{kind.__name__} bytes"] for kind in HEARD],
     )
     sent |= {"messages in": heard[0], "bytes in": heard[1]}
     for start, (heard_bytes, sent_bytes) in zip(("first", "again"), run.first_bytes, strict=True):

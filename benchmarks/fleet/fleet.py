@@ -18,31 +18,42 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.fleet.losses import Losses, racks
 from benchmarks.fleet.meter import Hold, Meter, holds_in, report_all_holds
 from benchmarks.fleet.players import PlayedHost
+from benchmarks.fleet.relay import Relay
 from benchmarks.fleet.run import Fleet
 from benchmarks.fleet.trainers import Host
-from benchmarks.kit import markdown, processes
+from benchmarks.kit import machine, markdown, processes, results
 from benchmarks.kit.options import Parser
 
 RACK = 16
-#: What the keeper does when nobody asks for anything is watched for so long.
-IDLE_S = 5.0
-SETTLED_S = 1.0
+MANY = results.Section(
+    "Many hosts",
+    "`python -m benchmarks fleet`: what a run of very many hosts costs its coordinator, over real\n"
+    "sockets. A few hosts have real keepers, the others are played.",
+)
+REAL = results.Section(
+    "Hosts and racks are lost",
+    "`python -m benchmarks fleet --hosts 64 --real 64`: real keepers, of which some are killed;\n"
+    "hosts and a rack are lost. After each, everything captured is compared bit for bit.",
+)
 
 
 def make(root: Path, options: Namespace) -> Fleet:
     """The hosts of the run: those that are real are one group of parity, if some are played."""
+    fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks)
+    if options.delay:
+        fleet.delay = Relay(options.delay, options.loss)
     if options.real >= options.hosts:
-        fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks, parity=options.parity)
+        fleet.parity = options.parity
         for number, rack in enumerate(racks(options.hosts)):
             address = f"127.0.{number // 200 + 1}.{number % 200 + 1}"
             fleet.hosts.append(Host(fleet, f"n{number:05}", address, rack))
         return fleet
-    fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks)
     stride = options.hosts // options.real
     for number in range(options.hosts):
         name, rack = f"n{number:05}", f"rack{number // RACK:04}"
@@ -56,8 +67,8 @@ def make(root: Path, options: Namespace) -> Fleet:
 class Story:
     """One life of a run, and what its coordinator used in each phase."""
 
-    def __init__(self, fleet: Fleet, saves: int) -> None:
-        self.fleet, self.saves = fleet, saves
+    def __init__(self, fleet: Fleet, saves: int, settled_s: float) -> None:
+        self.fleet, self.saves, self.settled_s = fleet, saves, settled_s
         self.meter = Meter()
         self.traffic: dict[str, Counter[str]] = {}
         self.last_ask: list[tuple[float, float]] = []
@@ -97,7 +108,7 @@ class Story:
         for _ in range(3):
             await fleet.save()
             await self.protected()
-            await asyncio.sleep(SETTLED_S)  # slots are made ahead of need
+            await asyncio.sleep(self.settled_s)  # slots are made ahead of need
 
     async def saving(self) -> None:
         """Steady saves, one whose last host is late, one that is stored, and none."""
@@ -107,12 +118,13 @@ class Story:
             fleet.traffic.clear()
             with meter.phase("steady save"):
                 await fleet.save()
-                await asyncio.sleep(SETTLED_S)
+                await asyncio.sleep(self.settled_s)
         self.traffic["steady save"] = Counter(fleet.traffic)
         for _ in range(self.saves):
             await self.last_host_late()
-        with meter.phase(f"nothing, for {IDLE_S:g} s"):
-            await asyncio.sleep(IDLE_S)
+        idle_s = 5 * self.settled_s
+        with meter.phase(f"nothing, for {idle_s:g} s"):
+            await asyncio.sleep(idle_s)
         with meter.phase("durable save"):
             save = await fleet.save(durable=True)
             await save.stored.wait()
@@ -124,7 +136,7 @@ class Story:
         request = fleet.request()
         for asks in fleet.asks()[:-1]:
             asks(request)
-        await asyncio.sleep(SETTLED_S)
+        await asyncio.sleep(self.settled_s)
         began_s, used_s = time.monotonic(), meter.loop_s()
         fleet.asks()[-1](request)
         save = fleet.save_now
@@ -176,7 +188,7 @@ class Story:
         with meter.phase("a rack is lost"):
             for played in lost:
                 played.stop()
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(self.settled_s)
         fleet.played = [played for played in fleet.played if played not in lost]
         parent, pin = (fleet.incarnation, fleet.save_now.step), fleet.save_now.attempt
         await fleet.announce()
@@ -189,7 +201,7 @@ class Story:
             await fleet.adopt(parent, pin)
             while fleet.traffic["RebuildComplete"] < len(lost) * fleet.per_host:
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(self.settled_s)
         await fleet.tell_tables()
         with meter.phase("after the loss: first save"):
             await fleet.save()
@@ -200,7 +212,7 @@ async def _until_not(event: asyncio.Event) -> None:
         await asyncio.sleep(0.05)
 
 
-def shown(meter: Meter, holds: Sequence[Hold]) -> str:
+def shown_use(meter: Meter, holds: Sequence[Hold]) -> str:
     """The table of what the coordinator's keeper used, and how long the loop of any was held."""
     rows, since_s = [], 0.0
     for usage in meter.found:
@@ -238,17 +250,23 @@ def shown_traffic(story: Story, hosts: int) -> str:
     return "\n\n".join(parts)
 
 
-def shown_holds(holds: Sequence[Hold], ticks: float) -> str:
-    """How often loops were held, and how long."""
+def shown(story: Story | Losses, options: Namespace, ticks: float) -> str:
+    """All tables."""
+    holds = holds_in(story.fleet.root)
+    parts = [f"{options.hosts} hosts, {options.ranks} ranks each, {options.leaves} leaves:"]
+    parts.append(shown_use(story.meter, holds))
+    if isinstance(story, Story):
+        parts.append(shown_traffic(story, options.hosts))
     longest = max((hold.held_s for hold in holds), default=0.0)
-    return (
+    parts.append(
         f"Loops were held for more than 50 ms {len(holds)} times in {ticks:.0f} ticks of all real "
-        f"keepers, {longest:.3f} s at most."
+        f"keepers, {longest:.2f} s at most."
     )
+    return "\n\n".join(parts)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """1 where a save came to nothing that should not."""
+def options_of(arguments: Sequence[str]) -> Namespace:
+    """What is asked for."""
     parser = Parser("fleet", __doc__, quick="128 hosts", quick_settings={"hosts": 128, "saves": 2})
     parser.add_argument("--hosts", type=int, default=2048, help="how many (2048)")
     parser.add_argument("--real", type=int, default=8, help="how many have real keepers (8)")
@@ -256,31 +274,48 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--leaves", type=int, default=16, help="of the state (16)")
     parser.add_argument("--saves", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--parity", type=int, default=2, help="where all keepers are real (2)")
-    options = parser.parse(arguments)
+    parser.add_argument("--settled", type=float, default=1, help="seconds between phases (1)")
+    parser.add_argument("--delay", type=float, default=0, help="of the network, in s, each way (0)")
+    parser.add_argument("--loss", type=float, default=0, help="of all packets, with --delay (0)")
+    parser.add_document()
+    return parser.parse(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """1 where a save came to nothing that should not."""
+    options = options_of(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-bench-") as directory:
         os.environ["HOLDFAST_ARENA_DIR"] = f"{directory}/arena"
         os.environ["PYTHONPATH"] = report_all_holds(Path(directory, "changes"))
         fleet = make(Path(directory, "root"), options)
-        are_real = not fleet.played
-        story = Losses(fleet, options.saves) if are_real else Story(fleet, options.saves)
+        story = story_of(fleet, options)
         began_s = time.monotonic()
         try:
             asyncio.run(told(story))
         finally:
             processes.end_descendants(0)
-            holds = holds_in(fleet.root)
-            print(
-                f"{options.hosts} hosts, {options.leaves} leaves:\n\n{shown(story.meter, holds)}\n"
-            )
-            if isinstance(story, Story):
-                print(f"{shown_traffic(story, options.hosts)}\n")
             ticks = (time.monotonic() - began_s) / 0.1 * len(fleet.hosts)
-            print(shown_holds(holds, ticks))
+            text = shown(story, options, ticks)
+            print(text)
+        if options.document:
+            facts = machine.facts(Path(directory), ("msgspec",))
+            found = {"phases": [asdict(usage) for usage in story.meter.found]}
+            name, section = ("fleet", MANY) if fleet.played else ("fleet-losses", REAL)
+            text = f"{markdown.heading(facts, is_short=True)}\n\n{text}"
+            kind = f"{name}-{options.hosts}"
+            results.keep(kind, facts, found, text, document=True, block=name, section=section)
     for reason in fleet.aborted:
         print(f"came to nothing: {reason}", file=sys.stderr)
     return int(bool(fleet.aborted))
+
+
+def story_of(fleet: Fleet, options: Namespace) -> Story | Losses:
+    """What this run lives through."""
+    if fleet.played:
+        return Story(fleet, options.saves, options.settled)
+    return Losses(fleet, options.saves)
 
 
 async def told(story: Story | Losses) -> None:

@@ -10,6 +10,7 @@ import time
 from benchmarks.fleet.meter import Meter
 from benchmarks.fleet.run import Fleet, Save
 from benchmarks.fleet.trainers import Host, image_of
+from holdfast.errors import ArenaError
 from holdfast.format.manifest import AttemptId
 from holdfast.protocol.arena import SlotFile
 
@@ -113,7 +114,10 @@ class Losses:
         missing = set(range(world))
         for host in self.fleet.hosts:
             for path in host.arena.glob("*.slot"):
-                slot = SlotFile.open(path, writable=False)
+                try:
+                    slot = SlotFile.open(path, writable=False)
+                except ArenaError:
+                    continue  # it is being made
                 record = slot.read_record()
                 if record is not None and (record.state, record.attempt) == (
                     "captured",

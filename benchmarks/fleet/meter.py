@@ -92,8 +92,11 @@ def holds_in(root: Path) -> list[Hold]:
     return sorted(found, key=lambda hold: hold.ended_s)
 
 
-def report_all_holds(directory: Path) -> str:
-    """A directory for PYTHONPATH: keepers started with it report each time their loop is held."""
+def report_all_holds(directory: Path, change: str = "") -> str:
+    """A directory for PYTHONPATH: keepers started with it report each time their loop is held.
+
+    ``change``: what else is different in them.
+    """
     directory.mkdir()
-    (directory / "sitecustomize.py").write_text(IN_KEEPER)
+    (directory / "sitecustomize.py").write_text(IN_KEEPER + change)
     return str(directory)

@@ -22,8 +22,10 @@ class Relay:
 
     async def lead_to(self, address: str, port: int) -> None:
         """Lead there from now on."""
-        self._to = address, port
-        if self._server is None:
+        before, self._to = self._to, (address, port)
+        if before[0] != address:  # another host: the way begins at its address
+            if self._server is not None:
+                self._server.close()
             self._server = await asyncio.start_server(self._pass_on, address, 0, backlog=4096)
             self.port = self._server.sockets[0].getsockname()[1]
 

@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.fleet.players import VALUES, PlayedHost
 from benchmarks.fleet.relay import Relay
-from benchmarks.fleet.trainers import PATIENCE_S, Host
+from benchmarks.fleet.trainers import PATIENCE_S, Host, kill
 from holdfast.geometry.layout import Instance, LeafEntry, Mesh, Placement, table_hash, table_to_json
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
@@ -87,17 +87,12 @@ class Fleet:
 
     run, secret = "fleet", b"a secret of this benchmark alone"
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        leaves: int,
-        ranks: int = 8,
-        parity: int = 0,
-        delay: Relay | None = None,
-    ) -> None:
+    def __init__(self, root: Path, *, leaves: int, ranks: int = 8) -> None:
         commit.open_root(LocalStore(root), self.run)
-        self.root, self.leaves, self.parity, self.delay = root, leaves, parity, delay
+        self.root, self.leaves = root, leaves
+        self.parity = 0
+        self.delay: Relay | None = None
+        """The way of the others to the coordinator, if it is a long one."""
         self.per_host = ranks
         self.hosts: list[Host] = []
         self.played: list[PlayedHost] = []
@@ -246,9 +241,10 @@ class Fleet:
         return save
 
     def end(self) -> None:
-        """All hang up."""
+        """All hang up, and the real keepers are killed."""
         for host in self.hosts:
             host.hang_up()
+            kill(host.pid)
         for played in self.played:
             played.stop()
 

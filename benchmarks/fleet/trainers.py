@@ -285,7 +285,7 @@ class Host:
 
 def kill(pid: int) -> None:
     """Kill a process that was started here, and wait until it is gone."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, ValueError):  # it was never there
         gone = os.pidfd_open(pid)
         signal.pidfd_send_signal(gone, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

@@ -12,7 +12,7 @@ import pytest
 
 from support.project.instructions import Instructions
 
-#: Exponent of the number of ranks.
+#: Exponent of the number of ranks; of messages, bytes and instructions.
 MOST = 1.1
 SIZES = (64, 128, 256)
 #: Of one message about the ranks of a host, of which there are 8.
@@ -26,18 +26,40 @@ def scale(importable: None) -> ModuleType:
     return importlib.import_module("benchmarks.scale")
 
 
-def test_the_work_of_a_save_grows_with_the_ranks_and_not_with_their_square(
-    scale: ModuleType,
-) -> None:
+def check_work(scale: ModuleType, sizes: tuple[int, ...]) -> None:
+    """Of each phase, in instructions."""
     found = {}
-    for ranks in SIZES:
+    for ranks in sizes:
         clock = Instructions()
         with clock.running():
             found[ranks] = asyncio.run(scale.measure(ranks, 2, 1, clock))
-    for phase in found[SIZES[0]]:
-        points = [(ranks, found[ranks][phase]) for ranks in SIZES]
-        least = SIZES[0] // scale.RANKS_PER_HOST if " in" in phase or " out" in phase else SIZES[0]
+    for phase in found[sizes[0]]:
+        points = [(ranks, found[ranks][phase]) for ranks in sizes]
+        least = sizes[0] // scale.RANKS_PER_HOST if " in" in phase or " out" in phase else sizes[0]
         assert points[0][1] > least, f"{phase}: nothing was counted"
+        b = scale.fitted(points)
+        assert b <= MOST, f"{phase} grows with N^{b:.2f}: {points}"
+
+
+def test_the_work_of_a_save_grows_with_the_ranks_and_not_with_their_square(
+    scale: ModuleType,
+) -> None:
+    check_work(scale, SIZES)
+
+
+def test_the_work_of_a_start_after_losses_grows_with_the_hosts_and_not_with_their_square(
+    scale: ModuleType,
+) -> None:
+    found: dict[str, list[tuple[int, float]]] = {"choose": [], "regroup": []}
+    for ranks in (16 * size for size in SIZES):
+        after = scale.Regrouped(ranks, scale.RANKS_PER_HOST)
+        after.prepare()
+        for phase, points in found.items():
+            clock = Instructions()
+            with clock.running():
+                getattr(after, phase)()
+            points.append((ranks, clock()))
+    for phase, points in found.items():
         b = scale.fitted(points)
         assert b <= MOST, f"{phase} grows with N^{b:.2f}: {points}"
 
@@ -70,9 +92,16 @@ def test_a_square_is_found_out(scale: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_the_script_prints_each_size_and_the_exponents(
-    bench: Any,
+@pytest.mark.timeout(1800)
+def test_up_to_65536_ranks_work_messages_and_bytes_grow_with_their_number(
+    scale: ModuleType,
 ) -> None:
+    check_work(scale, (256, 4096, 65536))
+
+
+@pytest.mark.slow
+def test_the_script_prints_each_size_and_the_exponents(bench: Any, scale: ModuleType) -> None:
     ended: CompletedProcess[str] = bench("scale", "--ranks", "64", "128", "--saves", "1")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("\n| ") == 5 and "| b |" in ended.stdout
+    of_kinds = 2 + len(scale.PER_HOST)
+    assert ended.stdout.count("\n| ") == 5 + of_kinds and "| b |" in ended.stdout

@@ -209,11 +209,12 @@ def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again(
     handled: list[str] = []
 
     class Dispatcher:
-        def handle_joined(self, _: Any) -> None: ...
-
         async def handle(self, connection: Any, seq: int, message: m.Message) -> None:
             await asyncio.sleep(0)
             handled.append(type(message).__name__)
+
+        def handle_joined(self, reports: Any) -> None:
+            raise NotImplementedError
 
         def connected(self, _: Any) -> None:
             handled.append("connected")

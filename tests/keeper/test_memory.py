@@ -373,6 +373,36 @@ def test_a_layout_that_may_be_another_than_the_agreed_one_is_not_remembered(
     assert memory.remembered_layout(TABLES) is None
 
 
+def test_records_and_layouts_are_read_once_however_many_hosts_attach(
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in (1, 2, 3):
+        memory.store_incarnation(Incarnation(run_id="run", n=n, nonce="x"))
+    memory.store_layout(table_hash(b"{}"), b"{}")
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+
+    def counted(path: Path) -> bytes:
+        read.append(path)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    for _ in range(5):
+        assert {one.n for one in memory.incarnations()} == {1, 2, 3}
+        assert memory.is_layout_intact(table_hash(b"{}"))
+    assert len(read) == 4
+    memory.store_incarnation(Incarnation(run_id="run", n=4, nonce="x"))
+    memory.forget_incarnation(2)
+    assert {one.n for one in memory.incarnations()} == {1, 3, 4}
+    memory.incarnations().clear()
+    assert len(memory.incarnations()) == 3
+    path = memory.directory / "layouts" / f"{table_hash(b'{}')}.json"
+    path.write_bytes(b"{ }")
+    assert not memory.is_layout_intact(table_hash(b"{}"))
+    path.unlink()
+    assert not memory.is_layout_intact(table_hash(b"{}"))
+
+
 def test_a_record_whose_bytes_changed_is_not_believed_and_told_once(memory: ArenaFiles) -> None:
     kept = Incarnation(run_id="run", n=1, nonce="x")
     memory.store_incarnation(kept)

@@ -59,6 +59,11 @@ class ArenaFiles:
         """When slots were granted to ranks that may still copy into them."""
         self._homeless: dict[int, Incarnation] = {}
         """Incarnation records that the arena had no room for."""
+        self._record_changes = 0
+        self._records: tuple[int, list[Incarnation]] = -1, []
+        """All incarnation records as they were read, and after how many changes."""
+        self._intact: dict[str, tuple[int, int]] = {}
+        """Layouts that were found intact, and of which file (inode and time)."""
         self._damaged: set[Path] = set()
         self.parity_bytes = sum(path.stat().st_size for path in self._rows())
         """Bytes of parity in the arena, beside the slots."""
@@ -291,6 +296,20 @@ class ArenaFiles:
                     return self.layout(path.stem)
         return None
 
+    def is_layout_intact(self, hash_: str) -> bool:
+        """Return True if a layout is stored and intact. Its file is read once: every host that
+        attaches asks this.
+        """
+        try:
+            found = (self.directory / "layouts" / f"{hash_}.json").stat()
+            file = found.st_ino, found.st_mtime_ns
+            if self._intact.get(hash_) != file:
+                self.layout(hash_)
+                self._intact[hash_] = file
+        except (OSError, ArenaError):
+            return False
+        return True
+
     def store_incarnation(self, incarnation: Incarnation) -> None:
         """Store an incarnation and its parent.
 
@@ -304,12 +323,16 @@ class ArenaFiles:
         except OSError:
             path.unlink(missing_ok=True)  # what it said before is not so any more
             raise
-        self._homeless.pop(incarnation.n, None)
+        else:
+            self._homeless.pop(incarnation.n, None)
+        finally:
+            self._record_changes += 1
 
     def forget_incarnation(self, n: int) -> None:
         """Forget a start that came to nothing."""
         self._homeless.pop(n, None)
         (self.directory / "incarnations" / f"{n}.json").unlink(missing_ok=True)
+        self._record_changes += 1
 
     def forget_incarnations(self, held: Collection[int]) -> None:
         """Delete the records of the oldest incarnations of a run with many restarts.
@@ -323,6 +346,7 @@ class ArenaFiles:
         for n in numbers[:-INCARNATIONS_REMEMBERED]:
             if n not in held:
                 (directory / f"{n}.json").unlink(missing_ok=True)
+        self._record_changes += 1
 
     def store_root(self, path: str) -> None:
         """Record the root's path for human readers, who find the arena later (`holdfast
@@ -367,8 +391,12 @@ class ArenaFiles:
     def incarnations(self) -> list[Incarnation]:
         """Return all stored incarnations; damaged records are reported once.
 
+        They are read again when a record was stored or deleted, not for every host that attaches.
         Raises ArenaError if a record cannot be read now: it must not be taken for absent.
         """
+        changes = self._record_changes  # on another thread one may be stored meanwhile
+        if self._records[0] == changes:
+            return list(self._records[1])
         found = dict(self._homeless)
         for path in (self.directory / "incarnations").glob("*.json"):
             try:
@@ -384,6 +412,7 @@ class ArenaFiles:
                 if path not in self._damaged:
                     self._damaged.add(path)
                     emit(Warned(message=f"{error}. What storage says of it counts."))
+        self._records = changes, list(found.values())
         return list(found.values())
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
-from holdfast.errors import ArenaError, FormatError, HoldfastError
+from holdfast.errors import FormatError, HoldfastError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import AttemptId, Incarnation, seal, unseal
 from holdfast.geometry.layout import deflate, inflate
@@ -51,16 +51,11 @@ class StateHandover:
         for n in numbers - here:  # storage may have it, even if the follower does not
             self._background.spawn(self._background.in_thread(self._incarnations.repair, n))
         return messages.HostAttached(
-            tell_layouts=tuple(hash_ for hash_ in layouts if not self._has_layout(hash_)),
+            tell_layouts=tuple(
+                hash_ for hash_ in layouts if not self._memory.is_layout_intact(hash_)
+            ),
             tell_incarnations=tuple(sorted((numbers | set(recorded)) - here)),
         )
-
-    def _has_layout(self, hash_: str) -> bool:
-        try:
-            self._memory.layout(hash_)
-        except ArenaError:
-            return False
-        return True
 
     def current(self) -> messages.RecordIncarnation | None:
         """Return the record of the current incarnation for all followers, once its parent is

@@ -1,0 +1,148 @@
+"""Runs of many hosts over real sockets: nothing is lost, and nobody waits for the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+#: A coordinator that plans the images of all ranks itself, on its loop.
+PLANS_ALL = """
+    import time
+    from holdfast.coordinator.actions import PlanImages
+    from holdfast.keeper.executor import Executor
+    from holdfast.protocol.image_plan import plan_sizes
+    carry_out = Executor.carry_out
+    def plan_all(self, actions):
+        carry_out(self, [each for each in actions if not isinstance(each, PlanImages)])
+        for each in actions:
+            if isinstance(each, PlanImages):
+                sizes = plan_sizes(each.layout, each.ranks)
+                now_s = time.monotonic()
+                planned = self._coordinator.images_planned(each.layout.hash, sizes, now_s)
+                self.carry_out(planned)
+    Executor.carry_out = plan_all
+"""
+#: A coordinator that has no lost image decoded.
+NOTHING_ANEW = """
+    from holdfast.keeper.parity.rebuild import RebuildCoordinator
+    RebuildCoordinator.begin = lambda *_: None
+"""
+#: What the loop of the coordinator may use of a processor for a first save, in the run below.
+MOST_S = 0.3
+
+
+@pytest.fixture
+def fleet(importable: None) -> ModuleType:
+    return importlib.import_module("benchmarks.fleet.fleet")
+
+
+@pytest.fixture
+def meter(importable: None) -> ModuleType:
+    return importlib.import_module("benchmarks.fleet.meter")
+
+
+def told(fleet: ModuleType, root: Path, *arguments: str) -> Any:
+    """The whole story of such a run."""
+    options = fleet.options_of(arguments)
+    story = fleet.story_of(fleet.make(root, options), options)
+    asyncio.run(fleet.told(story))
+    assert not story.fleet.aborted
+    return story
+
+
+def first_save(fleet: ModuleType, root: Path, *arguments: str) -> Any:
+    """The first save of such a run, under a layout that nobody knew."""
+    options = fleet.options_of(arguments)
+    story = fleet.story_of(fleet.make(root, options), options)
+
+    async def tell() -> None:
+        try:
+            await story.start("the start")
+        finally:
+            story.fleet.end()
+
+    asyncio.run(tell())
+    return story
+
+
+SMALL = ("--hosts", "4", "--real", "4", "--ranks", "2", "--leaves", "8", "--saves", "0")
+
+
+@pytest.mark.promise
+def test_real_keepers_lose_keepers_hosts_and_the_coordinator_and_nothing_of_the_state(
+    fleet: ModuleType, tmp_path: Path
+) -> None:
+    """After each save and each loss, what all ranks captured is compared bit for bit."""
+    told(fleet, tmp_path, *SMALL, "--parity", "1")
+
+
+def test_a_lost_image_that_nobody_makes_anew_is_found_out(
+    fleet: ModuleType, meter: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = meter.report_all_holds(tmp_path / "changes", NOTHING_ANEW)
+    monkeypatch.setenv("PYTHONPATH", change)
+    monkeypatch.setattr(importlib.import_module("benchmarks.fleet.losses"), "ANEW_S", 3)
+    with pytest.raises(AssertionError, match="are lost of"):
+        told(fleet, tmp_path / "root", *SMALL, "--parity", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", [(), ("--delay", "0.03", "--loss", "0.01")], ids=["near", "far"])
+def test_a_rack_of_real_keepers_is_lost_with_the_coordinator_and_nothing_of_the_state(
+    fleet: ModuleType, tmp_path: Path, way: tuple[str, ...]
+) -> None:
+    few = ("--ranks", "1", "--saves", "1", "--parity", "2")
+    told(fleet, tmp_path, "--hosts", "32", "--real", "32", *few, *way)
+
+
+def work_of_first_save(fleet: ModuleType, root: Path) -> float:
+    """Processor time of the coordinator's loop."""
+    planned = ("--hosts", "4", "--real", "4", "--ranks", "16", "--leaves", "2000")
+    story = first_save(fleet, root, *planned, "--saves", "0", "--parity", "0")
+    assert story.fleet.save_now.is_complete
+    (found,) = (each.loop_s for each in story.meter.found if each.phase.endswith("first save"))
+    return float(found)
+
+
+def test_the_first_save_under_a_new_layout_is_little_work_for_the_coordinator(
+    fleet: ModuleType, tmp_path: Path
+) -> None:
+    assert work_of_first_save(fleet, tmp_path) < MOST_S
+
+
+def test_a_coordinator_that_plans_the_images_of_all_ranks_is_found_out(
+    fleet: ModuleType, meter: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", meter.report_all_holds(tmp_path / "changes", PLANS_ALL))
+    assert work_of_first_save(fleet, tmp_path / "root") > MOST_S
+    assert max(hold.held_s for hold in meter.holds_in(tmp_path / "root")) > MOST_S / 2
+
+
+LARGE = ("--hosts", "64", "--real", "64", "--leaves", "3000", "--saves", "0", "--parity", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.promise
+def test_the_first_save_of_64_hosts_with_3000_leaves_is_captured(
+    fleet: ModuleType, tmp_path: Path
+) -> None:
+    """512 ranks; needs 8 GB of memory. Planned by the coordinator alone, all lines broke."""
+    story = first_save(fleet, tmp_path, *LARGE)
+    assert story.fleet.save_now.is_complete and not story.fleet.aborted
+
+
+def test_played_hosts_attach_save_and_are_attached_again_and_images_of_lost_ones_are_made_anew(
+    fleet: ModuleType, tmp_path: Path
+) -> None:
+    few = ("--ranks", "2", "--saves", "1", "--settled", "0.1")
+    story = told(fleet, tmp_path, "--hosts", "64", *few)
+    traffic = story.traffic["steady save"]
+    for kind in ("HostRequests", "GrantSlots", "HostCaptured", "SlotsSealed", "ForwardMessage"):
+        assert traffic[kind] == 64 - 8, "one of a host and phase"
