@@ -72,4 +72,4 @@ def test_the_script_prints_each_size_and_the_exponents(
 ) -> None:
     ended: CompletedProcess[str] = bench("scale", "--ranks", "64", "128", "--saves", "1")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("\n| ") == 5 and "| b |" in ended.stdout
+    assert ended.stdout.count("\n| ") == 11 and "| b |" in ended.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,10 @@ from holdfast.coordinator import layouts
 from holdfast.coordinator.actions import Action, AgreeLayout, GrantSlot, PlanImages, StoreLayout
 from holdfast.coordinator.attempt_lifecycle import PLANNING
 from holdfast.coordinator.layouts import Agreement, Tables, agree_layout
+from holdfast.events import Event, LoopHeld, subscribe
 from holdfast.geometry.layout import LeafEntry, deflate, merge, table_from_json, table_hash
 from holdfast.keeper.jobs import Background
+from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import (
     GRANT_S,
@@ -206,3 +209,28 @@ def test_the_coordinator_itself_never_reads_a_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     plans = of(keeper.c.layout_agreed(order.tables, merged(8), 0.0), PlanImages)
     assert plans and not of(plans, GrantSlot)
+
+
+@pytest.mark.slow
+def test_a_loop_is_hardly_held_while_a_large_layout_is_agreed_beside_it() -> None:
+    tables, held = sets_of_names(64, 3000, 1024)
+    reports: list[Event] = []
+    spent_s: list[float] = []
+
+    async def play() -> None:
+        background, watch = Background(), LoopWatch("a", report_s=0.0)
+        working = asyncio.create_task(background.agree_layout(remembers_nothing, tables, held))
+        began_s = time.monotonic()
+        while not working.done():
+            await watch.pause(0.01)
+        spent_s.append(time.monotonic() - began_s)
+        watch.close()
+        assert working.result().layout is not None
+
+    unsubscribe = subscribe(lambda event, _: reports.append(event))
+    try:
+        asyncio.run(play())
+    finally:
+        unsubscribe()
+    longest_s = max((one.longest_s for one in reports if isinstance(one, LoopHeld)), default=0.0)
+    assert longest_s < spent_s[0] / 4, f"held for {longest_s} of {spent_s} s"

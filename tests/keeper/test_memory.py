@@ -333,6 +333,7 @@ def test_layouts_and_incarnations_are_found_by_the_next_keeper(memory: ArenaFile
 TABLES = ("one", "one", "other")
 
 
+@pytest.mark.promise
 def test_a_layout_is_remembered_for_the_tables_that_it_was_agreed_from(
     memory: ArenaFiles,
 ) -> None:
@@ -351,6 +352,7 @@ def test_a_layout_is_remembered_for_the_tables_that_it_was_agreed_from(
     assert len(list((memory.directory / "layouts").iterdir())) == 1
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("damage", ["document changed", "document gone", "of another", "empty"])
 def test_a_layout_that_may_be_another_than_the_agreed_one_is_not_remembered(
     memory: ArenaFiles, damage: str
