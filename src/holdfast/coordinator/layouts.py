@@ -153,7 +153,12 @@ class LayoutRegistry:
     def begin(self, tables: Tables) -> dict[str, bytes]:
         """Return what is held of these tables, whose layout is agreed from now on."""
         self._under_way = tables
-        return {hash_: self._held[hash_] for hash_ in set(tables) if hash_ in self._held}
+        if tables != self._unknown:  # nobody waits for the others any more
+            self._unknown, self._missing = (), {}
+        return self._held_of(tables)
+
+    def _held_of(self, tables: Tables) -> dict[str, bytes]:
+        return {hash_: self._held[hash_] for hash_ in self._held.keys() & set(tables)}
 
     def agreed_on(self, tables: Tables, agreement: Agreement) -> None:
         """Record what came of ``agree_layout``."""
@@ -166,7 +171,7 @@ class LayoutRegistry:
             self._missing = {h: rank for h, rank in sorted(ranks.items()) if h not in self._held}
             return
         self._unknown, self._missing = (), {}
-        self._held = {hash_: data for hash_, data in self._held.items() if hash_ in set(tables)}
+        self._held = self._held_of(tables)
         # Other tables may have the same layout: its images are planned once.
         found = self.agreed(agreement.layout.hash)
         while len(self._agreed) >= LAYOUTS:
