@@ -117,6 +117,38 @@ def test_a_rank_that_did_not_send_its_table_is_asked_again(loss: str) -> None:
     assert granted(keeper.with_memory(again))
 
 
+def test_a_host_that_was_lost_plans_its_images_again_before_its_ranks_may_copy() -> None:
+    """Its next keeper may lack the layout, and has it when it has planned."""
+    keeper = Keeper(2)
+    hosts = [m.HostEntry(id=f"h{n}", ranks=(n,)) for n in range(2)]
+    keeper.c.begin(2, "00000002", 2, hosts)
+    keeper.c.attach(1, (), ())
+    for rank in range(2):
+        keeper.c.join(rank, keeper.writer(rank))
+    keeper.c.adopt(0.0)
+    first = keeper.ask_all(1)
+    for rank in range(2):
+        keeper.seal(rank, granted(first))
+    keeper.c.detach(1, "h1")
+    keeper.c.attach(1, (), ())
+    keeper.c.join(1, keeper.writer(1))
+    again = [action for rank in range(2) for action in ask(keeper, rank, 2)]
+    assert [plan.host for plan in of(again, PlanImages)] == [1]
+    assert not of(again, GrantSlot) and of(again, StoreLayout)
+    assert granted(keeper.with_memory(again))
+
+
+def test_hosts_keep_every_layout_under_which_slots_may_be_granted_at_once() -> None:
+    keeper = Keeper(1)
+    stored = [
+        of(keeper.ask(0, step, dtype=d), StoreLayout) for step, d in enumerate(["F32", "F64"])
+    ]
+    for attempt in list(keeper.c.attempts):
+        keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="enough"))
+    assert not keeper.c.attempts
+    assert keeper.c.used_layouts == {layout.hash for (layout,) in stored}
+
+
 def test_the_layout_of_other_tables_ends_no_wait() -> None:
     keeper = Keeper(1)
     before = order_of(ask(keeper, 0, 1))

@@ -11,8 +11,19 @@ import torch
 import holdfast
 from holdfast.coordinator.layouts import agreement_id
 from holdfast.protocol import messages as m
+from holdfast.protocol.arena import read_layout
+from holdfast.testing.faults import Hosts
 from support.runs.host_pairs import Run
-from support.runs.keepers import arena_of, begin, capture, connect, end, join, kill_keeper
+from support.runs.keepers import (
+    arena_of,
+    begin,
+    capture,
+    connect,
+    end,
+    hear,
+    join,
+    kill_keeper,
+)
 
 
 def test_a_table_is_asked_for_once_and_in_no_later_start_or_by_another_keeper(
@@ -91,6 +102,28 @@ def test_a_host_that_has_a_layout_no_more_asks_for_it_and_the_save_goes_on(
     else:
         path.write_bytes(path.read_bytes()[:-1] + b" ")
     assert start_again(run, arena_dir) == [0, 0]
+
+
+def test_the_keeper_of_a_host_that_lost_its_memory_has_the_layout_before_its_ranks_copy(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    run.capture(1)
+    Hosts(arena_dir).kill_keeper("b")
+    for path in arena_dir.glob("*/*@b/layouts/*"):
+        path.unlink()
+    run.ranks[1].line.close()
+    run.ranks[1].connect()
+    run.ranks[1].take_part(run.n, run.table)
+    run.ranks[1].join(run.n)
+    for rank in run.ranks:
+        rank.ask(2)
+    grant = hear(run.ranks[1].heard, m.Grant)
+    assert read_layout(Path(grant.slot).parent, grant.layout)
+    for rank in run.ranks:
+        rank.line.send(m.AbortCapture(attempt=grant.attempt, reason="enough"))
+    run.end()
 
 
 @pytest.mark.promise

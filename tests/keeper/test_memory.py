@@ -19,6 +19,7 @@ from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError
 from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
+from holdfast.keeper import arena_files
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
@@ -350,6 +351,20 @@ def test_a_layout_is_remembered_for_the_tables_that_it_was_agreed_from(
     memory.store_layout(table_hash(b"[]"), b"[]")
     assert later.remembered_layout(TABLES) is None
     assert len(list((memory.directory / "layouts").iterdir())) == 1
+
+
+def test_a_full_arena_keeps_a_layout_without_its_tables(
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hash_ = table_hash(b"{}")
+    memory.store_layout(hash_, b"{}")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(arena_files, "write_whole", fail)
+    memory.store_layout(hash_, b"{}", tables=agreement_id(TABLES, hash_))
+    assert memory.layout(hash_) == b"{}" and memory.remembered_layout(TABLES) is None
 
 
 @pytest.mark.promise

@@ -121,7 +121,7 @@ class Coordinator(AttemptLifecycle):
         for rank in self._host_ranks[host]:
             actions += self.lost(rank)
         self._lose(host)
-        self._layouts.forget_orders()
+        self._layouts.forget_plans(self._host_ranks[host])
         return actions
 
     def _lose(self, host: int) -> None:

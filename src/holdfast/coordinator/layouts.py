@@ -7,7 +7,7 @@ has them. Everything that takes long is done by ``agree_layout``, beside the kee
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -93,6 +93,12 @@ class AgreedLayout:
     def forget_orders(self) -> None:
         """Have the hosts that have not answered told again, by the next save."""
         self._ordered_s.clear()
+
+    def forget_plans(self, ranks: Iterable[int]) -> None:
+        """Have these ranks' images planned again, by a host that has the layout then."""
+        for rank in ranks:
+            self._plans.pop(rank, None)
+        self.forget_orders()
 
     def planned(self, sizes: Mapping[int, tuple[int, int]]) -> None:
         """Record the sizes of some ranks' images, see ``image_plan.plan_sizes``."""
@@ -185,10 +191,15 @@ class LayoutRegistry:
         self._held[hash_] = deflated
         return () if self._missing else self._unknown
 
-    def forget_orders(self) -> None:
-        """Forget which hosts were told to plan images: one of them is gone."""
+    def forget_plans(self, ranks: Collection[int]) -> None:
+        """Forget the images of a host that is gone: the next keeper there may have no layout."""
         for agreed in self._agreed.values():
-            agreed.forget_orders()
+            agreed.forget_plans(ranks)
+
+    @property
+    def hashes(self) -> set[str]:
+        """Hashes of the layouts under which slots may be granted at once."""
+        return {agreed.layout.hash for agreed in self._agreed.values()}
 
     def tables_of(self, agreed: AgreedLayout) -> set[Tables]:
         """Return the tables by rank from which this layout was agreed."""
