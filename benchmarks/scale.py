@@ -59,7 +59,9 @@ SIZES = (256, 1024, 4096, 16384, 65536)
 STEADY = ("asks", "decide", "grants", "captured")
 #: What comes after one: it is stored and protected; or hosts are lost, and a start goes on from it.
 AFTER = ("stored", "protected", "chosen", "regrouped")
-PHASES = ("hosts", "first save", "beside it", *STEADY, *AFTER)
+#: The first save of a run, and that of the next start, with what is done beside the loop.
+BEFORE = ("hosts", "first save", "beside it", "again", "beside again")
+PHASES = (*BEFORE, *STEADY, *AFTER)
 #: What hosts say of a save, and what they are told.
 HEARD = (messages.HostRequests, messages.HostCaptured)
 TOLD = (messages.GrantSlots, messages.SlotsSealed, messages.ForwardMessage)
@@ -209,7 +211,7 @@ class Run:
         self.api = TrainerApi(
             self.coordinator, nothing, self.ranks, self.executor, nothing, nothing, nothing, nothing
         )
-        self.step = 0
+        self.step, self.first = 0, ""
         self.granted: dict[int, str] = {}
         """The attempt that each rank was granted a slot for."""
 
@@ -220,16 +222,17 @@ class Run:
         yield
         beside_s = self.beside.spent_s - before_s
         self.cpu_s[phase] += self.clock() - began - beside_s
-        self.cpu_s["beside it"] += beside_s
+        self.cpu_s["beside it" if phase == "first save" else f"beside {phase}"] += beside_s
 
     def start(self, incarnation: int = 1) -> None:
-        """All hosts attach, all ranks join."""
+        """All hosts attach, all ranks join; the second start finds the layout of the first."""
         per_host = [tuple(range(n, n + self.per_host)) for n in range(0, self.world, self.per_host)]
         entries = [
             m.HostEntry(id=f"h{n:05}", ranks=ranks) for n, ranks in enumerate([(), *per_host])
         ]
         self.lines = [Line(entry.id) for entry in entries]
-        with self.counted("hosts"):
+        self.first = "first save" if incarnation == 1 else "again"
+        with self.counted("hosts" if incarnation == 1 else "again"):
             self.executor.followers.begin(incarnation, entries)
             begun = self.coordinator.begin(incarnation, X, self.world, entries)
             self.executor.carry_out(begun)
@@ -267,16 +270,12 @@ class Run:
 
     def obey(self, host: int, order: object) -> None:
         if isinstance(order, messages.CreateSlot):
-            with self.counted("first save"):
-                self.executor.followers._handle(
-                    self.sessions[host - 1], messages.SlotCreated(slot=order.slot)
-                )
+            self.say(host, messages.SlotCreated(slot=order.slot))
         elif isinstance(order, messages.SizeImages):
             planned = messages.ImagesPlanned(
                 layout=order.layout, sizes=dict.fromkeys(order.ranks, (4096, 1 << 20))
             )
-            with self.counted("first save"):
-                self.executor.followers._handle(self.sessions[host - 1], planned)
+            self.say(host, planned)
         elif isinstance(order, messages.RecordLayout):
             known = self.layouts.setdefault(host, set())
             if order.hash not in known:
@@ -289,7 +288,7 @@ class Run:
                 body = m.pack(table)[m.LENGTH_BYTES :]
                 fact = messages.TrainerMessage(line=order.lines[0], body=body)
                 self.count("in", messages.pack(fact))
-                with self.counted("first save"):
+                with self.counted(self.first):
                     self.executor.carry_out(self.coordinator.table(table.hash, table.deflated, 0.0))
         elif isinstance(order, messages.GrantSlots):
             self.granted |= dict.fromkeys(order.ranks, order.record.attempt)
@@ -319,10 +318,10 @@ class Run:
         self.told("stored", host, messages.WriteEnded(directory=order.directory, reason=""))
 
     def say(self, host: int, fact: messages.Fact) -> None:
-        """A host asks for something behind its orders."""
+        """A host answers an order of a first save."""
         frame = messages.pack(fact)
         self.count("in", frame)
-        with self.counted("first save"):
+        with self.counted(self.first):
             self.hear(host - 1, frame)
 
     def hear(self, host: int, frame: bytes) -> None:
@@ -535,7 +534,7 @@ async def steady(
     run.start(1)
     run.save_first("first save")
     run.start(2)
-    run.save_first("start again")
+    run.save_first("again")
     run.save(lambda _: "first save")  # the spare slots are there now
     for _ in range(saves):
         run.save(lambda phase: phase)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,10 @@ from holdfast.coordinator import layouts
 from holdfast.coordinator.actions import Action, AgreeLayout, GrantSlot, PlanImages, StoreLayout
 from holdfast.coordinator.attempt_lifecycle import PLANNING
 from holdfast.coordinator.layouts import Agreement, Tables, agree_layout
+from holdfast.events import Event, LoopHeld, subscribe
 from holdfast.geometry.layout import LeafEntry, deflate, merge, table_from_json, table_hash
 from holdfast.keeper.jobs import Background
+from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import (
     GRANT_S,
@@ -114,6 +117,38 @@ def test_a_rank_that_did_not_send_its_table_is_asked_again(loss: str) -> None:
     assert granted(keeper.with_memory(again))
 
 
+def test_a_host_that_was_lost_plans_its_images_again_before_its_ranks_may_copy() -> None:
+    """Its next keeper may lack the layout, and has it when it has planned."""
+    keeper = Keeper(2)
+    hosts = [m.HostEntry(id=f"h{n}", ranks=(n,)) for n in range(2)]
+    keeper.c.begin(2, "00000002", 2, hosts)
+    keeper.c.attach(1, (), ())
+    for rank in range(2):
+        keeper.c.join(rank, keeper.writer(rank))
+    keeper.c.adopt(0.0)
+    first = keeper.ask_all(1)
+    for rank in range(2):
+        keeper.seal(rank, granted(first))
+    keeper.c.detach(1, "h1")
+    keeper.c.attach(1, (), ())
+    keeper.c.join(1, keeper.writer(1))
+    again = [action for rank in range(2) for action in ask(keeper, rank, 2)]
+    assert [plan.host for plan in of(again, PlanImages)] == [1]
+    assert not of(again, GrantSlot) and of(again, StoreLayout)
+    assert granted(keeper.with_memory(again))
+
+
+def test_hosts_keep_every_layout_under_which_slots_may_be_granted_at_once() -> None:
+    keeper = Keeper(1)
+    stored = [
+        of(keeper.ask(0, step, dtype=d), StoreLayout) for step, d in enumerate(["F32", "F64"])
+    ]
+    for attempt in list(keeper.c.attempts):
+        keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="enough"))
+    assert not keeper.c.attempts
+    assert keeper.c.used_layouts == {layout.hash for (layout,) in stored}
+
+
 def test_the_layout_of_other_tables_ends_no_wait() -> None:
     keeper = Keeper(1)
     before = order_of(ask(keeper, 0, 1))
@@ -206,3 +241,28 @@ def test_the_coordinator_itself_never_reads_a_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     plans = of(keeper.c.layout_agreed(order.tables, merged(8), 0.0), PlanImages)
     assert plans and not of(plans, GrantSlot)
+
+
+@pytest.mark.slow
+def test_a_loop_is_hardly_held_while_a_large_layout_is_agreed_beside_it() -> None:
+    tables, held = sets_of_names(64, 3000, 1024)
+    reports: list[Event] = []
+    spent_s: list[float] = []
+
+    async def play() -> None:
+        background, watch = Background(), LoopWatch("a", report_s=0.0)
+        working = asyncio.create_task(background.agree_layout(remembers_nothing, tables, held))
+        began_s = time.monotonic()
+        while not working.done():
+            await watch.pause(0.01)
+        spent_s.append(time.monotonic() - began_s)
+        watch.close()
+        assert working.result().layout is not None
+
+    unsubscribe = subscribe(lambda event, _: reports.append(event))
+    try:
+        asyncio.run(play())
+    finally:
+        unsubscribe()
+    longest_s = max((one.longest_s for one in reports if isinstance(one, LoopHeld)), default=0.0)
+    assert longest_s < spent_s[0] / 4, f"held for {longest_s} of {spent_s} s"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.geometry import codec
@@ -22,6 +24,8 @@ from holdfast.geometry.layout import (
     LeafSpec,
     Mesh,
     Placement,
+    deflate,
+    inflate,
     table_from_json,
     table_hash,
     table_to_json,
@@ -236,3 +240,45 @@ def test_layouts_that_mean_nothing_are_refused() -> None:
         Layout(2, (LeafSpec("w", "F32", (4,), "split", (on(3),)),))
     with pytest.raises(UsageError, match="two instances"):
         Layout(2, (LeafSpec("w", "F32", (4,), "split", (on(0), Instance(mesh(2), (REPLICATE,)))),))
+
+
+# ── on the wire ──────────────────────────────────────────────────────────────────────────────
+
+
+@unhurried
+@given(layouts())
+def test_a_document_comes_back_from_the_wire(layout: Layout) -> None:
+    data = layout.to_json()
+    assert inflate(deflate(data), layout.hash) == data
+
+
+@unhurried
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 40), st.booleans())
+def test_meshes_of_all_kinds_come_back_from_the_wire(
+    first: int, step: int, count: int, is_turned: bool
+) -> None:
+    ranks = [first + n * step for n in range(count)]
+    one = Instance(Mesh((count,), tuple(ranks[::-1] if is_turned else ranks)), (Placement(0),))
+    names = [*map(str, ranks), '["0+1*9"]', f"{ranks}", '"instances"']
+    data = table_to_json([LeafEntry(name, "F32", (8,), "split", one) for name in names])
+    assert inflate(deflate(data), table_hash(data)) == data
+
+
+def test_of_a_mesh_the_wire_has_a_few_bytes_however_many_ranks_it_has() -> None:
+    sizes = []
+    for count in (16, 16384):
+        for step in (1, 8):
+            ranks = Mesh((count,), tuple(range(3, 3 + count * step, step)))
+            leaf = LeafEntry("w", "F32", (count,), "split", Instance(ranks, (Placement(0),)))
+            sizes.append(len(deflate(table_to_json([leaf]))))
+    assert max(sizes) < min(sizes) + 16
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b'{"meshes":["0+1*9999999"]' * 10, b'["1+1*9"]', b"[1,2,3,4,5,6,7,8,9]", b"", b"[[["],
+)
+def test_what_is_not_the_document_that_was_named_is_refused(head: bytes) -> None:
+    for sent in (head, zlib.compress(head), deflate(head), deflate(head)[:-1], head * 9):
+        with pytest.raises(FormatError, match="the document"):
+            inflate(sent, "0" * 32)

@@ -139,6 +139,7 @@ def test_a_keeper_refuses_nonsense_and_goes_on(tmp_path: Path) -> None:
     end(line)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("deflated", [b"[]", deflate(b"[]"), deflate(TABLE + b" ")])
 def test_a_table_that_is_not_the_one_asked_for_ends_the_save_with_its_reason(
     tmp_path: Path, deflated: bytes

@@ -19,6 +19,7 @@ from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError
 from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
+from holdfast.keeper import arena_files
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
@@ -333,6 +334,7 @@ def test_layouts_and_incarnations_are_found_by_the_next_keeper(memory: ArenaFile
 TABLES = ("one", "one", "other")
 
 
+@pytest.mark.promise
 def test_a_layout_is_remembered_for_the_tables_that_it_was_agreed_from(
     memory: ArenaFiles,
 ) -> None:
@@ -351,6 +353,21 @@ def test_a_layout_is_remembered_for_the_tables_that_it_was_agreed_from(
     assert len(list((memory.directory / "layouts").iterdir())) == 1
 
 
+def test_a_full_arena_keeps_a_layout_without_its_tables(
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hash_ = table_hash(b"{}")
+    memory.store_layout(hash_, b"{}")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(arena_files, "write_whole", fail)
+    memory.store_layout(hash_, b"{}", tables=agreement_id(TABLES, hash_))
+    assert memory.layout(hash_) == b"{}" and memory.remembered_layout(TABLES) is None
+
+
+@pytest.mark.promise
 @pytest.mark.parametrize("damage", ["document changed", "document gone", "of another", "empty"])
 def test_a_layout_that_may_be_another_than_the_agreed_one_is_not_remembered(
     memory: ArenaFiles, damage: str

@@ -222,6 +222,11 @@ class AttemptLifecycle:
         self._layouts.sent_hash = layout.hash
         return [StoreLayout(layout.hash, layout.to_json(), agreed.deflated, tables)]
 
+    @property
+    def used_layouts(self) -> set[str]:
+        """Hashes of the layouts that every host must keep."""
+        return {attempt.layout for attempt in self.attempts.values()} | self._layouts.hashes
+
     def layout_not_stored(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
         """Handle an arena without room for this layout: no image under it could be read again.
 

@@ -121,7 +121,7 @@ class Coordinator(AttemptLifecycle):
         for rank in self.host_table[host].ranks:
             actions += self.lost(rank)
         self._lose(host)
-        self._layouts.forget_orders()
+        self._layouts.forget_plans(self.host_table[host].ranks)
         return actions
 
     def _lose(self, host: int) -> None:

@@ -7,7 +7,7 @@ has them. Everything that takes long is done by ``agree_layout``, beside the kee
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -94,6 +94,12 @@ class AgreedLayout:
         """Have the hosts that have not answered told again, by the next save."""
         self._ordered_s.clear()
 
+    def forget_plans(self, ranks: Iterable[int]) -> None:
+        """Have these ranks' images planned again, by a host that has the layout then."""
+        for rank in ranks:
+            self._plans.pop(rank, None)
+        self.forget_orders()
+
     def planned(self, sizes: Mapping[int, tuple[int, int]]) -> None:
         """Record the sizes of some ranks' images, see ``image_plan.plan_sizes``."""
         for rank, (data_start, tensor_bytes) in sizes.items():
@@ -153,7 +159,12 @@ class LayoutRegistry:
     def begin(self, tables: Tables) -> dict[str, bytes]:
         """Return what is held of these tables, whose layout is agreed from now on."""
         self._under_way = tables
-        return {hash_: self._held[hash_] for hash_ in set(tables) if hash_ in self._held}
+        if tables != self._unknown:  # nobody waits for the others any more
+            self._unknown, self._missing = (), {}
+        return self._held_of(tables)
+
+    def _held_of(self, tables: Tables) -> dict[str, bytes]:
+        return {hash_: self._held[hash_] for hash_ in self._held.keys() & set(tables)}
 
     def agreed_on(self, tables: Tables, agreement: Agreement) -> None:
         """Record what came of ``agree_layout``."""
@@ -166,7 +177,7 @@ class LayoutRegistry:
             self._missing = {h: rank for h, rank in sorted(ranks.items()) if h not in self._held}
             return
         self._unknown, self._missing = (), {}
-        self._held = {hash_: data for hash_, data in self._held.items() if hash_ in set(tables)}
+        self._held = self._held_of(tables)
         # Other tables may have the same layout: its images are planned once.
         found = self.agreed(agreement.layout.hash)
         while len(self._agreed) >= LAYOUTS:
@@ -180,10 +191,15 @@ class LayoutRegistry:
         self._held[hash_] = deflated
         return () if self._missing else self._unknown
 
-    def forget_orders(self) -> None:
-        """Forget which hosts were told to plan images: one of them is gone."""
+    def forget_plans(self, ranks: Collection[int]) -> None:
+        """Forget the images of a host that is gone: the next keeper there may have no layout."""
         for agreed in self._agreed.values():
-            agreed.forget_orders()
+            agreed.forget_plans(ranks)
+
+    @property
+    def hashes(self) -> set[str]:
+        """Hashes of the layouts under which slots may be granted at once."""
+        return {agreed.layout.hash for agreed in self._agreed.values()}
 
     def tables_of(self, agreed: AgreedLayout) -> set[Tables]:
         """Return the tables by rank from which this layout was agreed."""

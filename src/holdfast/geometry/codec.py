@@ -47,6 +47,12 @@ MAX_LISTED_DIMS = 1 << 24
 #: only an image's names could take the leaf for a part of another.
 LIKE_A_PIECE = re.compile(r"@[0-9]+:[0-9]+(,[0-9]+:[0-9]+)*")
 
+#: On the wire: lists of numbers, those that are ranges, and what follows the meshes of a document.
+_NUMBERS = re.compile(rb"\[[0-9]+(?:,[0-9]+){8,}\]")
+_RANGE = re.compile(rb'\["([0-9]{1,7})\+([0-9]{1,7})\*([0-9]{1,7})"\]')
+_BEHIND_MESHES = b'"instances"'
+MAX_MESH_NUMBERS = MAX_BYTES // 8
+
 #: The number in a table that stands for the instance of a plain tensor.
 _ALONE = -1
 
@@ -120,10 +126,13 @@ def table_hash(data: bytes | memoryview) -> str:
 
 
 def deflate(data: bytes) -> bytes:
-    """Compresses a document for the wire; only there: its hash and its files are of the plain
-    bytes.
+    """Compresses a document for the wire: its hash, and any file, is that of the document itself.
+
+    Ranks of a mesh that are a range are ``["first+step*count"]`` there, a list that no document
+    has: otherwise each of N hosts would be sent N numbers.
     """
-    return zlib.compress(data, 1)
+    head, key, rest = data.partition(_BEHIND_MESHES)
+    return zlib.compress(_NUMBERS.sub(_as_range, head) + key + rest, 1)
 
 
 def inflate(deflated: bytes, hash_: str) -> bytes:
@@ -132,9 +141,25 @@ def inflate(deflated: bytes, hash_: str) -> bytes:
         data = zlib.decompressobj().decompress(deflated, MAX_BYTES)
     except zlib.error as error:
         raise FormatError(f"the document {hash_} cannot be decompressed: {error}") from None
+    head, key, rest = data.partition(_BEHIND_MESHES)
+    numbers = sum(int(count) for *_, count in _RANGE.findall(head))
+    if numbers > MAX_MESH_NUMBERS:
+        raise FormatError(f"the document {hash_} has {numbers} ranks in meshes")
+    data = _RANGE.sub(lambda found: _numbers(*map(int, found.groups())), head) + key + rest
     if table_hash(data) != hash_:
         raise FormatError(f"the document named {hash_} is {table_hash(data)}")
     return data
+
+
+def _as_range(found: re.Match[bytes]) -> bytes:
+    numbers = found[0][1:-1].split(b",")
+    first, step, count = int(numbers[0]), int(numbers[1]) - int(numbers[0]), len(numbers)
+    is_range = step > 0 and len(numbers[-1]) <= 7 and _numbers(first, step, count) == found[0]
+    return b'["%d+%d*%d"]' % (first, step, count) if is_range else found[0]
+
+
+def _numbers(first: int, step: int, count: int) -> bytes:
+    return b"[%b]" % b",".join(b"%d" % (first + n * step) for n in range(count))
 
 
 def layout_to_json(world: int, leaves: Sequence[LeafSpec]) -> bytes:

@@ -269,7 +269,8 @@ class ArenaFiles:
             write_whole(path, data)
         agreed = path.with_suffix(AGREED)
         if tables and not _holds(agreed, tables.encode()):
-            write_whole(agreed, tables.encode())
+            with contextlib.suppress(OSError):  # a full arena: the tables are asked for next time
+                write_whole(agreed, tables.encode())
         for other in path.parent.iterdir():
             if other.stem != hash_ and other.stem not in used:
                 other.unlink(missing_ok=True)

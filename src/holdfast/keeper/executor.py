@@ -159,9 +159,8 @@ class Executor:
                 self.followers.send_to_host(host, order)
 
     def _store_layout(self, layout: StoreLayout) -> None:
-        used = {one.layout for one in self._coordinator.attempts.values()}
         self.followers.store_layout(layout)
-        tables = agreement_id(layout.tables, layout.hash)
+        used, tables = self._coordinator.used_layouts, agreement_id(layout.tables, layout.hash)
         self.agent.store_layout(layout.hash, layout.data, used, tables)
 
     async def _agree_layout(self, order: AgreeLayout) -> None:

@@ -48,6 +48,7 @@ class Rank:
                 )
             ]
         )
+        self.tables_sent = 0
         layout = merge([table_from_json(self.table)] * world)
         self.image_bytes = image_bytes(plan_image(image_items(layout, number)), 10)
         self.connect()
@@ -68,9 +69,9 @@ class Rank:
 
     def listen(self, message: m.Message) -> None:
         if isinstance(message, m.RequestTable):
+            self.tables_sent += 1
             self.line.send(m.LeafTable(hash=message.hash, deflated=deflate(self.table)))
-        else:
-            self.heard.put(message)
+        self.heard.put(message)
 
     def survey(self, secret: bytes = SECRET) -> m.HostProbed:
         message = m.ProbeHost(secret=secret, address="127.0.0.1", is_coordinator=self.number == 0)

@@ -76,8 +76,7 @@ def greet(
     def listen(message: m.Message) -> None:
         if isinstance(message, m.RequestTable):
             client.send(m.LeafTable(hash=message.hash, deflated=deflate(TABLE)))
-        else:
-            listener(message)
+        listener(message)
 
     client = KeeperClient(line, listen, lambda _: None)
     client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=30)

@@ -232,7 +232,7 @@ class FollowerRegistry:
         return messages.RecordLayout(
             hash=layout.hash,
             tables=agreement_id(layout.tables, layout.hash),
-            used=tuple({one.layout for one in self._coordinator.attempts.values()}),
+            used=tuple(self._coordinator.used_layouts),
             deflated=deflated,
         )
 

@@ -88,8 +88,7 @@ class StateHandover:
             match fact:
                 case messages.LayoutReply(hash=hash_, deflated=deflated):
                     data = inflate(deflated, hash_)
-                    used = {one.layout for one in self._coordinator.attempts.values()}
-                    self._memory.store_layout(hash_, data, used)
+                    self._memory.store_layout(hash_, data, self._coordinator.used_layouts)
                 case messages.IncarnationReply(data=data):
                     incarnation = unseal(Incarnation, data, f"an incarnation of host {name}")
                     if incarnation.run_id != self._memory.run_id:
