@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,13 @@ def connect(
     line = find_or_start(
         arena_dir(run_id, HOST), run_id=run_id, root=str(root), host_id=HOST, timeout_s=30
     )
+    return _greet(line, root, run_id, listener)
+
+
+def _greet(
+    line: socket.socket, root: Path, run_id: str, listener: Callable[[m.Message], None]
+) -> KeeperClient:
+    """The client of a rank, which tells its table to who asks for it."""
 
     def listen(message: m.Message) -> None:
         if isinstance(message, m.RequestTable):
@@ -70,7 +78,7 @@ def connect(
         listener(message)
 
     client = KeeperClient(line, listen, lambda _: None)
-    client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=10)
+    client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=30)
     return client
 
 
@@ -163,9 +171,7 @@ def start(root: Path, *options: str) -> tuple[subprocess.Popen[bytes], KeeperCli
             break
         except OSError:
             assert child.poll() is None, "the keeper ended"
-    client = KeeperClient(line, lambda _: None, lambda _: None)
-    client.request(m.Hello(run_id=RUN, root=str(root)), m.Welcome, timeout_s=30)
-    return child, client
+    return child, _greet(line, root, RUN, lambda _: None)
 
 
 def kill_keeper(arena_home: Path) -> None:
