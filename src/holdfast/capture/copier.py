@@ -245,6 +245,7 @@ class SlotCache:
         self._targets: dict[str, SlotTarget | RingTarget] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
         self._planned_for: object = None
+        self._layout: tuple[str, Layout] | None = None
         self._sampler: ReplicaSampler | None = None
 
     def plan(self, description: Description, grant: m.Grant, rank: int) -> CopyPlan:
@@ -259,7 +260,10 @@ class SlotCache:
         known = self._plan
         if known is not None and known[:2] == key and self._planned_for is bindings:
             return known[2]
-        layout = Layout.from_json(read_layout(Path(grant.slot).parent, grant.layout))
+        if self._layout is None or self._layout[0] != grant.layout:
+            data = read_layout(Path(grant.slot).parent, grant.layout)
+            self._layout = grant.layout, Layout.from_json(data)
+        layout = self._layout[1]
         layout.require_declared(rank, table_from_json(description.table))
         for target in self._targets.values():
             target.release_views()

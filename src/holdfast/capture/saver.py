@@ -565,7 +565,8 @@ class Saver:
                 reason = "its keeper went away"
                 client.send(m.DeclineStep(step=lost.step, reason=reason, is_passing=True))
         except Exception:  # no memory for a process, say: the worker survives
-            call_later(self._session.retry_in_s, self.keep_in_touch)
+            with contextlib.suppress(RuntimeError):  # no thread can be started: a step tries again
+                call_later(self._session.retry_in_s, self.keep_in_touch)
 
     def _join_keeper(self) -> KeeperClient:
         try:

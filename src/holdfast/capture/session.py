@@ -105,7 +105,7 @@ class KeeperSession:
             raise KeeperError(f"{NOT_CONNECTED}, and the last try to reach one failed just now")
         try:
             client = self.ensure()
-        except (HoldfastError, OSError):
+        except Exception:  # whatever it is, it lasts: nobody tries again at once
             self._next_try_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             raise
@@ -196,6 +196,8 @@ class SlotRequests:
             if known.is_unanswered:
                 capture.tell(Explained(self._why_unanswered(client, capture.step)))
             client.send(m.CancelRequest(step=capture.step))
+        if not isinstance(known.answer, m.Grant):
+            self.times = SaveTimes()  # who may have been late is given more time for once
         capture.check()
         if not isinstance(known.answer, m.Grant):
             reason = known.answer.reason if known.answer is not None else "no answer"

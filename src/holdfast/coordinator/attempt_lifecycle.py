@@ -129,7 +129,7 @@ class AttemptLifecycle:
         for rank, request in requests.items():
             self._requests.add(rank, request, now_s)
         if agreed is None:
-            return self._agree_layout(tables)
+            return self._agree_layout(tables, max(now_s, self._now_s))
         by_host: dict[int, list[int]] = {}
         for rank in agreed.order_plans(range(self.world), max(now_s, self._now_s)):
             by_host.setdefault(self.hosts.get(rank, 0), []).append(rank)
@@ -137,14 +137,14 @@ class AttemptLifecycle:
             PlanImages(host, agreed.layout, tuple(ranks)) for host, ranks in by_host.items()
         ]
 
-    def _agree_layout(self, tables: Tables) -> list[Action]:
+    def _agree_layout(self, tables: Tables, now_s: float) -> list[Action]:
         """Have the layout of these tables found or merged; ask for tables that nobody has."""
-        if self._layouts.is_under_way(tables):
+        if self._layouts.is_under_way(tables, now_s):
             return []
         missing = self._layouts.missing(tables)
         if missing:
             return [SendMessage(m.RequestTable(hash=h), rank) for h, rank in missing.items()]
-        return [AgreeLayout(tables, self._layouts.begin(tables))]
+        return [AgreeLayout(tables, self._layouts.begin(tables, now_s))]
 
     def table(self, hash_: str, deflated: bytes, now_s: float) -> list[Action]:
         """Handle a leaf table that a rank was asked for."""

@@ -491,6 +491,7 @@ class Coordinator(AttemptLifecycle):
             return []
         if message.has_stopped:
             self.slots[attempt.slots[rank]].writer = None
+        self._layouts.sent_hash = ""  # its host may lack the layout: each is told of it once more
         return self._abort(attempt, message.reason, message.leaf)
 
     def tick(self, now_s: float) -> list[Action]:

@@ -129,6 +129,7 @@ class LayoutRegistry:
         """Tables, deflated: those of the last agreement, and what came of the next."""
         self._under_way: Tables = ()
         """The tables whose layout is being agreed; () if none is."""
+        self._since_s = 0.0
         self._unknown: Tables = ()
         """The tables whose layout nobody here remembers."""
         self._missing: dict[str, int] = {}
@@ -141,9 +142,9 @@ class LayoutRegistry:
         """Return the layout agreed from these tables; the same object while they are the same."""
         return self._agreed.get(tables)
 
-    def is_under_way(self, tables: Tables) -> bool:
-        """Return True if the layout of these tables is being agreed."""
-        return tables == self._under_way
+    def is_under_way(self, tables: Tables, now_s: float) -> bool:
+        """Return True if the layout of these tables is being agreed, and an answer may come."""
+        return tables == self._under_way and now_s < self._since_s + ORDER_AGAIN_S
 
     def missing(self, tables: Tables) -> dict[str, int]:
         """Return the tables to ask for, each with a rank; none before it was seen if the layout is
@@ -156,9 +157,9 @@ class LayoutRegistry:
         """The ranks that were asked for tables and have not sent them."""
         return sorted(set(self._missing.values()))
 
-    def begin(self, tables: Tables) -> dict[str, bytes]:
+    def begin(self, tables: Tables, now_s: float) -> dict[str, bytes]:
         """Return what is held of these tables, whose layout is agreed from now on."""
-        self._under_way = tables
+        self._under_way, self._since_s = tables, now_s
         if tables != self._unknown:  # nobody waits for the others any more
             self._unknown, self._missing = (), {}
         return self._held_of(tables)
@@ -167,9 +168,10 @@ class LayoutRegistry:
         return {hash_: self._held[hash_] for hash_ in self._held.keys() & set(tables)}
 
     def agreed_on(self, tables: Tables, agreement: Agreement) -> None:
-        """Record what came of ``agree_layout``."""
-        if tables == self._under_way:
-            self._under_way = ()
+        """Record what came of ``agree_layout``, unless others are agreed on since."""
+        if tables != self._under_way:
+            return
+        self._under_way = ()
         if agreement.layout is None:
             self._held = {} if agreement.reason else self._held
             self._unknown = () if agreement.reason else tables

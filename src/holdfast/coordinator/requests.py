@@ -23,9 +23,11 @@ class _StepRequests:
     by_rank: dict[int, m.RequestCapture] = field(default_factory=dict)
     spare_s: float = math.inf
     """How long the others are waited for, so that no copy holds an update."""
+    is_durable: bool = False
 
     def add(self, requests: Mapping[int, m.RequestCapture]) -> None:
         self.by_rank.update(requests)
+        self.is_durable |= any(request.durable for request in requests.values())
         for spare_ms in {request.spare_ms for request in requests.values()} - {0}:
             self.spare_s = min(self.spare_s, spare_ms / 1000)
 
@@ -250,7 +252,8 @@ class CaptureRequests:
         found = []
         for step, requested in self._by_step.items():
             is_whole = len(requested.by_rank) == self._world
-            wait_s = deadline_s if is_whole else min(deadline_s, requested.spare_s)
+            has_time = is_whole or requested.is_durable
+            wait_s = deadline_s if has_time else min(deadline_s, requested.spare_s)
             if now_s - requested.first_s > wait_s:
                 found.append((step, wait_s))
         return found

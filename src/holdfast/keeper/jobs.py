@@ -6,6 +6,7 @@ import asyncio
 import gc
 import queue
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
@@ -60,7 +61,10 @@ class RemoteImages:
         """
         self._ended = ended
         self.progressed()
-        self._begin()
+        if self._is_aborted:
+            self.end("its images were not asked for, as another image failed")
+        else:
+            self._begin()
 
     def failure(self) -> str:
         """Return why the write that ended is incomplete, "" if it is complete."""
@@ -151,7 +155,7 @@ class Background:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="holdfast-keeper")
-        self._computing = 0
+        self._computing, self._lock = 0, threading.Lock()
 
     async def in_thread(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Run a function that may block on a helper thread, and return its result."""
@@ -167,33 +171,36 @@ class Background:
         impossible.
         """
         try:
-            return cast(Agreement, await self._compute(agree_layout, find, tables, held))
+            found = await self.in_thread(self._compute, agree_layout, find, tables, held)
+            return cast(Agreement, found)
         except RuntimeError as error:  # no thread can be started
             return Agreement(reason=f"its layout could not be agreed: {error}")
 
     async def plan_images(self, layout: Layout | bytes, ranks: Iterable[int]) -> ImageSizes:
         """Plan these ranks' images on a helper thread; the reason, where that is impossible."""
         try:
-            return cast(ImageSizes, await self._compute(plan_sizes, layout, ranks))
+            return cast(ImageSizes, await self.in_thread(self._compute, plan_sizes, layout, ranks))
         except RuntimeError as error:  # no thread can be started
             return ImageSizes({}, f"its images could not be planned: {error}")
 
-    async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Run a function that makes many objects on a helper thread.
+    def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Run a function that makes many objects, on a helper thread.
 
         The garbage collector holds all threads while it passes through objects, for 0.1 s if they
         are the leaves of a large layout: it waits until then, and passes through those no more.
         """
-        self._computing += 1
-        gc.disable()
+        with self._lock:
+            self._computing += 1
+            gc.disable()
         try:
-            return await self.in_thread(function, *arguments)
+            return function(*arguments)
         finally:
-            self._computing -= 1
-            if not self._computing:
-                if gc.get_count()[0] > _MANY_OBJECTS:
-                    gc.freeze()
-                gc.enable()
+            with self._lock:
+                self._computing -= 1
+                if not self._computing:
+                    if gc.get_count()[0] > _MANY_OBJECTS:
+                        gc.freeze()
+                    gc.enable()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the loop; its failure is printed to the keeper's log."""

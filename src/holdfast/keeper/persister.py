@@ -116,9 +116,9 @@ class Persister:
         started_s = time.monotonic()
         self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
-        writes = [partial(self._images.write, job, image) for image in job.images.values()]
-        if job.shares:
-            writes.append(partial(write_all, job.shares, job.fail))
+        # Other hosts first: they are told at once, and write meanwhile.
+        writes = [partial(write_all, job.shares, job.fail)] if job.shares else []
+        writes += [partial(self._images.write, job, image) for image in job.images.values()]
         stored = write_together(job, writes, job.at_once + bool(job.shares))
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
