@@ -99,7 +99,7 @@ class ImageRef(msgspec.Struct, frozen=True, kw_only=True):
     table_xxh3: str
 
 
-class _Document(msgspec.Struct, frozen=True, kw_only=True):
+class _RootDocument(msgspec.Struct, frozen=True, kw_only=True):
     """What all documents of a root begin with."""
 
     format_version: int = FORMAT_VERSION
@@ -108,7 +108,7 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
 
 
-class _OfGeneration(_Document, frozen=True, kw_only=True):
+class _OfGeneration(_RootDocument, frozen=True, kw_only=True):
     """A document about one generation."""
 
     incarnation: int
@@ -162,7 +162,7 @@ class Manifest(_OfGeneration, frozen=True, kw_only=True):
         return {one.path.rpartition("/")[0] for one in (*self.images, *self.parts)}
 
 
-class Incarnation(_Document, frozen=True, kw_only=True):
+class Incarnation(_RootDocument, frozen=True, kw_only=True):
     """One start of the training processes, and the generation it restored."""
 
     n: int
@@ -172,7 +172,7 @@ class Incarnation(_Document, frozen=True, kw_only=True):
     created_s: float = 0.0
 
 
-class Root(_Document, frozen=True, kw_only=True):
+class Root(_RootDocument, frozen=True, kw_only=True):
     """``holdfast.json``: the identity of a directory of checkpoints."""
 
     created_s: float = 0.0
