@@ -53,7 +53,7 @@ class KeeperSession:
         self._is_over = False
         self._disconnect_when_collected: weakref.finalize[[], KeeperSession] | None = None
         self._pause_s = _FIRST_PAUSE_S
-        self._next_try_s = 0.0
+        self._next_try_s, self._failure = 0.0, ""
 
     @property
     def is_up(self) -> bool:
@@ -102,10 +102,11 @@ class KeeperSession:
         off.
         """
         if self.is_backing_off:
-            raise KeeperError(f"{NOT_CONNECTED}, and the last try to reach one failed just now")
+            raise KeeperError(f"{NOT_CONNECTED}, and the last try failed just now: {self._failure}")
         try:
             client = self.ensure()
-        except Exception:  # whatever it is, it lasts: nobody tries again at once
+        except Exception as error:  # whatever it is, it lasts: nobody tries again at once
+            self._failure = str(error)
             self._next_try_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             raise

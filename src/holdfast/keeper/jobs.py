@@ -52,6 +52,7 @@ class RemoteImages:
         self._stall_s, self._end_s = stall_s, end_s
         self._moved_s = time.monotonic()
         self._is_aborted = self._has_ended = False
+        self._why_aborted = ""
         self._ended: Callable[[RemoteImages], None] = lambda _: None
         self._failure = ""
 
@@ -62,7 +63,7 @@ class RemoteImages:
         self._ended = ended
         self.progressed()
         if self._is_aborted:
-            self.end("its images were not asked for, as another image failed")
+            self.end(self._why_aborted)
         else:
             self._begin()
 
@@ -95,7 +96,7 @@ class RemoteImages:
         """Cancel the write; see ``write_all``."""
         if not self._has_ended:
             if not self._is_aborted:
-                self._is_aborted = True
+                self._is_aborted, self._why_aborted = True, reason
                 self.progressed()  # restarts the timeout: a short time remains to end
             self._stop(reason)
 
