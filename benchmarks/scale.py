@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,6 +126,8 @@ class NoIncarnations:
 class NoStorage:
     """A root whose persister does nothing; the last job for it."""
 
+    store = None
+
     def __init__(self) -> None:
         self.persister = self
 
@@ -140,14 +143,14 @@ class NoParity:
     def __init__(self) -> None:
         self.said: list[Callable[[], None]] = []
 
-    def join(self, *_: object) -> None: ...
-
-    def make(self, order: messages.MakeParity, tell: Callable[[messages.Fact], None]) -> None:
-        self.tell = tell
-        self.said.append(lambda: tell(messages.ParityReady(round_id=order.round_id, terms=0)))
-
-    def begin(self, round_id: int) -> None:
-        self.said.append(lambda: self.tell(messages.ParityComplete(round_id=round_id)))
+    def do(self, order: object, _: object, tell: Callable[[messages.Fact], None]) -> None:
+        answer: messages.Fact | None = None
+        if isinstance(order, messages.MakeParity):
+            answer = messages.ParityReady(round_id=order.round_id, terms=0)
+        elif isinstance(order, messages.BeginParity):
+            answer = messages.ParityComplete(round_id=order.round_id)
+        if answer is not None:
+            self.said.append(partial(tell, answer))
 
     def shards(self) -> tuple[()]:
         return ()
@@ -177,6 +180,9 @@ class AtOnce(Background):
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         with suppress(StopIteration):
             coroutine.send(None)
+
+    def from_thread(self, function: Callable[[], None]) -> None:
+        function()
 
 
 class Run:
@@ -401,13 +407,14 @@ class Run:
         with self.counted("stored"):
             self.executor.carry_out([StartPersist(attempt.id)])
             for share in self.root.job.shares:
-                share.write(lambda _: None)  # type: ignore[attr-defined]
+                share.write(lambda _: None)
         self.take_frames()
-        assert len([rank for s in self.root.job.shares for rank in s.stored]) == self.world  # type: ignore[attr-defined]
+        assert len([rank for s in self.root.job.shares for rank in s.stored]) == self.world
 
     def protect(self) -> None:
         """Parity is made of the last save, in groups of the hosts."""
         followers, parity = self.executor.followers, cast(Any, self.parity)
+        self.executor.agent.parity = parity
         scheduler = followers.parity_scheduler = ParityScheduler(
             self.coordinator, self.ranks, followers, parity, self.executor.carry_out
         )

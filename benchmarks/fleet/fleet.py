@@ -98,10 +98,8 @@ class Story:
         await self.first_saves(what)
 
     async def first_saves(self, what: str) -> None:
-        """The leaves are told; slots are made ahead of need after the first saves."""
+        """Slots are made ahead of need after the first saves."""
         fleet, meter = self.fleet, self.meter
-        with meter.phase(f"{what}: all ranks tell their leaves"):
-            await fleet.tell_tables()
         with meter.phase(f"{what}: first save"):
             await fleet.save()
             await self.protected()
@@ -202,7 +200,6 @@ class Story:
             while fleet.traffic["RebuildComplete"] < len(lost) * fleet.per_host:
                 await asyncio.sleep(0.02)
             await asyncio.sleep(self.settled_s)
-        await fleet.tell_tables()
         with meter.phase("after the loss: first save"):
             await fleet.save()
 

@@ -77,7 +77,6 @@ class Losses:
         """A save that all complete, and that is protected."""
         fleet = self.fleet
         with self.meter.phase(what):
-            await fleet.tell_tables()
             save = await fleet.save()
         assert save.is_complete, f"{what}: {save.reasons}"
         if fleet.parity:
@@ -123,13 +122,13 @@ class Losses:
                     "captured",
                     save.attempt,
                 ):
-                    self._compare(record.attempt_id, record.rank, slot)
+                    self._compare(host, record.attempt_id, record.rank, slot)
                     missing.discard(record.rank)
                 slot.close()
         return missing
 
-    def _compare(self, id_: AttemptId, rank: int, slot: SlotFile) -> None:
-        expected, _ = image_of(self.fleet, id_, rank)
+    def _compare(self, host: Host, id_: AttemptId, rank: int, slot: SlotFile) -> None:
+        expected, _ = image_of(host, id_, rank)
         assert bytes(slot.image[: len(expected)]) == expected, f"rank {rank} of step {id_.step}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +19,7 @@ from holdfast.coordinator.requests import HostJoiner, RankReport
 from holdfast.errors import PeerError
 from holdfast.format.image import ImagePlan, image_bytes
 from holdfast.format.manifest import AttemptId, ImageId, ImageRef
+from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.follower import pauses
 from holdfast.keeper.hosts.host_reports import encode_reports
@@ -48,7 +49,9 @@ class PlayedHost:
         self.shards: dict[int, messages.ParityShards] = {}
         self.line: SealedChannel | None = None
         self._task: asyncio.Task[None] | None = None
-        self._tell_table = False
+        self.layouts: set[str] = set()
+        """Hashes of the layouts in its memory."""
+        self._waiting_plan: messages.SizeImages | None = None
         self._group: tuple[str, ...] = ()
         self._order: messages.MakeParity | None = None
         self._answers = 0
@@ -95,7 +98,7 @@ class PlayedHost:
     async def _serve(self, line: SealedChannel) -> None:
         self.line = line
         self.joiner = HostJoiner(self.count)
-        self._tell_table = True
+        self._waiting_plan = None
         self.send(
             messages.HostInventory(
                 arena=f"/{self.name}",
@@ -143,21 +146,11 @@ class PlayedHost:
                 parity=fleet.parity,
                 persist_at_end=False,
             )
-            self._say(number, join)
+            self._say(number, join, 1)
         await self._all_answered()
 
-    async def tell_tables(self) -> None:
-        """All ranks tell their leaves, once a line."""
-        if self._tell_table:
-            self._tell_table = False
-            # A keeper looks only at the first table of a hash: the others are left out here.
-            table = m.LeafTable(hash=self.fleet.table_hash, data=b"")
-            for number in range(self.count):
-                self._say(number, table)
-            await self._all_answered()
-
-    def _say(self, number: int, message: m.Message) -> None:
-        body = m.pack(message, 1)[m.LENGTH_BYTES :]
+    def _say(self, number: int, message: m.Message, seq: int = 0) -> None:
+        body = m.pack(message, seq)[m.LENGTH_BYTES :]
         self.send(messages.TrainerMessage(line=number, body=body))
 
     async def _all_answered(self) -> None:
@@ -173,13 +166,16 @@ class PlayedHost:
             for joined in self.joiner.add(number, report, 0.0):
                 self.send(encode_reports(joined))
 
-    def _hear(self, lines: int, frame: bytes) -> None:
+    def _hear(self, lines: Sequence[int], frame: bytes) -> None:
         seq, message = m.unpack(frame[m.LENGTH_BYTES :])
+        if isinstance(message, m.RequestTable):
+            self._say(lines[0], self.fleet.own_table(message))
+            return
         if not seq:
-            self.fleet.hear(message, lines)
+            self.fleet.hear(message, len(lines))
             return
         assert isinstance(message, m.Done), message
-        self._answers += lines
+        self._answers += len(lines)
         if self._answers == self.count:
             self._answers = 0
             self._answered.set()
@@ -190,29 +186,47 @@ class PlayedHost:
         """Do what a keeper does, at once."""
         match fact:
             case messages.ForwardMessage(lines=lines, frame=frame):
-                self._hear(len(lines), frame)
+                self._hear(lines, frame)
             case messages.HostAttached(tell_layouts=hashes):
                 for hash_ in hashes:
-                    data = self.fleet.layouts[hash_]
-                    self.send(messages.LayoutReply(hash=hash_, data=data))
+                    deflated = deflate(self.fleet.layouts[hash_])
+                    self.send(messages.LayoutReply(hash=hash_, deflated=deflated))
                 self.attached.set()
             case messages.CreateSlot(slot=number, capacity_bytes=capacity_bytes):
                 self._set(number, "free", AttemptId(0, -1, "", 0, ""), capacity_bytes)
                 self.send(messages.SlotCreated(slot=number))
             case messages.DeleteSlot(slot=number):
                 self.slots.pop(number, None)
-            case messages.RecordLayout(hash=hash_, deflated=deflated):
-                if hash_ not in self.fleet.layouts:
-                    self.fleet.layouts[hash_] = zlib.decompress(deflated)
-            case messages.SizeImages(layout=layout, ranks=ranks):
-                sizes = dict.fromkeys(ranks, SIZES)
-                self.send(messages.ImagesPlanned(layout=layout, sizes=sizes))
+            case messages.RecordLayout():
+                self._record_layout(fact)
+            case messages.SizeImages():
+                self._size_images(fact)
             case messages.GrantSlots():
                 self._capture(fact)
             case messages.WriteImage():
                 self._write(fact)
             case _:
                 self._protect(fact)
+
+    def _record_layout(self, fact: messages.RecordLayout) -> None:
+        """Remember a layout, or ask for its bytes; an order to plan waits for them."""
+        hash_, planning = fact.hash, self._waiting_plan
+        self._waiting_plan = None
+        if not fact.deflated and hash_ not in self.layouts:
+            self.send(messages.LayoutMissing(hash=hash_))
+        else:
+            self.layouts = self.layouts.intersection(fact.used) | {hash_}
+        if hash_ in self.layouts and hash_ not in self.fleet.layouts:
+            self.fleet.layouts[hash_] = inflate(fact.deflated, hash_)
+        if planning is not None:
+            self._size_images(planning)
+
+    def _size_images(self, fact: messages.SizeImages) -> None:
+        if fact.layout not in self.layouts:
+            self._waiting_plan = fact
+            return
+        sizes = dict.fromkeys(fact.ranks, SIZES)
+        self.send(messages.ImagesPlanned(layout=fact.layout, sizes=sizes))
 
     def _set(self, number: int, state: str, id_: AttemptId, capacity_bytes: int = 0) -> None:
         before = self.slots.get(number)

@@ -17,7 +17,15 @@ import msgspec
 from benchmarks.fleet.players import VALUES, PlayedHost
 from benchmarks.fleet.relay import Relay
 from benchmarks.fleet.trainers import PATIENCE_S, Host, kill
-from holdfast.geometry.layout import Instance, LeafEntry, Mesh, Placement, table_hash, table_to_json
+from holdfast.geometry.layout import (
+    Instance,
+    LeafEntry,
+    Mesh,
+    Placement,
+    deflate,
+    table_hash,
+    table_to_json,
+)
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
 from holdfast.storage.local import LocalStore
@@ -97,7 +105,7 @@ class Fleet:
         self.hosts: list[Host] = []
         self.played: list[PlayedHost] = []
         self.layouts: dict[str, bytes] = {}
-        """Agreed layouts by hash."""
+        """Agreed layouts by hash: one copy of what hosts have in their arenas."""
         self.incarnation = 0
         self.nonce = ""
         self.step = self.world = 0
@@ -110,6 +118,11 @@ class Fleet:
     def hear(self, message: m.Message, ranks: int) -> None:
         """What so many ranks are told by their keepers."""
         self.save_now.hear(message, ranks)
+
+    def own_table(self, request: m.RequestTable) -> m.LeafTable:
+        """What a rank answers that is asked for its table: all have the same."""
+        assert request.hash == self.table_hash, request
+        return m.LeafTable(hash=request.hash, deflated=self.deflated)
 
     # ── starts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -146,8 +159,8 @@ class Fleet:
             *(host.entry() for host in self.hosts),
             *(played.entry() for played in self.played),
         )
-        self.leaf_table = leaf_table(self.world, self.leaves)
-        self.table_hash = table_hash(self.leaf_table)
+        leaves = leaf_table(self.world, self.leaves)
+        self.table_hash, self.deflated = table_hash(leaves), deflate(leaves)
         if self.delay is not None:
             await self.delay.lead_to(coordinator.address, coordinator.control_port)
         self.nonce = f"{time.monotonic_ns():016x}"
@@ -170,7 +183,7 @@ class Fleet:
         await within(played.attached.wait() for played in self.played)
 
     async def join(self) -> None:
-        """All ranks take their places, and tell their leaves."""
+        """All ranks take their places."""
         await within(host.join() for host in self.hosts)
         await within(played.join() for played in self.played)
 
@@ -180,12 +193,6 @@ class Fleet:
         if pin:
             await first.request(m.PinAttempt(attempt=pin), m.Done)
         await first.request(m.Adopt(parent=parent), m.Done)
-
-    async def tell_tables(self) -> None:
-        """All ranks tell their leaves."""
-        await self.hosts[0].ranks[0].tell_table()
-        await within(host.tell_tables() for host in self.hosts)
-        await within(played.tell_tables() for played in self.played)
 
     async def back(self, number: int) -> None:
         """The ranks of a real host call their keeper again, and take their places."""

@@ -23,7 +23,7 @@ from holdfast.format.image import ImagePlan, fill_in
 from holdfast.format.manifest import AttemptId
 from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import SlotFile, SlotRecord, arena_dir
+from holdfast.protocol.arena import SlotFile, SlotRecord, arena_dir, read_layout
 from holdfast.protocol.client import find_or_start
 from holdfast.protocol.image_plan import plan_rank
 
@@ -95,18 +95,16 @@ class Rank:
 
     def __init__(self, host: Host, number: int) -> None:
         self.host, self.number, self.fleet = host, number, host.fleet
-        self.known_table = False
 
     async def connect(self, line: socket.socket | None = None) -> m.Welcome:
         """Call the keeper."""
         fleet, host = self.fleet, self.host
         self.line = KeeperLine(line or await asyncio.to_thread(host.call), self.hear)
-        self.known_table = False
         await self.line.open()
         return await self.line.request(m.Hello(run_id=fleet.run, root=str(fleet.root)), m.Welcome)
 
     async def join(self) -> None:
-        """Take the rank's place, and tell its leaves."""
+        """Take the rank's place."""
         fleet = self.fleet
         join = m.Join(
             incarnation=fleet.incarnation,
@@ -118,23 +116,14 @@ class Rank:
         )
         await self.line.request(join, m.Done)
 
-    async def tell_table(self) -> None:
-        """Tell the rank's leaves, once a line."""
-        if not self.known_table:
-            is_first = self.number == 0
-            data = self.fleet.leaf_table if is_first else b""  # only the first is looked at
-            told = m.LeafTable(hash=self.fleet.table_hash, data=data)
-            await self.line.request(told, m.Done)
-            self.known_table = True
-
     def hear(self, message: m.Message) -> None:
         """What the keeper says by itself."""
         match message:
             case m.Grant():
                 self.fleet.save_now.is_granted(1)
                 self.copy(message)
-            case m.LayoutAgreed(hash=hash_, data=data):
-                self.fleet.layouts[hash_] = data
+            case m.RequestTable():
+                self.line.send(self.fleet.own_table(message))
             case _:
                 self.fleet.hear(message, 1)
 
@@ -144,7 +133,7 @@ class Rank:
         record = slot.read_record()
         assert record is not None and record.attempt == grant.attempt, record
         assert not grant.ring_bytes, "there is no room for whole images"
-        captured = write_image(self.fleet, slot, record)
+        captured = write_image(self.host, slot, record)
         slot.close()
         self.line.send(captured)
 
@@ -159,10 +148,12 @@ def _plan(data: bytes, rank: int) -> ImagePlan:
     return plan_rank(_layout(data), rank)
 
 
-def image_of(fleet: Fleet, id_: AttemptId, rank: int) -> tuple[bytes, m.Captured]:
-    """The image of a rank's made-up state: the same bytes for the same attempt."""
-    plan = _plan(fleet.layouts[id_.layout], rank)
-    image = fill_in(plan, id_.image_metadata(fleet.run, rank), len(VALUES))
+def image_of(host: Host, id_: AttemptId, rank: int) -> tuple[bytes, m.Captured]:
+    """The image of a rank's made-up state, by the layout that is in this host's arena: the same
+    bytes for the same attempt.
+    """
+    plan = _plan(host.layout(id_.layout), rank)
+    image = fill_in(plan, id_.image_metadata(host.fleet.run, rank), len(VALUES))
     state = hashlib.shake_128(f"{rank} {id_.step}".encode()).digest(plan.tensor_bytes)
     data = (state + VALUES).ljust(image.table_offset, b"\0")
     count = block_count(image.table_offset)
@@ -177,9 +168,9 @@ def image_of(fleet: Fleet, id_: AttemptId, rank: int) -> tuple[bytes, m.Captured
     return image.header + data + table, captured
 
 
-def write_image(fleet: Fleet, slot: SlotFile, record: SlotRecord) -> m.Captured:
+def write_image(host: Host, slot: SlotFile, record: SlotRecord) -> m.Captured:
     """Fill a granted slot; what its rank reports then."""
-    image, captured = image_of(fleet, record.attempt_id, record.rank)
+    image, captured = image_of(host, record.attempt_id, record.rank)
     slot.image[: len(image)] = image
     slot.write_record(
         msgspec.structs.replace(
@@ -206,6 +197,10 @@ class Host:
     def arena(self) -> Path:
         """The directory of its memory."""
         return arena_dir(self.fleet.run, self.name)
+
+    def layout(self, hash_: str) -> bytes:
+        """A layout, read in its memory each time. ArenaError if it is not there."""
+        return self.fleet.layouts.setdefault(hash_, read_layout(self.arena, hash_))
 
     def call(self) -> socket.socket:
         """A connection to the keeper, which is started if there is none."""
@@ -262,10 +257,6 @@ class Host:
     async def join(self) -> None:
         """All ranks take their places."""
         await asyncio.gather(*(rank.join() for rank in self.ranks))
-
-    async def tell_tables(self) -> None:
-        """All ranks tell their leaves."""
-        await asyncio.gather(*(rank.tell_table() for rank in self.ranks))
 
     def ask(self, request: m.RequestCapture) -> None:
         """All ranks ask for a slot."""
