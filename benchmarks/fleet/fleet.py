@@ -100,9 +100,11 @@ class Story:
     async def first_saves(self, what: str) -> None:
         """Slots are made ahead of need after the first saves."""
         fleet, meter = self.fleet, self.meter
+        fleet.traffic.clear()
         with meter.phase(f"{what}: first save"):
             await fleet.save()
             await self.protected()
+        self.traffic[f"{what}: first save"] = Counter(fleet.traffic)
         for _ in range(3):
             await fleet.save()
             await self.protected()

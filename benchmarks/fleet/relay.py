@@ -24,10 +24,14 @@ class Relay:
         """Lead there from now on."""
         before, self._to = self._to, (address, port)
         if before[0] != address:  # another host: the way begins at its address
-            if self._server is not None:
-                self._server.close()
+            self.end()
             self._server = await asyncio.start_server(self._pass_on, address, 0, backlog=4096)
             self.port = self._server.sockets[0].getsockname()[1]
+
+    def end(self) -> None:
+        """Take no new connections."""
+        if self._server is not None:
+            self._server.close()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -254,6 +254,8 @@ class Fleet:
             kill(host.pid)
         for played in self.played:
             played.stop()
+        if self.delay is not None:
+            self.delay.end()
 
 
 async def within(waits: Iterable[Awaitable[object]]) -> None:

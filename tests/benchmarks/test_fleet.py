@@ -146,3 +146,6 @@ def test_played_hosts_attach_save_and_are_attached_again_and_images_of_lost_ones
     traffic = story.traffic["steady save"]
     for kind in ("HostRequests", "GrantSlots", "HostCaptured", "SlotsSealed", "ForwardMessage"):
         assert traffic[kind] == 64 - 8, "one of a host and phase"
+    starts = "the first start", "coordinator killed", "a start with parity"
+    sent = [story.traffic[f"{what}: first save"]["LayoutMissing"] for what in starts]
+    assert sent == [64 - 8, 0, 0], "a host is sent the bytes of a layout once"
