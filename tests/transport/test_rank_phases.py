@@ -363,6 +363,27 @@ def test_ranks_at_different_phases_hear_of_it(network: Network) -> None:
             assert {word.apart[1], word.apart[3]} == {"save", "restore"}
 
 
+def test_a_rank_that_came_back_has_not_ended() -> None:
+    network = Network(["a", "b"], Random(1))
+    network.ranks[0].end(1)
+    network.speak(0, 1)
+    assert network.ranks[0].verdict_of(1) is None, "it is waited for"
+    network.speak(1, 1)
+    network.deliver()
+    assert all(word and word.is_well for word in network.verdicts(1))
+
+
+def test_a_rank_knows_that_what_it_passed_on_has_no_verdict() -> None:
+    network = Network(["a", "b"], Random(1))
+    assert not any(one.has_unheard for one in network.ranks)
+    network.speak(1, 1)
+    assert [one.has_unheard for one in network.ranks] == [False, True]
+    network.deliver()
+    network.speak(0, 1)
+    network.deliver()
+    assert not any(one.has_unheard for one in network.ranks)
+
+
 def test_a_join_that_fails_is_an_error_of_all() -> None:
     network = Network(["a", "a", "b"], Random(1))
 
