@@ -652,6 +652,10 @@ def test_the_choice_for_16384_ranks_is_told_in_less_than_50_kb() -> None:
         found.sources[16384]
 
 
+def test_where_nothing_is_chosen_nothing_is_told() -> None:
+    assert encode_choice(None) == b""
+
+
 def test_a_host_that_has_other_images_than_rank_0_chose_is_not_read_from() -> None:
     holdings = groups((3, 1), per_host=2)
     (recovery,) = find(holdings)
