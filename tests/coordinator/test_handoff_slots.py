@@ -9,12 +9,20 @@ from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import ONLY_DURABLE, Coordinator
 from holdfast.coordinator.layouts import Agreement
 from holdfast.coordinator.slots import BEING_MADE, Slot, SlotWriter
+from holdfast.format.manifest import ImageId
 from holdfast.geometry.layout import merge, table_from_json, table_hash
 from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import plan_sizes
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slot_tells_the_image_that_was_found_in_it() -> None:
+    slot, image = Slot(3, 8192, "captured"), ImageId(1, 4096, "h", "t")
+    slot.image = image
+    assert slot.image == image
+    assert (slot.id, slot.capacity_bytes, slot.state) == (3, 8192, "captured")
 
 
 @pytest.mark.promise

@@ -14,7 +14,8 @@ import pytest
 from holdfast.coordinator import layouts
 from holdfast.coordinator.actions import Action, AgreeLayout, GrantSlot, PlanImages, StoreLayout
 from holdfast.coordinator.attempt_lifecycle import PLANNING
-from holdfast.coordinator.layouts import Agreement, Tables, agree_layout
+from holdfast.coordinator.layouts import Agreement, Tables, agree_layout, agreement_id
+from holdfast.coordinator.slots import NO_SLOT
 from holdfast.events import Event, LoopHeld, subscribe
 from holdfast.geometry.layout import LeafEntry, deflate, merge, table_from_json, table_hash
 from holdfast.keeper.jobs import Background
@@ -176,6 +177,36 @@ def test_a_layout_that_cannot_be_agreed_ends_the_saves_that_wait_for_it_and_no_o
     (skip,) = told(keeper.c.layout_agreed(order.tables, failed, 0.0), m.Skip)
     assert (skip.reason, skip.is_passing) == ("no memory", True)
     assert granted(keeper.ask(0, 2))
+
+
+def test_an_agreement_is_known_by_its_tables_in_the_order_of_ranks_and_by_its_layout() -> None:
+    known = agreement_id(("a", "b"), "f" * 32)
+    assert known == agreement_id(("a", "b"), "f" * 32)
+    others = [(("b", "a"), "f" * 32), (("a",), "f" * 32), (("a", "b"), "e" * 32)]
+    assert len({known, *(agreement_id(*other) for other in others)}) == 4
+
+
+def test_an_exact_save_whose_layout_was_forgotten_does_not_hold_up_a_later_one() -> None:
+    keeper = Keeper(2)
+    for step in range(3):
+        busy = keeper.capture(step, durable=True, exact=True)
+    assert not told(keeper.ask_all(3, durable=True, exact=True), m.Skip), "it waits for a slot"
+    for step, dtype in enumerate(["F64", "F16"], 4):
+        skips = [told(keeper.ask(rank, step, dtype=dtype), m.Skip) for rank in range(2)]
+        assert [each.reason for each in skips[1]] == [NO_SLOT]
+    keeper.ask(0, 6)
+    (skip,) = told(keeper.c.tick(1.0), m.Skip)
+    assert (skip.step, skip.reason, skip.is_passing) == (3, PLANNING, True)
+    assert busy in keeper.c.attempts
+    (skip,) = told(keeper.ask(1, 6), m.Skip)
+    assert skip.reason == NO_SLOT, "step 6 was decided"
+
+
+def test_before_a_start_knows_what_it_goes_on_from_nothing_is_decided_and_it_says_so() -> None:
+    keeper = Keeper(1, adopted=False)
+    assert ask(keeper, 0, 1) == []
+    assert keeper.c.explain(1) == "it is not known yet what the run goes on from"
+    assert keeper.c.tick(2 * GRANT_S) == []
 
 
 def test_a_remembered_layout_of_another_version_is_agreed_anew() -> None:

@@ -249,6 +249,17 @@ def test_a_group_too_small_to_protect_itself_joins_another() -> None:
         ("a=x b=x c=y d=y e=z", ["abc", "de"], 2, 1, ["de"]),
         # A group grew too large: of the rack that it has most of, one leaves.
         ("a=x b=x c=y d=z e=z f=w", ["abcd"], 3, 1, ["cd"]),
+        # Each rack a group: what a group could give the others changes with every step of theirs.
+        ("a=x b=x c=y d=y e=z f=z", ["ab", "cd", "ef"], 2, 3, []),
+        ("a=x b=x c=y d=y e=z f=z g=w h=w", ["ab", "cd", "ef", "gh"], 2, 4, []),
+        # What two groups exchange changes nothing between the two others.
+        (
+            "a=x b=x c=z d=y e=y f=z g=z h=z i=1 j=5 k=6 l=7",
+            ["abc", "def", "ghi", "jkl"],
+            3,
+            4,
+            [],
+        ),
     ],
 )
 def test_as_few_hosts_move_as_let_a_domain_be_lost_again(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import checksum
 from holdfast.format.image import header_size, plan_image
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import AttemptId, Generation
 from holdfast.parity.planning import record as records
 from holdfast.parity.planning.placement import StoredShard
 from holdfast.parity.planning.record import (
@@ -22,6 +22,7 @@ from holdfast.parity.planning.record import (
     ParityRecord,
     RecordTerms,
     seal,
+    seals_of,
     unseal,
 )
 from holdfast.transport.client import MOST_DOCUMENT_BYTES
@@ -79,6 +80,7 @@ def test_what_is_sealed_is_read_back() -> None:
     made = record()
     assert unseal(seal(made), "here") == made
     assert unseal(memoryview(seal(made)), "here").generation == (3, 1200)
+    assert made.attempt_id == AttemptId(3, 1200, "a-0_Z", 4, "0" * 32)
     assert made.placement.image_bytes[0] == (4096 + 4096, 3 * MIB + 4096 + 4096)
 
 
@@ -199,6 +201,20 @@ def test_what_a_group_agreed_on_makes_its_records() -> None:
     assert [terms().number_of(host) for host in "abcd"] == [0, 1, 2, 3]
     with pytest.raises(UsageError, match=r"e is not in the group \['a', 'b', 'c', 'd'\]"):
         terms().number_of("e")
+
+
+def test_members_know_by_one_number_whether_they_agree() -> None:
+    assert terms().digest == terms().digest
+    others = {"round_id": 8, "run_id": "other", "attempt": "b", "parity": 1, "world": 5}
+    found = {terms(**{name: value}).digest for name, value in others.items()}
+    assert len(found | {terms().digest}) == 1 + len(others)
+
+
+def test_one_checksum_stands_for_the_images_of_a_host_in_any_order() -> None:
+    images = [one.image for member in FACTS for one in member.images]
+    assert seals_of(images) == seals_of(images[::-1])
+    damaged = msgspec.structs.replace(images[0], table_xxh3="0" * 16)
+    assert len({seals_of(some) for some in (images, images[1:], [damaged, *images[1:]])}) == 3
 
 
 @pytest.mark.parametrize(

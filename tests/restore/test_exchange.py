@@ -693,6 +693,15 @@ def test_leaves_held_alike_are_wanted_alike_whatever_their_elements_and_names() 
     assert found["d"].boxes == {Box((0,), (8,)): (2,)}
 
 
+def test_boxes_that_leaves_and_their_pieces_share_are_met_once() -> None:
+    cut = Instance(mesh(2), (Placement(0),))
+    found = demands([((0, 1), [LeafEntry(n, "F32", (8,), "split", cut) for n in "ab"])])
+    meeting, piece = sharing._MeetingBoxes(), Box((2,), (8,))
+    parts = meeting.parts(found["a"], piece)
+    assert parts == [(Box((0,), (2,)), (0,)), (Box((2,), (6,)), (1,))]
+    assert meeting.parts(found["b"], piece) is parts
+
+
 def test_a_mesh_that_names_ranks_which_want_nothing_makes_nobody_wait_for_them() -> None:
     cut = Instance(mesh(2, 2), (REPLICATE, Placement(0)))
     found = demands([((0, 1), [LeafEntry("w", "F32", (8,), "split", cut)])])

@@ -645,10 +645,15 @@ def test_the_choice_for_16384_ranks_is_told_in_less_than_50_kb() -> None:
     found, asked = told(recovery, holdings)
     for rank in (4711, 4712, 16383):
         assert found.sources[rank] == recovery.sources[rank]
+    assert found.sources[4711:4713] == list(recovery.sources[4711:4713])
     assert asked == ["gpu-node-00588", "gpu-node-00589", "gpu-node-02047"]
     assert len(found.sources) == 16384
     with pytest.raises(IndexError):
         found.sources[16384]
+
+
+def test_where_nothing_is_chosen_nothing_is_told() -> None:
+    assert encode_choice(None) == b""
 
 
 def test_a_host_that_has_other_images_than_rank_0_chose_is_not_read_from() -> None:

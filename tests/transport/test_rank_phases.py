@@ -363,6 +363,27 @@ def test_ranks_at_different_phases_hear_of_it(network: Network) -> None:
             assert {word.apart[1], word.apart[3]} == {"save", "restore"}
 
 
+def test_a_rank_that_came_back_has_not_ended() -> None:
+    network = Network(["a", "b"], Random(1))
+    network.ranks[0].end(1)
+    network.speak(0, 1)
+    assert network.ranks[0].verdict_of(1) is None, "it is waited for"
+    network.speak(1, 1)
+    network.deliver()
+    assert all(word and word.is_well for word in network.verdicts(1))
+
+
+def test_a_rank_knows_that_what_it_passed_on_has_no_verdict() -> None:
+    network = Network(["a", "b"], Random(1))
+    assert not any(one.has_unheard for one in network.ranks)
+    network.speak(1, 1)
+    assert [one.has_unheard for one in network.ranks] == [False, True]
+    network.deliver()
+    network.speak(0, 1)
+    network.deliver()
+    assert not any(one.has_unheard for one in network.ranks)
+
+
 def test_a_join_that_fails_is_an_error_of_all() -> None:
     network = Network(["a", "a", "b"], Random(1))
 
@@ -378,12 +399,28 @@ def test_a_join_that_fails_is_an_error_of_all() -> None:
         assert "no such word" in word.why
 
 
+def test_a_verdict_of_long_ago_is_passed_over() -> None:
+    network = Network(["a", "b"], Random(1))
+    old: list[bytes] = []
+    for count in range(1, 12):
+        network.speak(1, count)
+        network.deliver()
+        network.speak(0, count)
+        old += network.lines[0, 1]
+        network.deliver()
+    network.ranks[1].hear(0, old[0], network.now_s)
+    assert not network.ranks[1].sent and network.ranks[1].verdict_of(1) is None
+    assert all(word and word.is_well for word in network.verdicts(11))
+
+
 def test_a_word_of_long_ago_is_answered() -> None:
     """A rank that missed many phases hears that the others went on."""
     network = Network(["a", "b"], Random(1))
+    network.stopped = {1}
     for count in range(1, 12):
         network.speak(0, count)
         network.pass_time(LATE_S)
+    network.stopped = set()
     network.lines[0, 1].clear()
     for count in range(1, 12):
         network.speak(1, count)

@@ -15,11 +15,18 @@ from holdfast.transport.wire.http import (
     END,
     check_names,
     check_peer,
+    image_path,
+    layout_path,
+    manifest_path,
+    members_path,
+    parity_path,
     parse_answer,
     parse_request,
+    record_path,
     render_answer,
     render_request,
     span_of,
+    window_path,
 )
 from holdfast.transport.wire.signing import HttpAnswer, HttpRequest
 
@@ -234,3 +241,20 @@ def test_a_name_that_cannot_be_said_is_refused(name: str) -> None:
 def test_plain_names_are_taken() -> None:
     check_names("/slots/3", "3-1200")
     check_peer("host-1.example:8@x")
+
+
+def test_the_paths_of_resources_differ_and_can_be_asked_for() -> None:
+    """Keepers of two versions ask each other for these."""
+    expected = {
+        image_path("a-1", 2): "/images/a-1/2",
+        layout_path("f" * 32): f"/layouts/{'f' * 32}",
+        parity_path("a-1", 2, 3): "/parity/a-1/2/3",
+        record_path("a-1", 2, 3): "/records/a-1/2/3",
+        members_path("a-1", 7): "/members/a-1/7",
+        manifest_path("a-1", 7, 2, 3): "/windows/a-1/7/2/3",
+        window_path("a-1", 7, 2, 3, 4): "/windows/a-1/7/2/3/4",
+    }
+    assert len(expected) == 7
+    for path, text in expected.items():
+        assert path == text
+        check_names(path, "3-1200")
