@@ -149,7 +149,7 @@ class Story:
         """Wait until hosts keep parity of the last save, if they do."""
         if self.fleet.parity:
             await self.fleet.save_now.shielded.wait()
-            assert self.fleet.save_now.is_protected, self.fleet.save_now.reasons
+            assert self.fleet.save_now.is_protected, self.fleet.save_now.unprotected
 
     async def protecting(self) -> None:
         """Saves with parity."""

@@ -82,7 +82,7 @@ class Losses:
         if fleet.parity:
             with self.meter.phase(f"{what}: parity of it"):
                 await save.shielded.wait()
-            assert save.is_protected, f"{what}: {save.reasons}"
+            assert save.is_protected, f"{what}: {save.unprotected}"
         self.check(save, fleet.world)
 
     async def lose(self, what: str, lost: list[Host]) -> None:

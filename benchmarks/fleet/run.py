@@ -50,7 +50,7 @@ class Save:
         self.granted = self.completed = 0
         self.reasons: Counter[str] = Counter()
         """Why it came to nothing, by the number of ranks that were told so."""
-        self.attempt = ""
+        self.attempt = self.unprotected = ""
         self.is_durable = self.is_protected = False
         self.ended, self.stored, self.shielded = (asyncio.Event() for _ in range(3))
         self.granted_s = 0.0
@@ -79,7 +79,7 @@ class Save:
                 self.is_protected = True
                 self.shielded.set()
             case m.Unprotected(step=self.step, reason=reason):
-                self.reasons[reason] += ranks
+                self.unprotected = reason
                 self.shielded.set()
         if self.completed + self.reasons.total() >= self.world:
             self.ended.set()
