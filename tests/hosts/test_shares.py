@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.slots import Slot, slot_id_of
 from holdfast.errors import PersistFailed
 from holdfast.format.manifest import AttemptId, ImageId, Incarnation
+from holdfast.geometry.layout import table_hash
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
@@ -21,6 +23,9 @@ from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages, write_all
+from holdfast.keeper.persister import Persister
+from holdfast.persist import commit
+from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
@@ -145,6 +150,40 @@ def test_one_thread_waits_for_all_hosts_and_the_first_failure_stops_the_others()
         write_all(shares, failed)
     assert told == ["host h7: no room"]
     assert threading.active_count() <= threads + 1
+
+
+def test_other_hosts_are_told_to_write_before_the_own_images_are_written(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    commit.open_root(store, RUN)
+    persister, job, told = Persister(store, Keep(), lambda *_: None), Mind(1).start(), Event()
+
+    def write(*_: object) -> list[Any]:
+        assert told.wait(20), "a host waits until own images are written"
+        return []
+
+    vars(persister)["_images"] = SimpleNamespace(write=write)
+    arrival = SimpleNamespace(abort=lambda _: None)
+    job.images = dict.fromkeys(range(8), cast(Any, SimpleNamespace(ring=None, arrival=arrival)))
+    job.layout = table_hash(job.layout_data)
+
+    def begin() -> None:
+        told.set()
+        share.end("its disk is full")
+
+    share = RemoteImages("b", {9}, begin, lambda _: None)
+    job.shares = [share]
+    with pytest.raises(PersistFailed, match="its disk is full"):
+        persister._persist(job)
+    assert told.is_set()
+
+
+def test_a_host_that_was_given_up_is_not_told_to_write_any_more() -> None:
+    told = list[str]()
+    share = RemoteImages("b", {9}, lambda: told.append("begin"), lambda _: None)
+    share.abort("another image failed")
+    with pytest.raises(PersistFailed, match="another image failed"):
+        write_all([share])
+    assert told == []
 
 
 def test_a_host_that_ends_without_a_receipt_has_not_written() -> None:
