@@ -168,10 +168,10 @@ def test_other_hosts_are_told_to_write_before_the_own_images_are_written(tmp_pat
 
     def begin() -> None:
         told.set()
-        share.end("its disk is full")
+        other.end("its disk is full")
 
-    share = RemoteImages("b", {9}, begin, lambda _: None)
-    job.shares = [share]
+    other = RemoteImages("b", {9}, begin, lambda _: None)
+    job.shares, job.broke = [other], lambda _: None
     with pytest.raises(PersistFailed, match="its disk is full"):
         persister._persist(job)
     assert told.is_set()
