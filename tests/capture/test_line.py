@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.capture import saver
+from holdfast.capture.saver import Saver
 from holdfast.capture.session import KeeperSession
 from holdfast.errors import KeeperError
 
@@ -53,3 +55,22 @@ def test_a_line_that_has_ended_is_not_taken_up_again_even_if_that_had_begun() ->
     assert not made.is_open
     with pytest.raises(KeeperError, match="has left its keeper"):
         line.ensure()
+
+
+@pytest.mark.promise
+def test_a_worker_that_can_start_no_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nothing would be captured until the end of the run."""
+    tried = list[float]()
+
+    def connect() -> Any:
+        raise RuntimeError("can't start new thread")
+
+    def call_later(wait_s: float, _: object) -> None:
+        tried.append(wait_s)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(saver, "call_later", call_later)
+    worker: Any = Saver.__new__(Saver)
+    worker._session = KeeperSession(connect)
+    worker.execute(None)
+    assert len(tried) == 1 and tried[0] > 0, "it would try again without a pause"

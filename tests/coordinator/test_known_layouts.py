@@ -209,6 +209,24 @@ def test_before_a_start_knows_what_it_goes_on_from_nothing_is_decided_and_it_say
     assert keeper.c.tick(2 * GRANT_S) == []
 
 
+def test_an_answer_about_tables_that_others_have_taken_the_place_of_changes_nothing() -> None:
+    registry = layouts.LayoutRegistry()
+    registry.begin(("a", "a"), 0.0)
+    registry.begin(("b", "b"), 1.0)
+    registry.agreed_on(("b", "b"), Agreement())  # nobody here knows it
+    assert registry.missing(("b", "b")) == {"b": 0}
+    registry.agreed_on(("a", "a"), Agreement(reason="of an earlier start", is_passing=False))
+    assert registry.missing(("b", "b")) == {"b": 0}
+    assert registry.learn("b", b"") == ("b", "b")
+
+
+def test_an_agreement_that_never_ends_is_begun_again() -> None:
+    registry = layouts.LayoutRegistry()
+    registry.begin(("a",), 0.0)
+    assert registry.is_under_way(("a",), layouts.ORDER_AGAIN_S - 1)
+    assert not registry.is_under_way(("a",), layouts.ORDER_AGAIN_S)
+
+
 def test_a_remembered_layout_of_another_version_is_agreed_anew() -> None:
     hash_ = table_hash(table(1))
     tables, held = (hash_,), {hash_: deflate(TABLES[hash_])}

@@ -271,3 +271,18 @@ def test_a_keeper_with_a_known_mistake_about_late_hosts_is_found_out(
 
     with pytest.raises(AssertionError):
         play_all(Broken, 2, 2)
+
+
+def test_a_durable_save_is_waited_for_until_its_deadline_whatever_spare_time_others_have() -> None:
+    asks = CaptureRequests(3)
+    for rank, durable in ((0, True), (1, False)):
+        spare_ms = 0 if durable else 1000
+        asks.add(
+            rank,
+            m.RequestCapture(
+                step=5, table="", durable=durable, values_bytes=0, exact=False, spare_ms=spare_ms
+            ),
+            0.0,
+        )
+    assert asks.late(5.0, GRANT_S) == []
+    assert asks.late(GRANT_S + 1, GRANT_S) == [(5, GRANT_S)]
