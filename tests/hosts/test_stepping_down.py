@@ -93,6 +93,25 @@ def test_a_lock_that_comes_after_its_time_is_given_back(
     asyncio.run(life())
 
 
+def test_a_keeper_of_the_run_that_still_has_the_lock_is_waited_for(tmp_path: Path) -> None:
+    """It learns of a newer start when its own ranks join that, as this one's do meanwhile."""
+
+    async def life() -> None:
+        one = keeper(tmp_path)
+        lock = one.root_access.store.lock(LOCK, f"run {RUN}, keeper 7 on b")
+        with pytest.raises(RootBusy, match="of this very run"):
+            await one.root_access.open(0.3)
+        opening = asyncio.create_task(one.root_access.open(60))
+        await asyncio.sleep(0.5)
+        assert not opening.done()
+        lock.release()
+        await asyncio.wait_for(opening, 20)
+        with pytest.raises(RootBusy):
+            is_free(tmp_path)
+
+    asyncio.run(life())
+
+
 def test_a_lock_that_another_keeper_of_the_run_holds_names_it_and_the_remedy(
     tmp_path: Path,
 ) -> None:

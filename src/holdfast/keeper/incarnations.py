@@ -38,6 +38,11 @@ from holdfast.storage.open import follow, open_store
 
 #: By how much two records of one start are apart at least.
 _LATER_S = 0.001
+STEP_DOWN_S = 30.0
+"""How long a keeper of the same run is waited for that has the root's lock: it learns of a newer
+start from its own ranks, and ends its writes first.
+"""
+_LOOK_S = 0.1
 
 
 class RootAccess:
@@ -67,8 +72,9 @@ class RootAccess:
         """False while another keeper decides: that keeper needs the lock."""
         self._opening = asyncio.Lock()
 
-    async def open(self) -> Persister:
-        """Acquire the root's lock and return the persister.
+    async def open(self, patience_s: float = 0.0) -> Persister:
+        """Acquire the root's lock and return the persister; wait for the lock for ``patience_s``
+        seconds while a keeper of this run has it.
 
         Raises RootBusy if another run has it, StorageError if the run's root is not there, Fenced
         while another keeper of the run decides.
@@ -76,7 +82,7 @@ class RootAccess:
         async with self._opening:  # ranks that join at once must not each lock it
             self._require_time_left()
             if self._lock is None:
-                lock = await self._background.in_thread(self._lock_root)
+                lock = await self._wait_lock(patience_s)
                 try:
                     self._require_time_left()
                 except Fenced:
@@ -89,6 +95,22 @@ class RootAccess:
                 )
             return self.persister
 
+    async def _wait_lock(self, patience_s: float) -> Lock:
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                lock: Lock = await self._background.in_thread(self._lock_root)
+            except RootBusy as busy:
+                if not self._is_ours(busy) or time.monotonic() >= deadline_s:
+                    raise
+            else:
+                return lock
+            await asyncio.sleep(_LOOK_S)
+            self._require_time_left()
+
+    def _is_ours(self, busy: RootBusy) -> bool:
+        return str(busy.fields.get("owner", "")).startswith(f"run {self._run_id}, ")
+
     def _require_time_left(self) -> None:
         if not self.may_open:
             raise Fenced("a newer start of this run is served elsewhere: this one is over")
@@ -100,7 +122,7 @@ class RootAccess:
         try:
             return self.store.lock(LOCK, self._owner)
         except RootBusy as busy:
-            if not str(busy.fields.get("owner", "")).startswith(f"run {self._run_id}, "):
+            if not self._is_ours(busy):
                 raise
             raise RootBusy(
                 f"{busy} It is a keeper of this very run: if its host is out of reach of the "

@@ -30,7 +30,7 @@ from holdfast.keeper.connections import (
 )
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
-from holdfast.keeper.incarnations import Incarnations, RootAccess
+from holdfast.keeper.incarnations import STEP_DOWN_S, Incarnations, RootAccess
 from holdfast.keeper.published_images import inventory
 from holdfast.keeper.rank_relay import ReportJoiner
 from holdfast.policy.when import Keep
@@ -279,7 +279,8 @@ class TrainerApi:
         limits.validate_message(message, self.coordinator.world)
         self._check_host(connection, message.rank)
         keep = Keep(last=message.keep_last, every=message.keep_every)
-        persister = await self.root.open()
+        # The keeper that coordinated before may be on a host that learns of this start just now.
+        persister = await self.root.open(STEP_DOWN_S if self.coordinator.host_table else 0.0)
         self.ranks.take_place(connection, message.rank)
         self.persist_at_end = message.persist_at_end
         persister.keep = keep
