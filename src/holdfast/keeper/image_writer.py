@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from holdfast.catalogue import image_path, part_path
 from holdfast.errors import ChecksumMismatch
@@ -26,9 +25,6 @@ from holdfast.persist.writer import (
     write_image,
 )
 from holdfast.storage.base import Store
-
-if TYPE_CHECKING:
-    from holdfast.keeper.jobs import RemoteImages
 
 IMAGES_AT_ONCE = 4
 
