@@ -18,7 +18,7 @@ import holdfast
 from holdfast import events
 from holdfast import startup as meeting_module
 from holdfast.capture import copier as copier_module
-from holdfast.capture.copy_slot import OvertakeDetector
+from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.task import Timeouts
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore

@@ -17,15 +17,12 @@ from typing import Any
 
 import msgspec
 
-from holdfast.capture.copy_plan import plan_copies
-from holdfast.capture.copy_slot import (
-    CopyProgress,
-    OvertakeDetector,
-    SlotTarget,
-    computation_so_far,
-    copy_image,
-    stage,
-)
+from holdfast.accelerator.devices import computation_so_far
+from holdfast.capture.copy_plan import SlotTarget, plan_copies
+from holdfast.capture.copy_slot import copy_image
+from holdfast.capture.device_copies import stage
+from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.progress import CopyProgress
 from holdfast.catalogue import LOCK, attempt_dir, catalogue, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
 from holdfast.format.image import fill_in

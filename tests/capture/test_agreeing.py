@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.capture.copy_slot import CopyProgress, SlotTarget, copy_image
+from holdfast.capture.copy_plan import SlotTarget
+from holdfast.capture.copy_slot import copy_image
+from holdfast.capture.progress import CopyProgress
 from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import UsageError
 from holdfast.state.bindings import LeafSource
 from holdfast.storage.memory import MemoryStore
+from support.models.fake_devices import fake_streams
 from support.runs.ring_runs import FakeGpu, Through
 
 
@@ -42,12 +44,11 @@ def through_a_ring(through: Through) -> None:
 def copied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param != "ring from a GPU":
         return into_memory if request.param == "memory" else through_a_ring
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    fake_streams(monkeypatch)
 
     def from_a_gpu(through: Through) -> None:
         gpu = FakeGpu()
-        monkeypatch.setattr("holdfast.capture.copy_slot.side_stream", lambda _: gpu)
+        monkeypatch.setattr("holdfast.capture.device_copies.side_stream", lambda _: gpu)
         through.run(2 << 20, MemoryStore(), ready={gpu.device: object()}, gpu=gpu)
 
     return from_a_gpu

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.capture.copy_plan import plan_copies
-from holdfast.capture.copy_slot import CopyProgress, OvertakeDetector, SlotTarget, copy_image, stage
+from holdfast.capture.copy_plan import SlotTarget, plan_copies
+from holdfast.capture.copy_slot import copy_image
+from holdfast.capture.device_copies import stage
+from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.progress import CopyProgress
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import fill_in
 from holdfast.geometry.layout import merge, table_from_json

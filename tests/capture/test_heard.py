@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from holdfast.capture.copy_slot import OvertakeDetector
 from holdfast.capture.handles import PendingHandles, SaveHandle
+from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.save_state import Requested
 from holdfast.capture.session import KeeperNotifications, KeeperSession, StepAnnouncements
 from holdfast.capture.task import CaptureTask, RankIdentity

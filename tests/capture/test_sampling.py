@@ -102,7 +102,7 @@ def test_a_sample_that_cannot_be_found_or_taken_is_said_and_costs_no_save(
 class FakeGpu:
     """A tile on a GPU: what it copies into lands when it is waited for."""
 
-    is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
+    is_cpu, device = False, torch.device("cuda", 0)
 
     def __init__(self, tile: torch.Tensor) -> None:
         self.tile = tile

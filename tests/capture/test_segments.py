@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.capture.copy_plan import Segment, SegmentCopy, SharedCopy, plan_segments
-from holdfast.capture.copy_slot import CopyCancelled
+from holdfast.capture.progress import CopyCancelled
 from holdfast.capture.task import CaptureTask
 from holdfast.format.checksum import BLOCK_BYTES, checksum
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast import rules
 from holdfast.capture.copy_plan import plan_copies
-from holdfast.capture.copy_slot import OvertakeDetector, stage
+from holdfast.capture.device_copies import stage
+from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.errors import CaptureOvertaken, PersistFailed, StorageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import fill_in
@@ -23,6 +23,7 @@ from holdfast.state.describe import Describer
 from holdfast.storage.base import ImageSink
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, PassingSink
+from support.models.fake_devices import fake_streams
 from support.runs.ring_runs import FakeGpu, Through
 
 MIB = 1 << 20
@@ -135,9 +136,8 @@ def test_copies_of_a_gpu_are_summed_when_they_landed_and_wait_for_room_before_th
     ring_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGpu()
-    monkeypatch.setattr("holdfast.capture.copy_slot.side_stream", lambda _: gpu)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr("holdfast.capture.device_copies.side_stream", lambda _: gpu)
+    fake_streams(monkeypatch)
     tensors = {
         "large": bits(2_000_000, torch.float32, 1),
         "apart": bits(1_500_000, torch.float32, 2).view(3, -1).t(),

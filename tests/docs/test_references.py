@@ -31,6 +31,7 @@ DOORS = (
     "state/**/*.py",
     "protocol/arena.py",
     "capture/copy_slot.py",
+    "capture/overtaking.py",
     "capture/handles.py",
     "storage/open.py",
 )

@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.capture import copier as copier_module
-from holdfast.capture.copy_slot import GpuCopyStuck
+from holdfast.capture.progress import GpuCopyStuck
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile
 from support.runs.gates import Gate, capture_at_last

@@ -9,7 +9,7 @@ from typing import Any
 
 import holdfast
 from holdfast import events
-from holdfast.capture.copy_slot import OvertakeDetector
+from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.task import Timeouts
 from support.models.models import build, train
 from support.runs.launch import run_ranks

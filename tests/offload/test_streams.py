@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 
 from holdfast.offload import HybridAdamW
 from holdfast.offload import streams as lanes
-from holdfast.offload.streams import CudaStream, EventMark, PassedMark, ThreadMark, make_streams
+from holdfast.offload.streams import DeviceStream, EventMark, PassedMark, ThreadMark, make_streams
 from support.models import hybrids
+from support.models.fake_devices import fake_streams
 
 
 @dataclass
@@ -48,11 +48,12 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     numbers = iter(range(10_000))
     names = iter(f"stream {n}" for n in range(100))
     current = Stream("current", told, numbers)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(next(names), told, numbers))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: told.append(("sleeps", cycles > 0)))
+    fake_streams(
+        monkeypatch,
+        make_stream=lambda _: Stream(next(names), told, numbers),
+        current_stream=lambda _: current,
+        delay=lambda _, seconds: told.append(("sleeps", seconds > 0)),
+    )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: s.used.append(t))
     return told
 
@@ -61,7 +62,7 @@ GPU = torch.device("cuda", 0)
 
 
 def test_work_comes_behind_its_marks_and_before_its_own(notes: list[Any]) -> None:
-    one, other = CudaStream(GPU), CudaStream(GPU)
+    one, other = DeviceStream(GPU), DeviceStream(GPU)
     first = one.run(lambda: notes.append("first"))
     used = torch.ones(2)
     other.run(lambda: notes.append("second"), after=[first, PassedMark()], uses=[used])
@@ -93,7 +94,7 @@ def test_the_lanes_of_a_gpu_are_streams_but_for_the_host(notes: list[Any]) -> No
 
 
 def test_delays_are_on_the_stream_before_the_work(notes: list[Any]) -> None:
-    CudaStream(GPU, delay_s=0.01).run(lambda: notes.append("work"))
+    DeviceStream(GPU, delay_s=0.01).run(lambda: notes.append("work"))
     assert notes[:2] == [("sleeps", True), "work"]
 
 

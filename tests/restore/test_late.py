@@ -18,6 +18,7 @@ from holdfast.restore.reading.stored import choose_stored, open_stored
 from holdfast.restore.restore import restore_first
 from holdfast.storage import LocalStore, local
 from holdfast.world import current_world
+from support.models.fake_devices import fake_streams
 
 
 def build(seed: int) -> dict[str, Any]:
@@ -117,9 +118,12 @@ def test_a_side_stream_begins_behind_the_current_one_which_goes_on_behind_it(
         log.append(f"on {stream.name}")
         yield
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorded(log, "side"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Recorded(log, "current"))
-    monkeypatch.setattr(torch.cuda, "stream", entered)
+    fake_streams(
+        monkeypatch,
+        make_stream=lambda _: Recorded(log, "side"),
+        current_stream=lambda _: Recorded(log, "current"),
+        use_stream=entered,
+    )
     copies = StreamCopies([device, torch.device("cpu")])
     to: Any = Tensor(log)
 

@@ -12,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast import events
-from holdfast.capture import copy_slot as capture
+from holdfast.capture import copy_plan as capture
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.restore.planning import plan
 from support.runs.launch import run_ranks

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import torch
 
-from holdfast.capture.copy_plan import CopyPlan, plan_copies
+from holdfast.capture.copy_plan import CopyPlan, SlotTarget, plan_copies
 from holdfast.capture.copy_ring import RingTarget, copy_through_ring
-from holdfast.capture.copy_slot import (
-    CopyCancelled,
-    CopyProgress,
-    GpuCopyStuck,
-    ImageSeal,
-    SlotTarget,
-    copy_image,
-    pin_memory,
-)
+from holdfast.capture.copy_slot import copy_image
+from holdfast.capture.pinning import pin_memory
+from holdfast.capture.progress import CopyCancelled, CopyProgress, GpuCopyStuck, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample, ReplicaSampler, sum_of
 from holdfast.capture.task import CaptureTask, RankIdentity, unmap
 from holdfast.events import ImageCaptured, ImagePassed, emit
@@ -76,7 +70,7 @@ class Copier:
         )
         if grant.ring_bytes:
             return self._pass_through(capture, grant, plan, sample, place, tell, room_s), sample
-        slot, target = self.slots.target(grant.slot, plan, pinned=bool(capture.ready))
+        slot, target = self.slots.target(grant.slot, plan, next(iter(capture.ready), None))
         values = capture.description.values
         image = fill_in(plan.image, metadata(place, grant), len(values))
         began_s = time.monotonic()
@@ -129,7 +123,7 @@ class Copier:
         sealed.
         """
         target = self.slots.ring_target(
-            grant.slot, grant.ring_bytes, plan, pinned=bool(capture.ready)
+            grant.slot, grant.ring_bytes, plan, next(iter(capture.ready), None)
         )
         values = capture.description.values
         image: Image = fill_in(plan.image, metadata(place, grant), len(values))
@@ -220,7 +214,7 @@ def _progress(
                 )
             say()  # progress is optional, and is not sent to a keeper that is behind in reading
 
-    def enqueued(events: list[torch.cuda.Event]) -> None:
+    def enqueued(events: list[torch.Event]) -> None:
         capture.is_copied(events)
         capture.release()
 
@@ -279,19 +273,21 @@ class SlotCache:
         assert self._sampler is not None
         return self._sampler
 
-    def target(self, path: str, plan: CopyPlan, *, pinned: bool) -> tuple[SlotFile, SlotTarget]:
+    def target(
+        self, path: str, plan: CopyPlan, device: torch.device | None
+    ) -> tuple[SlotFile, SlotTarget]:
         """Return the slot at ``path``, mapped once, and its memory as used by ``plan``."""
-        slot = self._map(path, pinned)
+        slot = self._map(path, device)
         target = self._targets.get(path)
         if not isinstance(target, SlotTarget):
             target = self._targets[path] = SlotTarget(slot.image, plan)
         return slot, target
 
     def ring_target(
-        self, path: str, ring_bytes: int, plan: CopyPlan, *, pinned: bool
+        self, path: str, ring_bytes: int, plan: CopyPlan, device: torch.device | None
     ) -> RingTarget:
         """Return the ring target of a slot whose last ``ring_bytes`` are a ring."""
-        slot = self._map(path, pinned)
+        slot = self._map(path, device)
         target = self._targets.get(path)
         if not isinstance(target, RingTarget):
             target = self._targets[path] = RingTarget(slot.image, ring_bytes, plan)
@@ -302,7 +298,7 @@ class SlotCache:
         for gone in [path for path in self.files if not Path(path).exists()]:
             self._close(gone)
 
-    def _map(self, path: str, pinned: bool) -> SlotFile:
+    def _map(self, path: str, device: torch.device | None) -> SlotFile:
         slot = self.files.get(path)
         if slot is None or slot.inode != Path(path).stat().st_ino:
             # Mapped memory is not returned to the system, although the keeper removed the file.
@@ -310,8 +306,8 @@ class SlotCache:
                 self._close(gone)
             slot = self.files[path] = SlotFile.open(Path(path), writable=True)
             slot.populate()
-            if pinned:
-                pin_memory(slot)
+            if device is not None:
+                pin_memory(slot, device)
         return slot
 
     def close(self) -> None:

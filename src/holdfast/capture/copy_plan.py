@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
 
+from holdfast.accelerator.devices import host_address, memory_key
 from holdfast.errors import UsageError
-from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
+from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.format.image import ImagePlan
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
@@ -55,7 +56,7 @@ class TensorCopy:
         return self._runs(last, length)
 
     def _runs(self, last: int, length: int) -> Iterator[tuple[int, int, int]]:
-        item, address = self.source.element_size(), self.source.data_ptr()
+        item, address = self.source.element_size(), host_address(self.source)
         strides = self.source.stride()[:last]
         for number, at in enumerate(product(*map(range, self.source.shape[:last]))):
             inside = sum(n * stride for n, stride in zip(at, strides, strict=True)) * item
@@ -295,3 +296,69 @@ class SharedCopy:
 
 def _nothing() -> None:
     """Check nothing: the default of ``check``."""
+
+
+# The memory of a slot, as a plan uses it.
+
+
+@dataclass(slots=True)
+class SlotTarget:
+    """The memory of one slot as tensors; created once per slot and plan, then reused."""
+
+    memory: memoryview
+    plan: CopyPlan
+    data: torch.Tensor = field(init=False)
+    small: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
+    large: list[TensorCopy] = field(init=False)
+    apart: list[TensorCopy] = field(init=False)
+    """Large host pieces whose source bytes are not contiguous as stored."""
+    sampled: list[TensorCopy] = field(init=False)
+    by_leaf: dict[str, list[TensorCopy]] = field(init=False)
+    segments: list[Segment] = field(init=False)
+    """Host data copied without conversion, by the blocks that it fills."""
+
+    def __post_init__(self) -> None:
+        start = self.plan.image.data_start
+        stop = start + self.plan.image.tensor_bytes
+        raw = self.memory[start:stop]
+        empty = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else empty
+        small = [c for c in self.plan.copies if c.size_bytes < SMALL_BYTES]
+        self.large = [c for c in self.plan.copies if c.size_bytes >= SMALL_BYTES]
+        runs = {id(copy): copy.runs() for copy in self.large}
+        self.apart = [c for c in self.large if runs[id(c)] is None]
+        self.sampled = [c for c in self.large if c.lazy and c.source.is_cpu]
+        self.small = ([self.view(c) for c in small], [c.source for c in small])
+        self.by_leaf = {}
+        for copy in self.plan.copies:
+            self.by_leaf.setdefault(copy.leaf, []).append(copy)
+        # A plan is valid while its leaves stay at their addresses, which each save checks.
+        moves = (SegmentCopy(*run) for copy in self.large for run in runs[id(copy)] or ())
+        self.segments = plan_segments(moves, self.plan.image.tensor_bytes, SEGMENT_BYTES)
+
+    def address_of(self, leaf: str, source: int, size_bytes: int) -> int | None:
+        """Return the destination address of these bytes of a leaf; None if another rank stores
+        them.
+        """
+        for copy in self.by_leaf.get(leaf, ()):
+            inside = source - memory_key(copy.source)
+            if copy.source.is_contiguous() and 0 <= inside <= copy.size_bytes - size_bytes:
+                return host_address(self.data) + copy.offset + inside
+        return None
+
+    def release_views(self) -> None:
+        """Drop every view of the memory, so that it can be unmapped."""
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.small = ([], [])
+
+    def view(self, copy: TensorCopy) -> torch.Tensor:
+        """Return the destination of one piece, with its dtype and shape."""
+        raw = self.data[copy.offset : copy.offset + copy.size_bytes]
+        return raw.view(copy.source.dtype).view(copy.source.shape)
+
+
+def sum_blocks(memory: memoryview, start: int, done: int, sums: list[int], size: int) -> None:
+    """Append the checksums of the blocks that are whole with the first ``done`` bytes of data."""
+    last = block_count(size) if done >= size else done // BLOCK_BYTES
+    for _, begin, end in blocks(len(sums), last, size):
+        sums.append(checksum(memory[start + begin : start + end]))

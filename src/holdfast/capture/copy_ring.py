@@ -14,14 +14,12 @@ from typing import Protocol
 
 import torch
 
+from holdfast.accelerator import devices
+from holdfast.accelerator.devices import host_address
 from holdfast.capture.copy_plan import SEGMENT_BYTES, SMALL_BYTES, CopyPlan, TensorCopy, libc
-from holdfast.capture.copy_slot import (
-    CopyProgress,
-    ImageSeal,
-    OvertakeDetector,
-    enqueue_beside,
-    side_streams,
-)
+from holdfast.capture.device_copies import enqueue_beside, side_streams
+from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.progress import CopyProgress, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
@@ -73,7 +71,7 @@ class ContiguousRun:
         return self.source.device
 
     def run(self) -> None:
-        libc.memcpy(self.address, self.source.data_ptr() + self.begin, self.size_bytes)
+        libc.memcpy(self.address, host_address(self.source) + self.begin, self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,7 @@ class RingTarget:
     def _one(self, copy: TensorCopy) -> Iterator[Move]:
         source = copy.source
         if source.is_cpu and is_in_a_row(source):
-            base = self.data.data_ptr()
+            base = host_address(self.data)
             for offset, size in self.cut(copy.offset, copy.size_bytes, SEGMENT_BYTES):
                 to = base + offset % self.ring_bytes
                 yield ContiguousRun(offset + size, source, offset - copy.offset, size, to)
@@ -264,7 +262,7 @@ def copy_through_ring(
     values: bytes,
     overtaking: OvertakeDetector,
     progress: CopyProgress,
-    ready: Mapping[torch.device, torch.cuda.Event],
+    ready: Mapping[torch.device, torch.Event],
     sample: ReplicaSample | None = None,
 ) -> ImageSeal:
     """Pass one image through ``target``, like ``copy_image`` does for a slot that keeps it."""
@@ -298,7 +296,7 @@ def _move_from_gpu(
     filling: RingWriter,
     overtaking: OvertakeDetector,
     progress: CopyProgress,
-    ready: Mapping[torch.device, torch.cuda.Event],
+    ready: Mapping[torch.device, torch.Event],
     sample: ReplicaSample,
 ) -> None:
     """Enqueue GPU copies as space becomes free; checksum finished copies while others are in
@@ -324,9 +322,9 @@ def _move_from_gpu(
                 arriving.append((move.stop, lambda: None))
                 continue
             stream = streams[move.device]
-            with torch.cuda.device(move.device), torch.cuda.stream(stream):
+            with devices.use_stream(stream):
                 move.run()
-                arriving.append((move.stop, stream.record_event().synchronize))
+                arriving.append((move.stop, devices.record_event(stream).synchronize))
         last = enqueue_beside(sample, overtaking.agreeing, streams)
         progress.check()
         overtaking.check_sources()

@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
+from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import part_of
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
@@ -131,7 +132,9 @@ class ReplicaSampler:
 
     def _room(self, groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
         """Return the reused staging buffer for GPU tiles; None if no tile is on a GPU."""
-        size = sum(_aligned(tile.nbytes) for some in groups for tile in some if tile.is_cuda)
+        size = sum(
+            _aligned(tile.nbytes) for some in groups for tile in some if devices.is_on_device(tile)
+        )
         if size and (self._staging is None or self._staging.numel() < size):
             self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         return self._staging
@@ -145,7 +148,7 @@ def _aligned(size_bytes: int) -> int:
 def _sum(tile: torch.Tensor) -> int:
     """Return the truncated checksum of a tile's bytes, its elements in order."""
     row = tile.resolve_conj().resolve_neg().contiguous()
-    data = (ctypes.c_char * row.nbytes).from_address(row.data_ptr())
+    data = (ctypes.c_char * row.nbytes).from_address(devices.host_address(row))
     return checksum(memoryview(data)) & _SUM_MASK
 
 
@@ -177,7 +180,7 @@ class ScalarAgreement:
                 alike.setdefault(held.dtype, []).append(number)
         for numbers in alike.values():
             there = torch.stack([number.source.memory.reshape(()) for number in numbers])
-            into = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda)
+            into = torch.empty_like(there, device="cpu", pin_memory=devices.is_on_device(there))
             into.copy_(there, non_blocking=True)
             self._staged.append((numbers, into))
 
@@ -207,7 +210,7 @@ class _Number:
 
 
 def _bits(number: torch.Tensor) -> bytes:
-    return ctypes.string_at(number.data_ptr(), number.element_size())
+    return ctypes.string_at(devices.host_address(number), number.element_size())
 
 
 def _unequal(leaf: str, one: _Number, other: _Number) -> UsageError:

@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch.optim import Optimizer
 
+from holdfast.accelerator import devices
+from holdfast.accelerator.devices import computation_so_far
 from holdfast.capture.copier import Copier
-from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector, computation_so_far, stage
+from holdfast.capture.device_copies import stage
 from holdfast.capture.handles import PendingHandles, SaveHandle
+from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.progress import CopyCancelled
 from holdfast.capture.replica_samples import OptimizerSteps, StandstillProbe
 from holdfast.capture.save_state import NO_CAPTURE, Failed, FoundFenced, Unanswered, Unreached
 from holdfast.capture.save_turns import StepBegan, Turns
@@ -261,7 +264,7 @@ class Saver:
                     )
                 )
             for event in capture.events:
-                torch.cuda.current_stream(event.device).wait_event(event)
+                devices.current_stream(event.device).wait_event(event)
             passed = capture
         self.updates += 1  # now, as a save during the wait is still of the state before
 

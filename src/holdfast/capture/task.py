@@ -16,8 +16,10 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from holdfast.capture.copy_plan import SharedCopy
-from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector, unpin_memory
 from holdfast.capture.handles import SaveHandle
+from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.pinning import unpin_memory
+from holdfast.capture.progress import CopyCancelled
 from holdfast.capture.replica_samples import UNTRAINED, TrainedParameters
 from holdfast.capture.save_state import (
     Began,
@@ -220,11 +222,11 @@ class CaptureTask:
     trained: TrainedParameters = UNTRAINED
     parameters: str = ""
     """Checksum of the trained parameters in the sealed image; "": there are none."""
-    ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    ready: dict[torch.device, torch.Event] = field(default_factory=dict)
     answered: SignalSafeEvent = field(default_factory=SignalSafeEvent)
     released: SignalSafeEvent = field(default_factory=SignalSafeEvent)
     resolved: SignalSafeEvent = field(default_factory=SignalSafeEvent)
-    events: list[torch.cuda.Event] = field(default_factory=list)
+    events: list[torch.Event] = field(default_factory=list)
     _last: CaptureState = field(default_factory=CaptureState)
     _sharing: SharedCopy | None = None
     _is_helped: bool = False
@@ -280,7 +282,7 @@ class CaptureTask:
             threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True).start()
         return self.released.wait(max(0.0, timeout_s - (time.monotonic() - started_s)))
 
-    def is_copied(self, events: list[torch.cuda.Event]) -> None:
+    def is_copied(self, events: list[torch.Event]) -> None:
         """Mark the bytes as final (behind ``events``): it is not cancelled any more. Raises
         CopyCancelled.
         """

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from holdfast.accelerator.devices import memory_key
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot, SmallParams
 from holdfast.offload.kernels import Bits, are_same, checksum
 from holdfast.offload.streams import StreamMark, WorkStreams
@@ -233,4 +234,4 @@ def clip(
 
 def _marks(gradient: torch.Tensor) -> tuple[int, int]:
     local = local_of(gradient)
-    return local.data_ptr(), local._version
+    return memory_key(local), local._version

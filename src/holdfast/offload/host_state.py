@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.capture.copy_slot import register
+from holdfast.accelerator.devices import (
+    explain,
+    host_address,
+    memory_key,
+    register,
+    storage_key,
+    unregister,
+)
 from holdfast.events import Warned, emit
 from holdfast.offload.kernels import Bits
 from holdfast.offload.planning.subgroups import (
@@ -75,7 +82,7 @@ class PagedMemory:
         mapping = mmap.mmap(self._scratch.descriptor, self.size_bytes)
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(mapping, dtype=torch.float32, count=elements)
-        self._address = self.tensor.data_ptr()
+        self._address = host_address(self.tensor)
         self._here: set[int] = set()
 
     def is_here(self, start: int) -> bool:
@@ -226,7 +233,7 @@ class ParamSlot:
     @property
     def own(self) -> torch.Tensor:
         """Return the parameter's memory itself, writable, in the order of the flat buffer."""
-        if self._own is not None and self._own.data_ptr() == self.raw.data_ptr():
+        if self._own is not None and memory_key(self._own) == memory_key(self.raw):
             return self._own
         local = self.local
         assert self.is_in_order(local), "what is written to a copy is lost"
@@ -326,18 +333,18 @@ class FlatBufferRow:
     @property
     def storages(self) -> list[int]:
         """The addresses of all state memory."""
-        return [memory.untyped_storage().data_ptr() for memory in self._memory.values()]
+        return [storage_key(memory) for memory in self._memory.values()]
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # it is updated later, outside of inference mode
             made = torch.zeros(self.elements, dtype=dtype, device="cpu")
         if self._is_pinned and self.elements:
-            _pin(self, made)
+            _pin(self, made, self.device)
         return made
 
     def address(self, kind: str, place: ParamSlot) -> int:
         """Return the address of a parameter's state; 0 where it has no elements."""
-        return self.memory(kind).data_ptr() + 4 * place.start if place.size else 0
+        return host_address(self.memory(kind)) + 4 * place.start if place.size else 0
 
     def flat(self, kind: str, place: ParamSlot) -> torch.Tensor:
         """Return the elements of one parameter in the flat buffer."""
@@ -349,7 +356,7 @@ class FlatBufferRow:
         local = torch.as_strided(memory, place.shape, place.stride, place.start)
         parameter = place.parameter
         made = _placed(local, parameter) if isinstance(parameter, DTensor) else local
-        place.views[kind], place.addresses[kind] = made, local.data_ptr()
+        place.views[kind], place.addresses[kind] = made, memory_key(local)
         return made
 
     def cut(self, longest: int) -> list[Subgroup]:
@@ -436,23 +443,20 @@ def _strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [step for size, step in zip(shape, stride, strict=True) if size > 1]
 
 
-def _pin(buffer: FlatBufferRow, memory: torch.Tensor) -> None:
+def _pin(buffer: FlatBufferRow, memory: torch.Tensor, device: torch.device) -> None:
     # Pin by the driver itself: torch's own pinned memory comes in powers of two.
-    cudart: Any = torch.cuda.cudart()
-    address = memory.data_ptr()
-    status = register(address, memory.nbytes)
+    address = host_address(memory)
+    status = register(address, memory.nbytes, device)
     if status:
         emit(
             Warned(
                 message=f"{memory.nbytes >> 20} MiB of an optimizer's state could not be pinned "
-                "(CUDA "
-                f"error {status}): its copies to and from the GPU will be slow. Raise the memlock "
-                "limit, or give it fewer parameters per process."
+                f"({explain(status)}): its copies to and from the device will be slow. Raise the "
+                "memlock limit, or give it fewer parameters per process."
             )
         )
         return
-    unregister: Callable[[int], Any] = cudart.cudaHostUnregister
-    weakref.finalize(buffer, unregister, address).atexit = False
+    weakref.finalize(buffer, unregister, address, device).atexit = False
 
 
 # Handles the small parameters of a flat buffer together, because each alone has too much overhead.

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch.optim import Optimizer
 
+from holdfast.accelerator.devices import is_on_device
 from holdfast.errors import UsageError
 from holdfast.offload import kernels
 from holdfast.offload.file_state import tier_of
@@ -134,7 +135,7 @@ class HybridOptimizer(Optimizer):
         for place in places:
             by_dtype.setdefault(place.parameter.dtype, []).append(place)
         for alike in by_dtype.values():
-            is_pinned = alike[0].local.is_cuda
+            is_pinned = is_on_device(alike[0].local)
             small = limit(self._placing.longest)
             make = None if self._tier is None else self._tier.make
             self._take_row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from holdfast.accelerator.devices import is_on_device, use_device
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
 from holdfast.offload.file_state import FileTier, page_aligned
@@ -88,7 +89,7 @@ class SubgroupPlacement:
         self._not_agreed += places
         sizes = [(place.size, place.parameter.dtype) for place in places]
         self._layout.update(f"{sizes}".encode())
-        self._is_on_gpu |= any(place.local.is_cuda for place in places)
+        self._is_on_gpu |= any(is_on_device(place.local) for place in places)
 
     def add(self, buffer: FlatBufferRow) -> None:
         """Add the subgroups of another flat buffer, whose places were announced."""
@@ -398,7 +399,7 @@ def agree(
     for group in groups:
         votes: list[PlacementVote] = [vote] * group.size()
         # A process group of GPUs gathers objects on the current device.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with use_device(device):
             dist.all_gather_object(votes, vote, group=group)
         rates = next((one.rates for one in votes if one.rates is not None), None)
         layout = vote.layout if len({one.layout for one in votes}) == 1 else AT_ODDS

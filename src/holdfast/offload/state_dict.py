@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from holdfast.accelerator.devices import memory_key, storage_key
 from holdfast.offload.host_state import MASTER, FlatBufferRow, ParamSlot
 from holdfast.state.tensors import local_of
 
@@ -73,7 +74,7 @@ def _is_in_place(
             return False
         local: Any = given
         local = local._local_tensor if place.is_placed else local
-        if local.data_ptr() != place.addresses[kind]:  # its memory was replaced
+        if memory_key(local) != place.addresses[kind]:  # its memory was replaced
             return False
     return not counts or _is_count(state.get("step"))
 
@@ -147,7 +148,7 @@ def is_ours(buffer: FlatBufferRow, place: ParamSlot, given: Any, kind: str) -> b
         return False
     local = local_of(given) if place.is_placed else given
     return (
-        local.data_ptr() == buffer.address(kind, place)
+        memory_key(local) == buffer.address(kind, place)
         and local.dtype == torch.float32
         and local.shape == place.shape
     )
@@ -242,7 +243,7 @@ def _apart(
     ):
         return value
     check_given(place, kind, value)
-    is_in_rows = local_of(value).untyped_storage().data_ptr() in memory
+    is_in_rows = storage_key(local_of(value)) in memory
     return value.clone() if is_in_rows and not is_ours(buffer, place, value, kind) else value
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.accelerator.devices import is_streamed, memory_key
 from holdfast.errors import UsageError
 from holdfast.offload.file_state import FileTier
 from holdfast.offload.gradients import ClippedNorm, Gradients
@@ -192,8 +193,11 @@ def check_parameter(place: ParamSlot, device: torch.device | None) -> None:
             f"is of {local.dtype}, and masters are FP32: parameters are float32, bfloat16 or "
             "float16. Give the others to an optimizer of torch"
         )
-    elif local.device.type not in ("cpu", "cuda"):
-        problem = f"is on {local.device}: the CPU and CUDA are supported"
+    elif not (local.is_cpu or is_streamed(local.device)):
+        problem = (
+            f"is on {local.device}, which has no streams here: the CPU and accelerators with "
+            "streams are supported"
+        )
     elif device is not None and local.device != device:
         problem = (
             f"is on {local.device}, others are on {device}: one optimizer is for one device. Make "
@@ -327,4 +331,4 @@ def changed(places: Iterable[ParamSlot]) -> set[ParamSlot]:
 def _seen(place: ParamSlot) -> tuple[int, ...]:
     # An in-place operation on a DTensor changes its own version, and not that of its local tensor.
     local = place.raw
-    return local.data_ptr(), local._version, place.parameter._version
+    return memory_key(local), local._version, place.parameter._version

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from holdfast.accelerator import devices
 from holdfast.offload.host_state import BATCH_ELEMENTS, MASTER
 from holdfast.offload.kernels import Group, Kernel, Tensors
 from holdfast.offload.planning.simulate import Rates
@@ -70,7 +71,7 @@ def measure(
 
 def _copies(device: torch.device, elements: int) -> tuple[Work, Work]:
     """Return a copy to the device and one from it."""
-    here, back = (_host_memory(elements, is_pinned=device.type == "cuda") for _ in range(2))
+    here, back = (_host_memory(elements, is_pinned=device.type != "cpu") for _ in range(2))
     there, source = (torch.zeros(elements, device=device) for _ in range(2))
 
     def up() -> None:
@@ -130,14 +131,12 @@ def _best_s(work: list[tuple[WorkStream, Work]]) -> float:
 
 # Runs the work of an update on streams: each in order by itself, synchronized only by marks.
 #
-# On a GPU a work stream is a CUDA stream and a mark an event: enqueueing returns at once. On the
-# CPU a work stream is a thread, so that the same update runs with both its ends on the CPU, really
+# On a device a work stream is a stream of it and a mark an event: enqueueing returns at once. On
+# the CPU a work stream is a thread, so that the same update runs with both its ends there, really
 # in parallel: a missing mark shows as a wrong result there, too, the sooner with ``delay_s``.
 
 
 Work = Callable[[], None]
-#: Cycles of a GPU in a second, roughly: delays need not be exact.
-_CYCLES = 1.5e9
 #: Cores of a rank left to data loading, the keeper and the training thread.
 _CORES_LEFT = 2
 
@@ -189,9 +188,9 @@ class ThreadMark:
 
 @dataclass(frozen=True, slots=True)
 class EventMark:
-    """The mark behind the work enqueued on a CUDA stream."""
+    """The mark behind the work enqueued on a stream of the device."""
 
-    event: torch.cuda.Event
+    event: torch.Event
 
     def wait(self) -> None:
         """Wait until the GPU has passed it."""
@@ -239,12 +238,12 @@ def _compute_with(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-class CudaStream:
+class DeviceStream:
     """A work stream on a GPU: a stream of its own, or the caller's current one (``own`` False)."""
 
     def __init__(self, device: torch.device, *, own: bool = True, delay_s: float = 0.0) -> None:
         self._device, self._delay_s = device, delay_s
-        self._stream = torch.cuda.Stream(device) if own else None
+        self._stream = devices.make_stream(device) if own else None
         self._random = random.Random(id(self))
 
     def run(
@@ -253,23 +252,23 @@ class CudaStream:
         """Only enqueue the work. For marks of threads the caller waits here, because a stream
         cannot.
         """
-        stream = self._stream or torch.cuda.current_stream(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(stream), torch.no_grad():
+        stream = self._stream or devices.current_stream(self._device)
+        with devices.use_stream(stream), torch.no_grad():
             for mark in after:
                 if isinstance(mark, EventMark):
                     stream.wait_event(mark.event)
                 else:
                     mark.wait()
             if self._delay_s:
-                torch.cuda._sleep(int(self._random.random() * self._delay_s * _CYCLES))
+                devices.delay(self._device, self._random.random() * self._delay_s)
             work()
             for tensor in uses:
                 tensor.record_stream(stream)
-            return EventMark(stream.record_event())
+            return EventMark(devices.record_event(stream))
 
     def now(self) -> StreamMark:
         """Return a mark on the caller's current stream."""
-        return EventMark(torch.cuda.current_stream(self._device).record_event())
+        return EventMark(devices.record_event(devices.current_stream(self._device)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,15 +298,15 @@ class WorkStreams:
         waits.
         """
         if isinstance(mark, EventMark):
-            torch.cuda.current_stream(self.device).wait_event(mark.event)
+            devices.current_stream(self.device).wait_event(mark.event)
         else:
             mark.wait()
 
 
 def make_streams(device: torch.device, *, threads: int | None, delay_s: float = 0.0) -> WorkStreams:
     """Create the work streams between the host and ``device``, a GPU or the CPU itself."""
-    if device.type == "cuda":
-        stream = partial(CudaStream, device, delay_s=delay_s)
+    if devices.is_streamed(device):
+        stream = partial(DeviceStream, device, delay_s=delay_s)
         threads = host_threads() if threads is None else threads
         host = ThreadStream("update", threads=threads, delay_s=delay_s)
         return WorkStreams(stream(), host, stream(), stream(), stream(own=False), stream(), device)

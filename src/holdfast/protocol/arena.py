@@ -256,7 +256,8 @@ class SlotFile:
         self.path = path
         self.capacity_bytes = size - IMAGE_START
         self.inode = os.fstat(descriptor).st_ino
-        self.is_pinned = False
+        self.pinned_for: object = None
+        """The device that its pages are pinned for; None: they are not."""
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
             self.map = mmap.mmap(descriptor, size, access=access)

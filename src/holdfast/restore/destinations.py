@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from holdfast.accelerator import devices
 from holdfast.geometry.box import HAVE_A_MEAN, ITEMSIZE, Box
 from holdfast.geometry.layout import HolderBoxes, LeafEntry
 from holdfast.geometry.mesh import REPLICATE, Instance
@@ -223,14 +224,14 @@ class DeviceCopies(Protocol):
 class StreamCopies:
     """Copies on a side stream of each GPU; copies between host tensors are made at once."""
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = [device for device in devices if device.type == "cuda"]
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+    def __init__(self, used: Iterable[torch.device]) -> None:
+        self._devices = [device for device in used if devices.is_streamed(device)]
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def begin(self) -> None:
         for device in self._devices:
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
+            stream = devices.make_stream(device)
+            stream.wait_stream(devices.current_stream(device))
             self._streams[device] = stream
 
     def memory(self, size_bytes: int) -> torch.Tensor:
@@ -240,13 +241,13 @@ class StreamCopies:
         if to.device not in self._streams:
             to.copy_(source)
             return
-        with torch.cuda.stream(self._streams[to.device]):
+        with devices.use_stream(self._streams[to.device]):
             if to.dtype != source.dtype:  # converted there, in this stream's own memory
                 source = source.to(to.device, non_blocking=True)
             to.copy_(source, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
-        events = [stream.record_event() for stream in self._streams.values()]
+        events = [devices.record_event(stream) for stream in self._streams.values()]
 
         def wait() -> None:
             for event in events:
@@ -257,7 +258,7 @@ class StreamCopies:
     def end(self) -> None:
         for device, stream in self._streams.items():
             stream.synchronize()  # raises the error of a failed copy
-            torch.cuda.current_stream(device).wait_stream(stream)
+            devices.current_stream(device).wait_stream(stream)
 
 
 class DeviceTensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.accelerator.devices import host_address, memory_key, streamed_devices
 from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import LeafEntry
@@ -85,9 +86,9 @@ class Bindings(list[Binding]):
         self.watched = [_here(binding.tensor) for binding in self.lazy]
         """Tensors whose version counters show that a lazy leaf was written to."""
         self.volatile = [binding for binding in self if not binding.lazy]
-        self.gpus = {binding.local.device for binding in self if binding.local.is_cuda}
+        self.gpus = streamed_devices(binding.local for binding in self)
         self.sampled = [
-            (one.name, one.local.data_ptr(), one.local.numel() * one.local.element_size())
+            (one.name, host_address(one.local), one.local.numel() * one.local.element_size())
             for one in self.lazy
             if one.local.is_cpu and one.local.is_contiguous() and one.local.numel()
         ]
@@ -124,7 +125,7 @@ def signature(tensor: torch.Tensor) -> tuple[object, ...]:
     local = _here(tensor)
     flags = local.is_conj(), local.is_neg(), local.device
     placed = getattr(tensor, "_spec", None)
-    return local.data_ptr(), local.shape, local.stride(), local.dtype, flags, placed
+    return memory_key(local), local.shape, local.stride(), local.dtype, flags, placed
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.accelerator.devices import memory_key, storage_key
+
 
 class TensorNames:
     """The tensors met so far, identified by memory and shape.
@@ -51,7 +53,7 @@ class TensorNames:
 
     def _find_other_view(self, address: int, tensor: torch.Tensor) -> str | None:
         for known, other in self._other_views:
-            if other.data_ptr() == address and _is_same_view(other, tensor):
+            if memory_key(other) == address and _is_same_view(other, tensor):
                 return known
         return None
 
@@ -60,7 +62,7 @@ def _address(tensor: torch.Tensor) -> int:
     if isinstance(tensor, DTensor):
         return 0
     try:
-        return tensor.data_ptr()
+        return memory_key(tensor)
     except (RuntimeError, ValueError):  # sparse, uninitialised, or without memory of its own
         return 0
 
@@ -129,9 +131,9 @@ class ClaimedMemory:
             return True
         if shares_its_own(local):
             return False
-        start = local.data_ptr()
+        start = memory_key(local)
         stop = start + extent(local) * local.element_size()
-        spans = self._spans.setdefault(local.untyped_storage().data_ptr(), [])
+        spans = self._spans.setdefault(storage_key(local), [])
         at = bisect_left(spans, (start, start))
         before_ends = spans[at - 1][1] if at else start
         after_begins = spans[at][0] if at < len(spans) else stop
@@ -175,7 +177,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     """
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     try:
-        home, start = local.untyped_storage().data_ptr(), local.data_ptr()
+        home, start = storage_key(local), memory_key(local)
         elements = extent(local)
     except (RuntimeError, NotImplementedError, ValueError):  # a kind that has no such memory
         home = 0

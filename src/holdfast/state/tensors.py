@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from holdfast.accelerator.devices import memory_key
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.values import SmallTensor
 from holdfast.geometry.box import ITEMSIZE, Box
@@ -296,7 +297,7 @@ def check_in_place(name: str, tensor: torch.Tensor) -> None:
     if type(tensor) not in _registered:
         return
     first, second = dict(plain_parts(name, tensor)), dict(plain_parts(name, tensor))
-    moved = [leaf for leaf, inner in first.items() if inner.data_ptr() != second[leaf].data_ptr()]
+    moved = [leaf for leaf, inner in first.items() if memory_key(inner) != memory_key(second[leaf])]
     if moved:
         raise UnsupportedState(
             f"{', '.join(moved)}: the parts given to holdfast.register_tensor for "

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.accelerator.devices import memory_key
 from holdfast.format import values as codec
 from holdfast.state import tensors as subclasses
 from holdfast.state.bindings import Binding
@@ -48,7 +49,7 @@ _module_dicts: Any = attrgetter("_parameters", "_buffers", "_modules")
 _not_saved: Any = attrgetter("_non_persistent_buffers_set")
 _local: Any = attrgetter("_local_tensor")
 _asks_for_gradient: Any = attrgetter("requires_grad")
-_data_ptr = torch.Tensor.data_ptr
+_data_ptr = memory_key
 #: Under a mode, such as a default device, torch calls Python at every access to a tensor; these
 #: accesses bypass it. Without this they are only slower.
 plain_looks: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
@@ -234,7 +235,7 @@ def _can_be_flagged(tensor: torch.Tensor) -> bool:
     That is so for conjugates and views of them, and for an empty tensor, whose address is always 0.
     """
     shares = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-    return tensor.is_complex() or shares or not tensor.data_ptr()
+    return tensor.is_complex() or shares or not memory_key(tensor)
 
 
 def _flags(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -259,8 +260,8 @@ def _reads_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     can have got its address.
     """
     return type(one) is type(other) is torch.Tensor and (
-        (one.data_ptr(), one.shape, one.stride(), one.dtype, _flags(one))
-        == (other.data_ptr(), other.shape, other.stride(), other.dtype, _flags(other))
+        (memory_key(one), one.shape, one.stride(), one.dtype, _flags(one))
+        == (memory_key(other), other.shape, other.stride(), other.dtype, _flags(other))
     )
 
 

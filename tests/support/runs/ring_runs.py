@@ -9,17 +9,12 @@ from typing import Any
 
 import torch
 
-from holdfast.capture.copy_plan import CopyPlan, plan_copies
+from holdfast.capture.copy_plan import CopyPlan, SlotTarget, plan_copies
 from holdfast.capture.copy_ring import Move, RingTarget, copy_through_ring
-from holdfast.capture.copy_slot import (
-    CopyCancelled,
-    CopyProgress,
-    ImageSeal,
-    OvertakeDetector,
-    SlotTarget,
-    copy_image,
-    stage,
-)
+from holdfast.capture.copy_slot import copy_image
+from holdfast.capture.device_copies import stage
+from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.progress import CopyCancelled, CopyProgress, ImageSeal
 from holdfast.capture.task import RingCredit
 from holdfast.format.image import Image, fill_in
 from holdfast.geometry.layout import Layout, merge, table_from_json

@@ -1,0 +1,99 @@
+"""Calls the CUDA runtime, or ROCm's, which answers to the same names in torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from holdfast.accelerator.vendors import Vendor
+
+#: Cycles of a GPU in a second, roughly: delays need not be exact.
+_CYCLES = 1.5e9
+#: ``cudaStreamCaptureModeRelaxed``.
+_RELAXED = 2
+
+
+class CudaVendor(Vendor):
+    """NVIDIA's and AMD's GPUs."""
+
+    def __init__(self) -> None:
+        self._exchange = _exchange_function()
+
+    def register(self, address: int, size_bytes: int) -> int:
+        return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    def clear_error(self, device: torch.device) -> None:
+        with suppress(RuntimeError):
+            torch.ones(1, device=device).add_(1)
+
+    def record_event(self, stream: torch.Stream) -> torch.Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream_of(stream))
+        return event
+
+    def is_capturing(self, stream: torch.Stream) -> bool:
+        if hasattr(stream, "is_capturing"):
+            return bool(stream.is_capturing())
+        with torch.cuda.stream(self.stream_of(stream)):
+            return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def relax_capture(self) -> Iterator[None]:
+        if self._exchange is None:
+            yield
+            return
+        mode = ctypes.c_int(_RELAXED)
+        self._exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._exchange(ctypes.byref(mode))
+
+    def delay(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * _CYCLES))
+
+    def stream_of(self, stream: torch.Stream) -> torch.cuda.Stream:
+        if isinstance(stream, torch.cuda.Stream):
+            return stream
+        return torch.cuda.Stream(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        )
+
+
+def _exchange_function() -> Any:
+    """Return ``cudaThreadExchangeStreamCaptureMode`` of the runtime that torch has loaded; None if
+    it is not found.
+    """
+    name = (
+        "hipThreadExchangeStreamCaptureMode"
+        if torch.version.hip
+        else ("cudaThreadExchangeStreamCaptureMode")
+    )
+    with suppress(OSError, AttributeError):
+        return getattr(ctypes.CDLL(_runtime_path()), name)
+    return None
+
+
+def _runtime_path() -> str | None:
+    """Return the path of the runtime's library in this process; None: among its global names."""
+    wanted = "libamdhip64" if torch.version.hip else "libcudart"
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            path = line.split(maxsplit=5)[5].strip() if line.count("/") else ""
+            if wanted in path:
+                return path
+    return None
+
+
+def make_vendor() -> Vendor:
+    """Return what is known about CUDA devices."""
+    return CudaVendor()

@@ -1,0 +1,161 @@
+"""Asks torch for the streams, events and memory of any accelerator.
+
+torch keeps what ``with stream:`` has to restore in the stream itself, so that two threads that
+enter one are left on each other's; ``use_stream`` sets and restores it by thread. The host reads
+memory by address only through ``host_address``, which refuses a device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from holdfast.accelerator.vendors import UNKNOWN, vendor_of
+
+#: Device types whose tensors are host memory, or have none.
+_HOST_TYPES = ("cpu", "meta")
+_has_streams: dict[str, bool] = {}
+
+#: The address of a tensor's first element, to tell memory apart; never to be read from.
+memory_key = torch.Tensor.data_ptr
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor's memory is an accelerator's: the host must not read it by
+    address.
+    """
+    return tensor.device.type not in _HOST_TYPES
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return the address of the storage that a tensor is a view of, to tell memory apart; never to
+    be read from.
+    """
+    return tensor.untyped_storage().data_ptr()
+
+
+def host_address(tensor: torch.Tensor) -> int:
+    """Return the address of a host tensor's first element, for the host to read or write.
+
+    Raises RuntimeError for a tensor of any other device.
+    """
+    if not tensor.is_cpu:
+        raise RuntimeError(f"the memory of a tensor on {tensor.device} has no address on the host")
+    return tensor.data_ptr()
+
+
+def is_streamed(device: torch.device) -> bool:
+    """Return True if ``device`` has streams and events, so that copies run beside its work.
+
+    Anything else is copied by the host, one tensor after the other, while updates are held.
+    """
+    if device.type in _HOST_TYPES:
+        return False
+    if device.type not in _has_streams:
+        _has_streams[device.type] = _probe(device)
+    return _has_streams[device.type]
+
+
+def _probe(device: torch.device) -> bool:
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type != device.type:
+        return False
+    try:
+        with use_device(device):
+            torch.Stream(device).record_event().synchronize()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return True
+
+
+def streamed_devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """Return the devices with streams that these tensors are on."""
+    return {device for device in {one.device for one in tensors} if is_streamed(device)}
+
+
+def use_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make ``device`` this thread's current one; no other device gets a context from it."""
+    if device.type in _HOST_TYPES:
+        return nullcontext()
+    index: AbstractContextManager[None] = torch.accelerator.device_index(device.index)
+    return index
+
+
+def make_stream(device: torch.device) -> torch.Stream:
+    """Return a new stream of ``device``."""
+    with use_device(device):
+        return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return this thread's current stream of ``device``."""
+    return torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def use_stream(stream: torch.Stream) -> Iterator[None]:
+    """Enqueue this thread's work on ``stream``, whose device becomes the current one."""
+    with use_device(stream.device):
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def record_event(stream: torch.Stream) -> torch.Event:
+    """Return an event behind the work enqueued on ``stream``; the host waits for it asleep where
+    the device can do that.
+    """
+    with use_device(stream.device):
+        return vendor_of(stream.device).record_event(stream)
+
+
+def computation_so_far(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
+    """Return an event behind everything enqueued on the current stream of each device."""
+    return {device: record_event(current_stream(device)) for device in devices}
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return True if this thread's current stream of ``device`` records its work into a graph."""
+    return vendor_of(device).is_capturing(current_stream(device))
+
+
+@contextmanager
+def relax_capture(device: torch.device) -> Iterator[None]:
+    """Keep this thread's calls from breaking a graph that another thread captures, where the
+    device can do that.
+    """
+    with vendor_of(device).relax_capture():
+        yield
+
+
+def delay(device: torch.device, seconds: float) -> None:
+    """Keep the current stream of ``device`` busy for about so long, where it can be."""
+    vendor_of(device).delay(seconds)
+
+
+def register(address: int, size_bytes: int, device: torch.device) -> int:
+    """Pin memory that exists for copies to and from ``device``; return 0, the number of the
+    driver's error, or UNKNOWN.
+    """
+    vendor = vendor_of(device)
+    with use_device(device):
+        status = vendor.register(address, size_bytes)
+        if status not in (0, UNKNOWN):
+            vendor.clear_error(device)
+    return status
+
+
+def unregister(address: int, device: torch.device) -> None:
+    """Undo ``register``."""
+    with use_device(device):
+        vendor_of(device).unregister(address)
+
+
+def explain(status: int) -> str:
+    """Say in words what a status of ``register`` other than 0 means."""
+    return "not known for this device" if status == UNKNOWN else f"error {status} of its driver"

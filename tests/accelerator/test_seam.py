@@ -1,0 +1,166 @@
+"""The seam alone names a device: whoever else does would read memory that the host cannot read."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.accelerator import devices, vendors
+from support.project.contracts import PROJECT
+
+SEAM = PROJECT / "src/holdfast/accelerator"
+#: ``torch.cuda`` and its like name one vendor; ``is_cuda`` and ``data_ptr`` read by address.
+_VENDORS = {"cuda", "xpu", "mps", "npu", "hpu", "mtia"}
+_BY_ADDRESS = {"is_cuda", "is_xpu", "is_mps", "data_ptr", "cudart"}
+#: Files that still name a vendor.
+_STILL = {"rng.py"}
+
+
+def named(path: Path) -> list[str]:
+    found = []
+    tree = ast.parse(path.read_text())
+    imports = {
+        name.name for one in ast.walk(tree) if isinstance(one, ast.Import) for name in one.names
+    }
+    if "torch" not in imports:
+        return []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = node.value
+        if node.attr in _BY_ADDRESS:
+            found.append(f"{path.name}:{node.lineno} {node.attr}")
+        elif node.attr in _VENDORS and isinstance(owner, ast.Name) and owner.id == "torch":
+            found.append(f"{path.name}:{node.lineno} torch.{node.attr}")
+    return found
+
+
+def test_no_file_but_the_seam_names_a_vendor_or_reads_by_address() -> None:
+    files = (PROJECT / "src/holdfast").rglob("*.py")
+    outside = [path for path in files if SEAM not in path.parents and path.name not in _STILL]
+    assert [one for path in outside for one in named(path)] == []
+    assert named(SEAM / "cuda.py"), "the search finds nothing where there is something"
+
+
+def test_the_seam_names_vendors_only_in_their_own_files() -> None:
+    assert named(SEAM / "vendors.py") == []
+    assert {one.split()[1] for one in named(SEAM / "devices.py")} == {"data_ptr"}
+
+
+def test_the_host_reads_no_address_of_another_device() -> None:
+    assert devices.host_address(torch.ones(3)) > 0
+    with pytest.raises(RuntimeError, match="on meta has no address on the host"):
+        devices.host_address(torch.ones(3, device="meta"))
+
+
+def test_a_device_without_streams_is_none_that_copies_run_beside() -> None:
+    assert not devices.is_streamed(torch.device("cpu"))
+    assert not devices.is_streamed(torch.device("meta"))
+    assert not devices.is_streamed(torch.device("xla", 0))
+    assert devices.streamed_devices([torch.ones(1), torch.ones(1, device="meta")]) == set()
+
+
+def test_a_vendor_nobody_knows_pins_nothing_and_delays_nothing() -> None:
+    device = torch.device("xla", 0)
+    vendor = vendors.vendor_of(device)
+    assert vendor.register(0, 0) == vendors.UNKNOWN
+    vendor.unregister(0)
+    vendor.clear_error(device)
+    vendor.delay(1.0)
+    with vendor.relax_capture():
+        pass
+    assert devices.explain(vendors.UNKNOWN) == "not known for this device"
+    assert devices.explain(2) == "error 2 of its driver"
+
+
+def test_a_refused_registration_takes_its_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(vendors.Vendor):
+        status, cleared = 2, 0
+
+        def register(self, address: int, size_bytes: int) -> int:
+            return self.status
+
+        def clear_error(self, device: torch.device) -> None:
+            self.cleared += 1
+
+    vendor, device = Refusing(), torch.device("cuda", 1)
+    entered: list[torch.device] = []
+    monkeypatch.setitem(vendors._vendors, "cuda", vendor)
+    monkeypatch.setattr(
+        devices, "use_device", lambda device: entered.append(device) or nullcontext()
+    )
+    assert devices.register(1, 1, device) == 2
+    assert (vendor.cleared, entered) == (1, [device])
+    vendor.status = 0
+    assert devices.register(1, 1, device) == 0
+    vendor.status = vendors.UNKNOWN
+    assert devices.register(1, 1, device) == vendors.UNKNOWN
+    assert vendor.cleared == 1
+
+
+def test_torch_is_asked_only_for_names_it_has_had_since_the_oldest_supported_version() -> None:
+    """Names of torch the seam uses, and the version each came in; none is newer than 2.11."""
+    since = {
+        "torch.accelerator.current_accelerator": (2, 6),
+        "torch.accelerator.current_stream": (2, 6),
+        "torch.accelerator.set_stream": (2, 6),
+        "torch.accelerator.device_index": (2, 8),
+        "torch.Stream": (2, 5),
+        "torch.Event": (2, 5),
+        "torch.device": (0, 4),
+        "torch.Tensor": (0, 1),
+        "torch.Tensor.data_ptr": (0, 1),
+        "torch.accelerator": (2, 6),
+    }
+    used = set()
+    for node in ast.walk(ast.parse((SEAM / "devices.py").read_text())):
+        said = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if said.startswith("torch.") and "(" not in said:
+            used.add(said)
+    assert used - set(since) == set()
+    assert max(since.values()) <= (2, 11)
+
+
+def test_what_is_imported_for_a_save_loads_no_vendor() -> None:
+    code = (
+        "import sys, holdfast.accelerator.devices; "
+        "print([n for n in sys.modules if n.startswith('holdfast.accelerator.')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cuda" not in found.stdout and "npu" not in found.stdout
+
+
+def test_relaxing_and_delaying_ask_the_vendor_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    class Asked(vendors.Vendor):
+        def relax_capture(self) -> nullcontext[None]:
+            asked.append("relaxed")
+            return nullcontext()
+
+        def delay(self, seconds: float) -> None:
+            asked.append(seconds)
+
+        def is_capturing(self, stream: torch.Stream) -> bool:
+            asked.append(stream)
+            return True
+
+        def unregister(self, address: int) -> None:
+            asked.append(address)
+
+    monkeypatch.setitem(vendors._vendors, "cpu", Asked())
+    monkeypatch.setattr(devices, "current_stream", lambda _: "stream")
+    cpu = torch.device("cpu")
+    with devices.relax_capture(cpu):
+        devices.delay(cpu, 0.5)
+    assert devices.is_capturing(cpu)
+    devices.unregister(7, cpu)
+    assert asked == ["relaxed", 0.5, "stream", 7]
