@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.accelerator import devices
 
@@ -24,3 +25,29 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(devices, name, fake)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on a device without streams, as far as its maker tells; its bytes are on the
+    host.
+    """
+
+    there: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, there: torch.Tensor) -> Elsewhere:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, there.shape, strides=there.stride(), dtype=there.dtype, device="xla:0"
+        )
+        made.there = there
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is torch.ops.aten._to_copy.default:
+            return args[0].there.clone()  # type: ignore[no-any-return]
+        if func is torch.ops.aten.detach.default:
+            return Elsewhere(args[0].there)
+        raise NotImplementedError(f"{func} of a tensor that is elsewhere")
