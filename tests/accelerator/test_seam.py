@@ -89,10 +89,13 @@ def test_a_refused_registration_takes_its_error_back(monkeypatch: pytest.MonkeyP
 
     vendor, device = Refusing(), torch.device("cuda", 1)
     entered: list[torch.device] = []
+
+    def enter(device: torch.device) -> nullcontext[None]:
+        entered.append(device)
+        return nullcontext()
+
     monkeypatch.setitem(vendors._vendors, "cuda", vendor)
-    monkeypatch.setattr(
-        devices, "use_device", lambda device: entered.append(device) or nullcontext()
-    )
+    monkeypatch.setattr(devices, "use_device", enter)
     assert devices.register(1, 1, device) == 2
     assert (vendor.cleared, entered) == (1, [device])
     vendor.status = 0

@@ -36,14 +36,15 @@ class Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(cls, there: torch.Tensor) -> Elsewhere:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, there.shape, strides=there.stride(), dtype=there.dtype, device="xla:0"
+        device = torch.device("xla", 0)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, there.shape, strides=there.stride(), dtype=there.dtype, device=device
         )
         made.there = there
-        return made  # type: ignore[no-any-return]
+        return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
         if func is torch.ops.aten._to_copy.default:
