@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.accelerator.devices import current_stream, delay
 from support.runs.replicas import Replica, numbers
 
 pytestmark = pytest.mark.gpu
@@ -104,3 +106,31 @@ def test_what_a_device_holds_has_the_same_sums_as_the_same_on_the_host(device: s
         found.append([sample.sums for sample in samples])
     assert found[0] == found[1] == found[2]
     assert all(sums for sums in found[0])
+
+
+class Keeping:
+    """An object with a state that has parameters for keys."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.places = {parameter: [parameter] for parameter in parameters}
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert state == {}
+
+
+def test_a_save_waits_for_nothing_on_the_device(tmp_path: Path, device: str) -> None:
+    state = build(0, device)
+    model = state["model"]
+    assert isinstance(model, nn.Module)
+    state["keeping"] = Keeping(model.parameters())
+    train(state)
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        checkpointer.save(0).wait_captured(60)
+        delay(torch.device(device, 0), 1.0)
+        event = current_stream(torch.device(device, 0)).record_event()
+        handle = checkpointer.save(1)
+        assert not event.query()
+        handle.wait_captured(60)
