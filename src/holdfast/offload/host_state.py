@@ -17,6 +17,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -456,7 +457,14 @@ def _pin(buffer: FlatBufferRow, memory: torch.Tensor, device: torch.device) -> N
             )
         )
         return
-    weakref.finalize(buffer, unregister, address, device).atexit = False
+    weakref.finalize(buffer, _unpin, address, device).atexit = False
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    """Unpin memory of a buffer that was dropped, once no copy to or from it is under way."""
+    with suppress(RuntimeError):
+        torch.accelerator.synchronize(device)
+    unregister(address, device)
 
 
 # Handles the small parameters of a flat buffer together, because each alone has too much overhead.
