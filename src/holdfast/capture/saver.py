@@ -263,6 +263,8 @@ class Saver:
                         held_s=time.monotonic() - started_s,
                     )
                 )
+            if capture.events:
+                capture.overtaking.pass_fence()
             for event in capture.events:
                 devices.current_stream(event.device).wait_event(event)
             passed = capture
