@@ -456,7 +456,12 @@ def _pin(buffer: FlatBufferRow, memory: torch.Tensor, device: torch.device) -> N
             )
         )
         return
-    weakref.finalize(buffer, unregister, address, device).atexit = False
+    weakref.finalize(buffer, _unpin, os.getpid(), address, device).atexit = False
+
+
+def _unpin(process: int, address: int, device: torch.device) -> None:
+    if process == os.getpid():  # else a forked child, where the device cannot be used
+        unregister(address, device)
 
 
 # Handles the small parameters of a flat buffer together, because each alone has too much overhead.
