@@ -17,13 +17,19 @@ _COLLECTIVES = {
     "all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base", "send": "", "recv": "",
 }  # fmt: skip
+_COALESCED = {
+    "all_gather_single_coalesced": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
+}
 
 
 class StagedGroup(dist.ProcessGroup):
     """Waits for the stream, has gloo do the work with memory of the host, and copies it back."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
@@ -33,7 +39,7 @@ class StagedGroup(dist.ProcessGroup):
     def pg_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    group_name = pg_name
+    group_name = pg_name  # type: ignore[assignment]
 
 
 def _staged(name: str, old_name: str) -> Callable[..., Any]:
@@ -62,9 +68,19 @@ def _staged(name: str, old_name: str) -> Callable[..., Any]:
     return collective
 
 
+def _one_by_one(name: str) -> Callable[..., Any]:
+    def collective(group: StagedGroup, outputs: Any, inputs: Any, *options: Any) -> Any:
+        call = getattr(group, name)
+        return [call(*pair, *options) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    return collective
+
+
 for _name, _old in _COLLECTIVES.items():
     for _known in filter(None, (_name, _old)):
         setattr(StagedGroup, _known, _staged(_name, _old))
+for _name, _single in _COALESCED.items():
+    setattr(StagedGroup, _name, _one_by_one(_single))
 
 
 def join_alone() -> None:

@@ -287,6 +287,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool isStreamCapturing(const Stream& s) const { Lock l(g_mutex); return queue_of(s)->graph; }
   void synchronizeStream(const Stream& s) const override { synchronize(queue_of(s)); }
   void synchronizeDevice(const DeviceIndex device) const override {
+    forbidden_in_capture("synchronize");
     std::vector<Queue*> all;
     { Lock l(g_mutex); for (auto& [key, queue] : g_queues) if (key.first == device) all.push_back(queue); }
     for (auto* queue : all) synchronize(queue);
