@@ -17,6 +17,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,7 @@ from holdfast.accelerator.devices import (
     register,
     storage_key,
     unregister,
+    work_beside,
 )
 from holdfast.events import Warned, emit
 from holdfast.offload.kernels import Bits
@@ -460,7 +462,12 @@ def _pin(buffer: FlatBufferRow, memory: torch.Tensor, device: torch.device) -> N
 
 
 def _unpin(process: int, address: int, device: torch.device) -> None:
-    if process == os.getpid():  # else a forked child, where the device cannot be used
+    """Unpin memory of a buffer that was dropped, once no copy to or from it is under way; not in a
+    forked child, where the device cannot be used.
+    """
+    if process == os.getpid():
+        with work_beside([device]), suppress(RuntimeError):
+            torch.accelerator.synchronize(device)
         unregister(address, device)
 
 
