@@ -11,7 +11,7 @@ from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import SlotTarget, sum_blocks
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, GpuCopyStuck
-from holdfast.capture.replica_samples import ReplicaSample, ScalarAgreement
+from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Image
 from holdfast.state.bindings import Binding
@@ -52,7 +52,7 @@ def copy_from_devices(
     """Enqueue every copy, let updates wait on the last, and checksum blocks as they arrive."""
     with side_streams(ready) as streams:
         arrivals = _enqueue(target, progress, ready, streams)
-        last = enqueue_beside(sample, overtaking.agreeing, streams)
+        last = enqueue_beside(sample, overtaking, streams)
         progress.check()
         overtaking.check(target, turn)
         progress.enqueued(last)
@@ -65,21 +65,22 @@ def copy_from_devices(
         for event in last:
             event.synchronize()
         sample.finish()
+        overtaking.check_landed()
         overtaking.agreeing.check()
     return sums
 
 
 def enqueue_beside(
     sample: ReplicaSample,
-    agreeing: ScalarAgreement,
+    overtaking: OvertakeDetector,
     streams: Mapping[torch.device, torch.Stream],
 ) -> list[torch.Event]:
-    """Enqueue the sample and the scalars behind all copies; return one final event per stream."""
+    """Enqueue all that is compared behind the copies; return one final event per stream."""
     last = []
     for device, stream in streams.items():
         with devices.use_stream(stream):
             sample.enqueue(device)
-            agreeing.enqueue(device)
+            overtaking.enqueue(device)
             last.append(devices.record_event(stream))
     sample.sum_on_host()
     return last
