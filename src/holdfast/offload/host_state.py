@@ -32,6 +32,7 @@ from holdfast.accelerator.devices import (
     register,
     storage_key,
     unregister,
+    work_beside,
 )
 from holdfast.events import Warned, emit
 from holdfast.offload.kernels import Bits
@@ -457,14 +458,17 @@ def _pin(buffer: FlatBufferRow, memory: torch.Tensor, device: torch.device) -> N
             )
         )
         return
-    weakref.finalize(buffer, _unpin, address, device).atexit = False
+    weakref.finalize(buffer, _unpin, os.getpid(), address, device).atexit = False
 
 
-def _unpin(address: int, device: torch.device) -> None:
-    """Unpin memory of a buffer that was dropped, once no copy to or from it is under way."""
-    with suppress(RuntimeError):
-        torch.accelerator.synchronize(device)
-    unregister(address, device)
+def _unpin(process: int, address: int, device: torch.device) -> None:
+    """Unpin memory of a buffer that was dropped, once no copy to or from it is under way; not in a
+    forked child, where the device cannot be used.
+    """
+    if process == os.getpid():
+        with work_beside([device]), suppress(RuntimeError):
+            torch.accelerator.synchronize(device)
+        unregister(address, device)
 
 
 # Handles the small parameters of a flat buffer together, because each alone has too much overhead.
