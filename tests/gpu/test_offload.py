@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW
+from holdfast.offload.bit_sums import sums
 from holdfast.offload.host_state import MASTER
-from holdfast.offload.kernels import sums
 from support.models import hybrids
 
 pytestmark = [

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast.accelerator.devices import memory_key
+from holdfast.offload.bit_sums import Bits, are_same, checksum, checksums
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot, SmallParams
-from holdfast.offload.kernels import Bits, are_same, checksum
 from holdfast.offload.streams import StreamMark, WorkStreams
 from holdfast.state.tensors import local_of
 
@@ -81,7 +81,7 @@ class Gradients:
         """
         same = [place for place, ranges in wanted.items() if self._is_same(place, ranges)]
         before = [self._sent[place].bits for place in same]
-        results = are_same(before, [checksum(place.flat(_local(place))) for place in same])
+        results = are_same(before, checksums([place.flat(_local(place)) for place in same]))
         self.sent_again += results.count(False)
         return {
             place: self._sent[place].mark

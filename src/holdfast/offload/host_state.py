@@ -33,7 +33,7 @@ from holdfast.accelerator.devices import (
     unregister,
 )
 from holdfast.events import Warned, emit
-from holdfast.offload.kernels import Bits
+from holdfast.offload.bit_sums import Bits
 from holdfast.offload.planning.subgroups import (
     ALIGNED,
     ElementSpan,
