@@ -23,7 +23,7 @@ PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/tes
 	tests/parity/test_exchange.py tests/parity/test_exchange_faults.py, \
 	$(wildcard $(addsuffix /test_*.py,tests/coordinator tests/data tests/geometry tests/format tests/malformed tests/policy tests/parity tests/rules) \
 		$(addprefix tests/restore/test_,choose.py exchange.py gathering.py lists.py plan.py recoveries.py sources.py starts.py) \
-		tests/persist/test_leases.py tests/protocol/test_messages.py tests/cli/test_doctor.py tests/cli/test_doctor_sizing.py \
+		tests/persist/test_leases.py tests/protocol/test_messages.py tests/cli/test_doctor.py tests/cli/test_doctor_accelerators.py tests/cli/test_doctor_sizing.py \
 		$(addprefix tests/transport/test_,admission.py wire.py rate.py cutting.py control.py rank_phases.py rank_tree.py) \
 		$(addprefix tests/offload/test_,cutting.py rates.py rotation.py schedule.py simulate.py)))
 

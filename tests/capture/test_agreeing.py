@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import UsageError
 from holdfast.state.bindings import LeafSource
 from holdfast.storage.memory import MemoryStore
-from support.models.fake_devices import fake_streams
+from support.models.fake_devices import Elsewhere, fake_streams
 from support.runs.ring_runs import FakeGpu, Through
 
 
@@ -77,3 +79,17 @@ def test_what_is_on_a_device_is_copied_from_it_and_compared() -> None:
     agreeing.enqueue(device)
     same.bindings.joined[0][1][0].memory.fill_(7.0)  # an update behind the copy
     agreeing.check()
+
+
+@pytest.mark.parametrize("other", [2.0, 3.0])
+def test_numbers_on_a_device_without_streams_are_fetched_and_compared(other: float) -> None:
+    sources = []
+    for number in (2.0, other):
+        binding = SimpleNamespace(
+            source=Elsewhere(torch.tensor(number)), name=str(number), tensor=torch.tensor(number)
+        )
+        sources.append(SimpleNamespace(binding=binding, memory=binding.source))
+    agreeing = ScalarAgreement([("n", cast(list[LeafSource], sources))])
+    agreeing.read_on_host()
+    with nullcontext() if other == 2.0 else pytest.raises(UsageError, match=r"is 2.* is 3"):
+        agreeing.check()

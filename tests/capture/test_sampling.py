@@ -14,6 +14,7 @@ from holdfast.capture import replica_samples as sampling
 from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import checksum
+from support.models.fake_devices import Elsewhere, fake_streams
 from support.runs.mishaps import listening
 from support.runs.replicas import WORLD, Replica, numbers
 
@@ -124,6 +125,7 @@ def test_what_is_on_a_gpu_is_copied_beside_the_image_and_summed_when_it_is_there
         return copy(into, source, non_blocking)
 
     monkeypatch.setattr(torch.Tensor, "copy_", enqueue)
+    fake_streams(monkeypatch)
     on_gpu: list[Any] = [FakeGpu(tile) for tile in tiles]
     staging = torch.full((256,), 3, dtype=torch.uint8)
     sample = ReplicaSample([[on_gpu[0], tiles[1]], [on_gpu[1], on_gpu[2]]], staging)
@@ -156,3 +158,12 @@ def test_a_sample_does_not_wait_for_who_helps_to_copy() -> None:
     at = order.index(f"sampled on {threading.current_thread().name}")
     assert order[:at].count("copied") >= 1
     assert watched.sums != ()
+
+
+def test_tiles_on_a_device_without_streams_are_fetched_and_summed() -> None:
+    tiles = [numbers(30, 7), numbers(12)]
+    sample = ReplicaSample([[Elsewhere(tiles[0]), tiles[1]]])
+    sample.sum_on_host()
+    expected = ReplicaSample([tiles])
+    expected.sum_on_host()
+    assert sample.sums == expected.sums != (bytes(8),)

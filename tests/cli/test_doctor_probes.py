@@ -20,17 +20,16 @@ from holdfast.catalogue import ROOT
 from holdfast.cli import main
 from holdfast.cli.doctor import arena as arena_facts
 from holdfast.cli.doctor import host as place_facts
+from holdfast.cli.doctor.accelerator import driver, probe_torch
 from holdfast.cli.doctor.arena import clear, probe_arenas
 from holdfast.cli.doctor.host import (
     cores_quota,
-    driver,
     measure,
     memory_bytes,
     memory_limit_bytes,
     mounted_at,
     probe_host,
     probe_place,
-    probe_torch,
 )
 from holdfast.cli.doctor.rules.findings import Arena
 from holdfast.errors import NotFound
@@ -181,7 +180,8 @@ def test_speed_is_measured_and_nothing_stays(
 
 
 def test_torch_is_asked_in_a_process_of_its_own_that_may_fail_or_hang() -> None:
-    says = 'print(\'["12.6", true, ["H200"]]\')'
+    said = {"built_for": "12.6", "cuda": True, "accelerator": "cuda", "devices": ["H200"]}
+    says = f"print({json.dumps(said | {'pinning': None})!r})"
     assert probe_torch(ask=True, script=says).devices == ("H200",)
     assert probe_torch(ask=True, script="raise OSError('libcuda')").fault == "OSError: libcuda"
     assert probe_torch(ask=True, script="import os; os.abort()").fault == "it ended with -6"

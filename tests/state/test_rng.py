@@ -77,34 +77,107 @@ def test_numpy_and_torch_do_not_draw_the_same_bits_on_a_new_rank() -> None:
     assert len(ours & set(np.random.randint(0, 2**32, 2000).tolist())) < 3
 
 
-class Gpus:
-    """Stands for torch.cuda of a host with so many GPUs, in what the generators ask of it."""
+class Devices:
+    """Stands for torch's module of a type of accelerator, on a host with so many of them."""
 
-    def __init__(self, count: int, used: int) -> None:
+    def __init__(self, kind: str, count: int, used: int) -> None:
         self.states = [torch.full((16,), device, dtype=torch.uint8) for device in range(count)]
-        self.used = used
+        self.kind, self.used = kind, used
+        self.seeds: list[int] = []
+        self.is_used = True
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        for name in ("is_available", "is_initialized"):
-            patch.setattr(torch.cuda, name, lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: len(self.states))
-        patch.setattr(torch.cuda, "current_device", lambda: self.used)
-        patch.setattr(torch.cuda, "get_rng_state_all", lambda: self.states)
-        patch.setattr(torch.cuda, "set_rng_state", self._set)
+        patch.setattr(torch, "get_device_module", lambda kind: self if kind == self.kind else None)
+        accelerator = {
+            "current_accelerator": lambda: torch.device(self.kind),
+            "device_count": lambda: len(self.states),
+            "current_device_index": lambda: self.used,
+        }
+        for name, answer in accelerator.items():
+            patch.setattr(torch.accelerator, name, answer)
 
-    def _set(self, state: torch.Tensor, device: int | None = None) -> None:
-        self.states[self.used if device is None else device] = state
+    def is_available(self) -> bool:
+        return bool(self.states)
+
+    def is_initialized(self) -> bool:
+        return self.is_used
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+    def get_rng_state(self, device: int) -> torch.Tensor:
+        return self.states[device]
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.states[device] = state
 
 
-def test_the_gpu_in_use_goes_on_with_what_the_gpu_in_use_had(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mtia"])
+def test_the_device_in_use_goes_on_with_what_the_device_in_use_had(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Gpus(4, used=3).install(monkeypatch)
+    Devices(kind, 4, used=3).install(monkeypatch)
     saved = holdfast.Rng().state_dict()
-    there = Gpus(2, used=1)
+    there = Devices(kind, 2, used=1)
     there.install(monkeypatch)
     holdfast.Rng().load_state_dict(saved)
     assert [int(state[0]) for state in there.states] == [0, 3]
-    del saved["cuda_device"]  # saved by a version that did not tell
+    del saved[f"{kind}_device"]  # saved by a version that did not tell
     holdfast.Rng().load_state_dict(saved)
     assert [int(state[0]) for state in there.states] == [0, 1]
+
+
+def test_what_a_checkpoint_has_of_gpus_is_under_the_names_it_always_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Devices("cuda", 2, used=1).install(monkeypatch)
+    saved = holdfast.Rng().state_dict()
+    assert saved["cuda"] == [bytes(16), bytes([1] * 16)]
+    assert saved["cuda_device"] == 1
+
+
+def test_a_device_of_another_type_keeps_its_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    Devices("cuda", 2, used=1).install(monkeypatch)
+    saved = holdfast.Rng().state_dict()
+    there = Devices("xpu", 2, used=0)
+    there.install(monkeypatch)
+    there.states = [torch.full((16,), 7, dtype=torch.uint8)] * 2
+    holdfast.Rng().load_state_dict(saved)
+    assert [int(state[0]) for state in there.states] == [7, 7]
+
+
+def test_devices_that_were_not_used_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Devices("xpu", 2, used=0)
+    there.is_used = False
+    there.install(monkeypatch)
+    assert "xpu" not in holdfast.Rng().state_dict()
+
+
+def test_a_host_without_devices_loads_what_was_saved_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Devices("cuda", 2, used=1).install(monkeypatch)
+    saved = holdfast.Rng().state_dict()
+    Devices("cuda", 0, used=0).install(monkeypatch)
+    expected = _draws()
+    holdfast.Rng().load_state_dict(saved)
+    assert _draws() == expected
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_new_rank_seeds_its_devices_by_their_type(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = holdfast.Rng().state_dict()
+    there = Devices(kind, 1, used=0)
+    there.install(monkeypatch)
+    holdfast.Rng().derive(saved, 5)
+    assert there.seeds == [seeds_of(saved, 5)[kind]]
+    assert there.seeds[0] not in {seeds_of(saved, 5)[one] for one in ("python", "numpy", "torch")}
+
+
+def test_a_device_without_generators_has_none_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    Devices("xpu", 1, used=0).install(monkeypatch)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: object())
+    assert "xpu" not in holdfast.Rng().state_dict()
+    holdfast.Rng().derive(holdfast.Rng().state_dict(), 5)

@@ -1,8 +1,8 @@
 """Checksums a sample of replicated data at the moment of capture, to be compared across ranks.
 
-Bytes in host memory are checksummed in place, those on a GPU are first copied beside the image:
-both before the fence opens, and before the check for overtaking updates. A failed sample costs only
-the comparison.
+Bytes in host memory are checksummed in place, those on a device with streams are first copied
+beside the image, those on any other device are fetched one by one: all before the fence opens, and
+before the check for overtaking updates. A failed sample costs only the comparison.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class ReplicaSample:
         return tuple(struct.pack(f"<{len(some)}I", *some) for some in self._sums)
 
     def sum_on_host(self) -> None:
-        """Checksum the tiles in host memory."""
+        """Checksum the tiles in host memory, and those that no stream copies."""
         try:
             for group, tiles in enumerate(self._groups):
                 for number, tile in enumerate(tiles):
-                    if tile.is_cpu:
+                    if not devices.is_streamed(tile.device):
                         self._sums[group][number] = _sum(tile)
         except Exception as error:  # out of memory, for example: no reason to lose a save
             self.fail(error)
@@ -131,9 +131,12 @@ class ReplicaSampler:
         return part_of(self._layout, self._rank, leaf, box, self._bindings)[1]
 
     def _room(self, groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
-        """Return the reused staging buffer for GPU tiles; None if no tile is on a GPU."""
+        """Return the reused staging buffer for tiles that streams copy; None if there are none."""
         size = sum(
-            _aligned(tile.nbytes) for some in groups for tile in some if devices.is_on_device(tile)
+            _aligned(tile.nbytes)
+            for some in groups
+            for tile in some
+            if devices.is_streamed(tile.device)
         )
         if size and (self._staging is None or self._staging.numel() < size):
             self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -147,7 +150,7 @@ def _aligned(size_bytes: int) -> int:
 
 def _sum(tile: torch.Tensor) -> int:
     """Return the truncated checksum of a tile's bytes, its elements in order."""
-    row = tile.resolve_conj().resolve_neg().contiguous()
+    row = tile.resolve_conj().resolve_neg().cpu().contiguous()
     data = (ctypes.c_char * row.nbytes).from_address(devices.host_address(row))
     return checksum(memoryview(data)) & _SUM_MASK
 
@@ -166,9 +169,9 @@ class ScalarAgreement:
         self._staged: list[tuple[list[_Number], torch.Tensor]] = []
 
     def read_on_host(self) -> None:
-        """Read the scalars in host memory."""
+        """Read the scalars in host memory, and those that no stream copies."""
         for number in self._numbers:
-            if number.source.binding.source.is_cpu:
+            if not devices.is_streamed(number.source.binding.source.device):
                 number.bits = _bits(number.source.memory)
 
     def enqueue(self, device: torch.device) -> None:
@@ -210,7 +213,8 @@ class _Number:
 
 
 def _bits(number: torch.Tensor) -> bytes:
-    return ctypes.string_at(devices.host_address(number), number.element_size())
+    here = number.detach().cpu()
+    return ctypes.string_at(devices.host_address(here), here.element_size())
 
 
 def _unequal(leaf: str, one: _Number, other: _Number) -> UsageError:

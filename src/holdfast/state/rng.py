@@ -16,16 +16,26 @@ from typing import Any
 
 import torch
 
+from holdfast.accelerator.generators import (
+    accelerator_type,
+    current_index,
+    generator_states,
+    seed_generators,
+    set_generator_states,
+)
 from holdfast.format import values as codec
 from holdfast.format.checksum import checksum
 
 #: Generators get different seeds, because two of one algorithm would otherwise draw the same
-#: numbers.
+#: numbers. An accelerator's are known by its type.
 _KINDS = ("python", "numpy", "torch", "cuda")
+#: Follows the type in the key of the index of the device that was in use.
+_IN_USE = "_device"
 
 
 class Rng:
-    """Python's, numpy's (where loaded) and torch's generators, on the CPU and every GPU in use.
+    """Python's, numpy's (where loaded) and torch's generators, on the CPU and every accelerator in
+    use.
 
     Each rank of a run has its own. On another number of ranks, one that was saved goes on with its
     own; a new one is seeded from those of saved rank 0 and its own number, the same at every
@@ -44,9 +54,10 @@ class Rng:
         if "numpy" in sys.modules:
             kind, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
             state["numpy"] = (kind, keys, int(position), int(has_gauss), float(gauss))
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = [bytes(s.numpy()) for s in torch.cuda.get_rng_state_all()]
-            state["cuda_device"] = torch.cuda.current_device()
+        if found := generator_states():
+            kind = accelerator_type()
+            state[kind] = [bytes(one.numpy()) for one in found]
+            state[kind + _IN_USE] = current_index()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,8 +65,8 @@ class Rng:
 
         ``state``: what ``state_dict`` gave.
 
-        The GPU in use gets the state of the GPU that was in use, whichever of the host's GPUs they
-        are.
+        The device in use gets the state of the device that was in use, whichever of the host's
+        they are. What was saved of a device of another type is left out.
         """
         self.loads += 1
         random.setstate(state["python"])
@@ -64,12 +75,9 @@ class Rng:
             import numpy as np
 
             np.random.set_state(state["numpy"])
-        if "cuda" in state and torch.cuda.is_available():
-            for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(_byte_tensor(saved), device)
-            used = state.get("cuda_device")
-            if used is not None and used != torch.cuda.current_device():
-                torch.cuda.set_rng_state(_byte_tensor(state["cuda"][used]))
+        kind = accelerator_type()
+        saved = [_byte_tensor(one) for one in state.get(kind, ())]
+        set_generator_states(saved, state.get(kind + _IN_USE))
 
     def derive(self, state: dict[str, Any], rank: int) -> None:
         """Seed the generators for a rank that was not saved, from the state of one that was."""
@@ -77,7 +85,8 @@ class Rng:
         seeds = seeds_of(state, rank)
         random.seed(seeds["python"])
         torch.default_generator.manual_seed(seeds["torch"])
-        torch.cuda.manual_seed_all(seeds["cuda"])  # once they are in use, if they are not yet
+        if kind := accelerator_type():
+            seed_generators(seeds[kind])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seeds["numpy"])
 
@@ -90,7 +99,8 @@ def seeds_of(state: dict[str, Any], rank: int) -> dict[str, int]:
     rank, so that 2**32 ranks are told apart for certain.
     """
     said = codec.to_bytes(codec.encode(state))
-    return {kind: (checksum(f"{kind} ".encode() + said) + rank) & 0xFFFFFFFF for kind in _KINDS}
+    kinds = {*_KINDS, accelerator_type()} - {""}
+    return {kind: (checksum(f"{kind} ".encode() + said) + rank) & 0xFFFFFFFF for kind in kinds}
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

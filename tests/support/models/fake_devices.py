@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.accelerator import devices
 
@@ -24,3 +25,30 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(devices, name, fake)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor on a device without streams, as far as its maker tells; its bytes are on the
+    host.
+    """
+
+    there: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, there: torch.Tensor) -> Elsewhere:
+        device = torch.device("xla", 0)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, there.shape, strides=there.stride(), dtype=there.dtype, device=device
+        )
+        made.there = there
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        if func is torch.ops.aten._to_copy.default:
+            return args[0].there.clone()  # type: ignore[no-any-return]
+        if func is torch.ops.aten.detach.default:
+            return Elsewhere(args[0].there)
+        raise NotImplementedError(f"{func} of a tensor that is elsewhere")

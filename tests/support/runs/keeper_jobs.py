@@ -8,9 +8,9 @@ from support.checkpoints.images import images_of, random_leaf, seals
 from support.checkpoints.roots import LAYOUT
 
 
-def job_of(generation: Generation, record: Incarnation) -> PersistJob:
+def job_of(generation: Generation, record: Incarnation, attempt: str = "") -> PersistJob:
     """Of a start with this record; all its images are sealed."""
-    attempt = f"a{generation.incarnation}x{generation.step}"
+    attempt = attempt or f"a{generation.incarnation}x{generation.step}"
     leaves = {"w": random_leaf("F32", (6, 2), generation.step)}
     images = images_of(LAYOUT, leaves, generation=generation, attempt=attempt)
     jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}

@@ -13,8 +13,9 @@ from dataclasses import asdict, replace
 from rich.markup import escape
 
 from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.doctor.accelerator import probe_near, probe_torch
 from holdfast.cli.doctor.arena import clean, probe_arenas
-from holdfast.cli.doctor.host import measure, probe_host, probe_place, probe_torch, settings
+from holdfast.cli.doctor.host import measure, probe_host, probe_place, settings
 from holdfast.cli.doctor.root import probe_meetings, probe_root
 from holdfast.cli.doctor.rules.findings import Facts, Finding, Torch, worst
 from holdfast.cli.doctor.rules.host_rules import judge_host
@@ -120,9 +121,10 @@ def examine(
         arenas=probe_arenas(arena_home()),
         root=found,
         meetings=probe_meetings(() if found is None else found.hosts),
+        near=probe_near(),
     )
     progress(1, 3)
-    facts = replace(facts, torch=probe_torch(ask=not quick))
+    facts = replace(facts, torch=probe_torch(ask=not quick, directory=str(arena_home().parent)))
     progress(2, 3)
     return facts if quick else replace(facts, speeds=measure(storage))
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.metadata
-import json
 import mmap
 import os
 import platform
-import re
 import resource
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.doctor.rules.findings import HostFacts, PlaceFacts, Speeds, Torch
+from holdfast.cli.doctor.rules.findings import HostFacts, PlaceFacts, Speeds
 from holdfast.format.checksum import checksum
 from holdfast.observe.text import SHARE_STORE
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS
@@ -121,57 +117,6 @@ def _lines(path: Path) -> list[str]:
 def _limit(which: int) -> int | None:
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-# Queries torch's devices in a process of its own: torch takes seconds to load, and may hang.
-
-
-TIMEOUT_S = 30.0
-SCRIPT = """
-import json, torch
-is_there = torch.cuda.is_available()
-count = torch.cuda.device_count() if is_there else 0
-print(json.dumps([
-    torch.version.cuda or "", is_there, [torch.cuda.get_device_name(i) for i in range(count)],
-]))
-"""
-
-
-def probe_torch(*, ask: bool, script: str = SCRIPT, timeout_s: float = TIMEOUT_S) -> Torch:
-    """Reads version and driver; devices are queried only if ``ask``."""
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return Torch(driver=driver())
-    if not ask:
-        return Torch(version, driver=driver())
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-            check=True,
-        )
-        built_for, cuda, devices = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return Torch(version, driver=driver(), fault=f"no answer within {timeout_s:g} s")
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
-        return Torch(version, driver=driver(), fault=said[-1])
-    except (OSError, ValueError) as error:
-        return Torch(version, driver=driver(), fault=str(error))
-    return Torch(version, built_for, cuda, tuple(devices), driver())
-
-
-def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Returns the version of the NVIDIA driver in the kernel; "" when there is none."""
-    try:
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())
-    except OSError:
-        return ""
-    return found[1] if found else "of unknown version"
 
 
 # Measures a directory's file system: its type, its features, and its speed. Leaves nothing behind.

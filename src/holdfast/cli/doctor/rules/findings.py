@@ -60,9 +60,32 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinning:
+    """What it gave to pin shared memory for the first device; ``reason``: why it was refused."""
+
+    size_bytes: int
+    elapsed_s: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Where cores, memory and accelerators are, and the processes that use NVIDIA's GPUs.
+
+    A node of -1: the machine does not say. ``contexts``: processes, each with its GPUs.
+    """
+
+    nodes: tuple[int, ...] = ()
+    nodes_of_cores: tuple[int, ...] = ()
+    nodes_of_accelerators: tuple[int, ...] = ()
+    huge_pages: str = ""
+    contexts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Torch:
     """The torch of this Python. ``cuda`` None: it was not queried, or did not answer
-    (``fault``).
+    (``fault``). ``accelerator``: the type of ``devices``, "" when there are none.
     """
 
     version: str = ""
@@ -71,6 +94,8 @@ class Torch:
     devices: tuple[str, ...] = ()
     driver: str = ""
     fault: str = ""
+    accelerator: str = ""
+    pinning: Pinning | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +221,7 @@ class Facts:
     arenas: tuple[Arena, ...] = ()
     root: RootFacts | None = None
     meetings: tuple[Rendezvous, ...] = ()
+    near: Near = Near()
 
 
 # Defines one finding of doctor.

@@ -1,15 +1,16 @@
-"""PURE. Judges the machine, its limits, torch and the settings: ok, warn or bad."""
+"""PURE. Judges the machine, its limits and the settings: ok, warn or bad."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
 
-from holdfast.cli.doctor.rules.findings import Facts, Finding, HostFacts, PlaceFacts, Torch
+from holdfast.cli.doctor.rules.accelerator_rules import judge_accelerators
+from holdfast.cli.doctor.rules.findings import Facts, Finding, HostFacts, PlaceFacts
 from holdfast.coordinator.slots import SLOTS_PER_IMAGE, SLOTS_WITH_PARITY
 from holdfast.errors import UsageError
 from holdfast.observe import text as torchrun
-from holdfast.observe.text import count_text, size_text, version_of
+from holdfast.observe.text import count_text, size_text
 from holdfast.parity.planning.budget import HALVES
 from holdfast.parity.planning.groups import GROUP_SIZE
 from holdfast.policy.arguments import parity_rate
@@ -46,8 +47,7 @@ def judge_host(facts: Facts) -> Iterator[Finding]:
     yield from _memory(facts)
     yield _files(host)
     yield from _shared_memory(facts)
-    yield from _torch(facts.torch)
-    yield from _locked_memory(facts)
+    yield from judge_accelerators(facts)
     yield from _settings(facts)
 
 
@@ -172,60 +172,6 @@ def _room(facts: Facts, place: PlaceFacts, about: str) -> Finding:
             f"Ask for more: {grow}.",
         )
     return Finding("ok", about, f"{text} ({place.kind})")
-
-
-def _torch(torch: Torch) -> Iterator[Finding]:
-    if not torch.version:
-        yield Finding("bad", "torch", "is not installed in this Python", "pip install torch")
-        return
-    if version_of(torch.version) < (2, 11):
-        yield Finding("bad", "torch", torch.version, "Holdfast needs 2.11: pip install -U torch")
-    else:
-        yield Finding("ok", "torch", torch.version)
-    yield from _cuda(torch)
-
-
-def _cuda(torch: Torch) -> Iterator[Finding]:
-    driver = f"driver {torch.driver}" if torch.driver else "no NVIDIA driver"
-    if torch.fault:
-        yield Finding(
-            "warn",
-            "CUDA",
-            f"torch could not be asked: {torch.fault}",
-            'Try it: python -c "import torch; print(torch.cuda.is_available())"',
-        )
-    elif torch.cuda:
-        kinds = ", ".join(dict.fromkeys(torch.devices))
-        count = count_text(len(torch.devices), "device")
-        yield Finding("ok", "CUDA", f"{torch.built_for}, {driver}, {count}: {kinds}")
-    elif torch.driver and torch.cuda is not None:
-        built = f"for CUDA {torch.built_for}" if torch.built_for else "without CUDA"
-        yield Finding(
-            "warn",
-            "CUDA",
-            f"{driver}, but torch, built {built}, sees no device",
-            "Look at nvidia-smi and CUDA_VISIBLE_DEVICES; install a torch built for this driver.",
-        )
-    elif torch.cuda is None:
-        yield Finding("ok", "CUDA", f"{driver}; torch was not asked")
-    else:
-        yield Finding("ok", "CUDA", f"{driver}: training runs on the processor")
-
-
-def _locked_memory(facts: Facts) -> Iterator[Finding]:
-    limit, about = facts.host.locked_memory_bytes, "locked memory"
-    if limit is None:
-        yield Finding("ok", about, "no limit")
-    elif facts.torch.cuda:
-        yield Finding(
-            "warn",
-            about,
-            f"at most {size_text(limit)}: where the driver counts it, shared memory "
-            "is not pinned and copies from the GPU are slow",
-            "Raise it: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity",
-        )
-    else:
-        yield Finding("ok", about, f"at most {size_text(limit)}; only a GPU needs more")
 
 
 def _settings(facts: Facts) -> Iterator[Finding]:
