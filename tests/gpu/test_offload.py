@@ -216,7 +216,6 @@ def test_rows_that_share_a_page_are_both_pinned() -> None:
     assert all(row.transfer.is_pinned() and row.memory(MASTER).is_pinned() for row in rows)
 
 
-@pytest.mark.xfail(reason="pages that are pinned may be copied when a process forks; open in 0010")
 def test_a_forked_worker_has_no_copy_of_the_state() -> None:
     parameter = nn.Parameter(torch.zeros(16 << 20, device="cuda"))
     optimizer = HybridAdamW([parameter])  # 256 MiB on the host

@@ -60,6 +60,7 @@ class Gradients:
                 into[start:stop].copy_(flat[start:stop], non_blocking=True)
 
         mark = self._streams.gradients.run(copy, after=[self._streams.now()], uses=[flat])
+        buffer.copying["gradients"] = mark.wait
         self._sent[place] = _Arrival(gradient, local._version, bits, tuple(ranges), mark)
         return mark
 
@@ -73,7 +74,9 @@ class Gradients:
         def copy() -> None:
             into.copy_(together, non_blocking=True)
 
-        return self._streams.gradients.run(copy, after=[self._streams.now()], uses=[together])
+        mark = self._streams.gradients.run(copy, after=[self._streams.now()], uses=[together])
+        buffer.copying["gradients"] = mark.wait
+        return mark
 
     def unchanged(self, wanted: Mapping[ParamSlot, Sequence[Range]]) -> dict[ParamSlot, StreamMark]:
         """Return the marks of gradients that are unchanged since they were sent, in all wanted
