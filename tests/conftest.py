@@ -14,11 +14,15 @@ from hypothesis import settings
 
 from support.project import sample
 from support.runs.leftovers import end_keepers
+from support.servers import object_servers
 
 pytest_addoption = sample.pytest_addoption
 pytest_configure = sample.pytest_configure
 pytest_report_header = sample.pytest_report_header
 pytest_collection_modifyitems = sample.pytest_collection_modifyitems
+
+seaweedfs_server = object_servers.seaweedfs_server
+moto_server = object_servers.moto_server
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
