@@ -30,11 +30,12 @@ sent_early = pytest.mark.unordered(r"aten::(add|_amp_\w+) writes on .* what copy
 #: Of a layer, and of a subgroup of the optimizer; the simulated device computes on the host.
 SIZE = {"cuda": 512, "sim": 64}
 SUBGROUP = {"cuda": 100_000, "sim": 1_700}
+LAYERS = {"cuda": 6, "sim": 3}
 
 
 def build(device: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    layers = [nn.Linear(SIZE[device], SIZE[device]) for _ in range(6)]
+    layers = [nn.Linear(SIZE[device], SIZE[device]) for _ in range(LAYERS[device])]
     return nn.Sequential(*layers, nn.LayerNorm(SIZE[device])).to(device, dtype)
 
 
