@@ -19,7 +19,6 @@ from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import SharedCopy
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.overtaking import OvertakeDetector
-from holdfast.capture.pinning import unpin_memory
 from holdfast.capture.progress import CopyCancelled
 from holdfast.capture.replica_samples import UNTRAINED, TrainedParameters
 from holdfast.capture.save_state import (
@@ -392,10 +391,4 @@ def stop_worker(process: int, work: CaptureQueue[S], slots: Mapping[str, SlotFil
     work.put(None)
     # Not left to the collector: pinned memory must be unpinned while it is still mapped.
     for slot in slots.values():
-        unmap(slot)
-
-
-def unmap(slot: SlotFile) -> None:
-    """Unpin and unmap a slot."""
-    unpin_memory(slot)
-    slot.close()
+        slot.close()
