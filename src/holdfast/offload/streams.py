@@ -193,7 +193,7 @@ class EventMark:
     event: torch.Event
 
     def wait(self) -> None:
-        """Wait until the GPU has passed it."""
+        """Wait until the device has passed it."""
         self.event.synchronize()
 
 
@@ -239,7 +239,7 @@ def _compute_with(threads: int) -> None:
 
 
 class DeviceStream:
-    """A work stream on a GPU: a stream of its own, or the caller's current one (``own`` False)."""
+    """A work stream on a device: its own stream, or the caller's current one (``own`` False)."""
 
     def __init__(self, device: torch.device, *, own: bool = True, delay_s: float = 0.0) -> None:
         self._device, self._delay_s = device, delay_s
@@ -304,7 +304,7 @@ class WorkStreams:
 
 
 def make_streams(device: torch.device, *, threads: int | None, delay_s: float = 0.0) -> WorkStreams:
-    """Create the work streams between the host and ``device``, a GPU or the CPU itself."""
+    """Create the work streams between the host and ``device``, an accelerator or the CPU itself."""
     if devices.is_streamed(device):
         stream = partial(DeviceStream, device, delay_s=delay_s)
         threads = host_threads() if threads is None else threads
