@@ -1,7 +1,7 @@
 """Measure a training step with the optimizer's state in host memory, beside other ways.
 
-It takes a machine with an accelerator: models of 1 to 7 billion parameters in bfloat16, each system in
-a process of its own. ``--quick`` tries everything with a tiny model, both ends on the CPU, and
+It takes a machine with an accelerator: models of 1 to 7 billion parameters in bfloat16, each system
+in a process of its own. ``--quick`` tries everything with a tiny model, both ends on the CPU, and
 says nothing about speed.
 """
 
@@ -49,7 +49,7 @@ TARGETS = (
 
 
 class Masters(torch.optim.Optimizer):
-    """FP32 masters and moments beside 16-bit parameters, all on the device: as fast as it can be."""
+    """FP32 masters and moments beside 16-bit parameters, on the device: as fast as it can be."""
 
     def __init__(self, parameters: list[Tensor], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -236,9 +236,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse(arguments)
     device = torch.accelerator.current_accelerator(check_available=True)
     if not options.quick and device is None:
-        raise SystemExit(
-            "this measures an accelerator, and there is none; --quick tries it without"
-        )
+        raise SystemExit("this measures a device, and there is none; --quick tries it without")
     sizes = QUICK if options.quick else MODELS
     if options.one:
         where = "cpu" if options.quick or device is None else device.type

@@ -19,7 +19,7 @@ def test_the_quick_benchmark_of_offload_runs(bench: Callable[..., CompletedProce
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_it_refuses_politely(
+def test_without_a_device_it_refuses_politely(
     bench: Callable[..., CompletedProcess[str]],
 ) -> None:
     ended = bench("offload")
