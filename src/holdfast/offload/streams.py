@@ -122,9 +122,13 @@ def _best_s(work: list[tuple[WorkStream, Work]]) -> float:
     best_s = math.inf
     for _ in range(_TRIES + 1):  # the first one warms up
         began_s = time.perf_counter()
-        marks = [stream.run(one) for stream, one in work]
-        for mark in marks:
-            mark.wait()
+        marks: list[StreamMark] = []
+        try:
+            for stream, one in work:
+                marks.append(stream.run(one))
+        finally:  # its memory is freed when this raises
+            for mark in marks:
+                mark.wait()
         best_s = min(best_s, time.perf_counter() - began_s)
     return best_s
 
@@ -261,9 +265,9 @@ class DeviceStream:
                     mark.wait()
             if self._delay_s:
                 devices.delay(self._device, self._random.random() * self._delay_s)
-            work()
-            for tensor in uses:
+            for tensor in uses:  # first: the work may raise with a part of it enqueued
                 tensor.record_stream(stream)
+            work()
             return EventMark(devices.record_event(stream))
 
     def now(self) -> StreamMark:
