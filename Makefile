@@ -5,6 +5,8 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 RIVALS := .venv-rivals
+# Where Triton goes for its interpreter, which runs kernels without a GPU.
+TRITON := .triton
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -66,6 +68,10 @@ coverage: $(READY) ## every line and branch of the pure modules is reached by th
 mutants: $(READY) ## break one promise after the other in a copy: each time a test must fail; MUTANTS="fence-removed"
 	$(BIN)/python tests/support/project/mutants.py $(MUTANTS)
 
+.PHONY: kernels
+kernels: $(READY) $(TRITON)/.ready ## Triton's kernels in its interpreter, without a GPU (downloads 290 MB once)
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/offload/test_fused_sums.py
+
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -105,6 +111,11 @@ $(RIVALS)/.ready: benchmarks/rivals.txt constraints.txt | $(READY)
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --constraint constraints.txt \
 		--requirement benchmarks/rivals.txt
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --no-deps --editable .
+	@touch $@
+
+# Beside the environment: with Triton in it, torch would behave as on a machine with a GPU.
+$(TRITON)/.ready: | $(READY)
+	$(PIP) install --quiet --no-deps --target $(TRITON) triton==3.9.0
 	@touch $@
 
 # Debian's python3 makes no pip of its own without the package python3-venv; the pip outside can.

@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from support.project import devices, sample
 from support.runs.leftovers import end_keepers
+from support.servers import object_servers
 
 pytest_collection_modifyitems = sample.pytest_collection_modifyitems
 pytest_generate_tests = devices.pytest_generate_tests
@@ -33,6 +34,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = (sample.pytest_report_header(config), devices.pytest_report_header(config))
     return [line for line in lines if line is not None]
 
+
+seaweedfs_server = object_servers.seaweedfs_server
+moto_server = object_servers.moto_server
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)

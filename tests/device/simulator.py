@@ -26,10 +26,10 @@ import torch
 SOURCE = Path(__file__).with_name("simdev.cpp")
 #: Longest delays in microseconds of kernels, copies down and copies up.
 PROFILES = {
-    "kernels": (3000, 0, 0),
-    "down": (0, 12000, 0),
-    "up": (0, 0, 12000),
-    "all": (1500, 8000, 8000),
+    "kernels": (800, 0, 0),
+    "down": (0, 6000, 0),
+    "up": (0, 0, 6000),
+    "all": (400, 4000, 4000),
 }
 DEVICES = 2
 KERNEL, DOWN, UP = range(3)
@@ -93,7 +93,7 @@ def calm() -> None:
         torch.accelerator.synchronize(device)
 
 
-def use_profile(profile: str, seed: int, chance: float = 0.3) -> None:
+def use_profile(profile: str, seed: int, chance: float = 0.2) -> None:
     """Delay work by ``profile``, at random by ``seed``."""
     sim: Any = sys.modules["simdev"]
     sim.seed(random.Random(f"{profile} {seed}").getrandbits(40))

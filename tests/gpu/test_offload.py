@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW
+from holdfast.offload.bit_sums import sums
 from holdfast.offload.host_state import MASTER
-from holdfast.offload.kernels import sums
 from support.models import hybrids
 from support.runs.accelerators import join_alone, limited_memory
 
@@ -223,7 +223,6 @@ def test_rows_that_share_a_page_are_both_pinned(device: str) -> None:
     assert all(row.transfer.is_pinned() and row.memory(MASTER).is_pinned() for row in rows)
 
 
-@pytest.mark.xfail(reason="pages that are pinned may be copied when a process forks; open in 0010")
 def test_a_forked_worker_has_no_copy_of_the_state(device: str) -> None:
     if device == "sim":
         pytest.skip("what a driver does to pinned pages at a fork is not simulated")

@@ -160,7 +160,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.Monke
     monkeypatch.setitem(vendors._vendors, "cpu", Refusing())
     rows.FlatBufferRow([rows.ParamSlot(torch.ones(40), "w")], 0, is_pinned=True)
     end()
-    assert "could not be pinned (error 2 of its driver)" in getattr(said[0], "message", "")
+    assert "could not be pinned for cpu (error 2 of its driver)" in getattr(said[0], "message", "")
     assert cleared, "the next who launches gets an error that is none of theirs"
 
 

@@ -157,6 +157,19 @@ def relax_capture(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def work_beside(used: Iterable[torch.device]) -> Iterator[None]:
+    """Let this thread call what it likes of these devices beside the thread that trains: no other
+    device gets a context from it, and no graph is broken, where the device can do that.
+    """
+    first = next(iter(used), None)
+    if first is None:
+        yield
+        return
+    with use_device(first), relax_capture(first):
+        yield
+
+
 def delay(device: torch.device, seconds: float) -> None:
     """Keep the current stream of ``device`` busy for about so long, where it can be."""
     vendor_of(device).delay(seconds)
@@ -179,7 +192,7 @@ def register(address: int, size_bytes: int, device: torch.device) -> int:
     driver's error, or UNKNOWN.
     """
     vendor = vendor_of(device)
-    with use_device(device):
+    with work_beside([device]):
         status = vendor.register(address, size_bytes)
         if status not in (0, UNKNOWN):
             vendor.clear_error(device)
@@ -187,8 +200,8 @@ def register(address: int, size_bytes: int, device: torch.device) -> int:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Undo ``register``."""
-    with use_device(device):
+    """Undo ``register``, on any thread."""
+    with work_beside([device]):
         vendor_of(device).unregister(address)
 
 

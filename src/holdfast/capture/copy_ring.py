@@ -307,7 +307,7 @@ def _move_from_gpu(
             with devices.use_stream(stream):
                 move.run()
                 arriving.append((move.stop, devices.record_event(stream).synchronize))
-        last = enqueue_beside(sample, overtaking.agreeing, streams)
+        last = enqueue_beside(sample, overtaking, streams)
         progress.check()
         overtaking.check_sources()
         progress.enqueued(last)
@@ -317,4 +317,5 @@ def _move_from_gpu(
         for event in last:
             event.synchronize()
         sample.finish()
+        overtaking.check_landed()
         overtaking.agreeing.check()

@@ -13,7 +13,7 @@ from holdfast.capture.copy_plan import SegmentCopy, SlotTarget
 from holdfast.capture.landing import Landing, LandingJob
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, GpuCopyStuck
-from holdfast.capture.replica_samples import ReplicaSample, ScalarAgreement
+from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.capture.transfers import (
     SmallTensors,
     Transfer,
@@ -74,7 +74,7 @@ def copy_from_devices(
             stream.wait_event(ready[device])
         enqueuing.enqueue_all(plan_transfers(target.plan, streams))
         _copy_on_host(target, streams, progress)
-        last = enqueue_beside(sample, overtaking.agreeing, streams)
+        last = enqueue_beside(sample, overtaking, streams)
         progress.check()
         overtaking.check(target, turn)
         progress.enqueued(last)
@@ -82,6 +82,7 @@ def copy_from_devices(
         for event in last:
             event.synchronize()
         sample.finish()
+        overtaking.check_landed()
         overtaking.agreeing.check()
     return sums
 
@@ -224,15 +225,15 @@ def _copy_on_host(
 
 def enqueue_beside(
     sample: ReplicaSample,
-    agreeing: ScalarAgreement,
+    overtaking: OvertakeDetector,
     streams: Mapping[torch.device, torch.Stream],
 ) -> list[torch.Event]:
-    """Enqueue the sample and the scalars behind all copies; return one final event per stream."""
+    """Enqueue all that is compared behind the copies; return one final event per stream."""
     last = []
     for device, stream in streams.items():
         with devices.use_stream(stream):
             sample.enqueue(device)
-            agreeing.enqueue(device)
+            overtaking.enqueue(device)
             last.append(devices.record_event(stream))
     sample.sum_on_host()
     return last

@@ -15,6 +15,7 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import SharedCopy
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.overtaking import OvertakeDetector
@@ -288,6 +289,21 @@ class CaptureTask:
         self.events = events
         self.tell(Copied())
         self.check()
+
+    def is_update_recorded(self) -> bool:
+        """Return True if this thread captures an update into a graph: it moves versions alone."""
+        is_recorded = any(map(devices.is_capturing, self.ready))
+        if is_recorded:
+            self.overtaking.pass_fence()
+        return is_recorded
+
+    def order_updates(self) -> None:
+        """Let all that this thread enqueues from now on come behind the copies from devices."""
+        if self.events:
+            self.overtaking.pass_fence()
+        for event in self.events:
+            with devices.use_device(event.device):
+                devices.current_stream(event.device).wait_event(event)
 
     def resolve(self) -> None:
         """Report that nothing more becomes of it here, and wake everybody."""

@@ -67,6 +67,7 @@ class HybridOptimizer(Optimizer):
         gradient.
         """
         self._device: torch.device | None = None
+        self._is_forked = False
         self._numbered: list[int] = []
         """The groups in the order in which the flat buffers number them."""
         self._clipped: ClippedNorm | None = None
@@ -396,6 +397,7 @@ _LIVING: weakref.WeakSet[HybridOptimizer] = weakref.WeakSet()
 def _after_fork() -> None:
     for optimizer in _LIVING:
         optimizer._streams = optimizer._gradients = None
+        optimizer._is_forked = True
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -407,6 +409,12 @@ _NOT_COPIED = (
 
 
 def _refuse_broken(optimizer: Any) -> None:
+    device = optimizer._device
+    if optimizer._is_forked and device is not None and device.type != "cpu":
+        raise UsageError(
+            f"the state of this {type(optimizer).__name__} is pinned memory, and a forked process "
+            "does not have it: use it in the process that made it"
+        )
     if optimizer.broken_off:
         raise UsageError(
             f"an update of this {type(optimizer).__name__} broke off ({optimizer.broken_off}), and "

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.accelerator.devices import is_streamed, memory_key
 from holdfast.errors import UsageError
+from holdfast.offload.bit_sums import are_same, checksums
 from holdfast.offload.file_state import FileTier
 from holdfast.offload.gradients import ClippedNorm, Gradients
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot, SmallParams
-from holdfast.offload.kernels import Kernel, are_same, checksum
+from holdfast.offload.kernels import Kernel
 from holdfast.offload.placement import SubgroupPlacement
 from holdfast.offload.state_dict import begin_state
 from holdfast.offload.streams import WorkStreams
@@ -301,9 +302,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def note(places: Iterable[ParamSlot]) -> None:
     """Record that these parameters match their masters now."""
+    places = list(places)
+    large = [place for place in places if place.small is None]  # of others the values are recorded
+    for place, bits in zip(large, checksums(_flats(large)), strict=True):
+        place.bits = bits
     for place in places:
-        if place.small is None:  # else its flat buffer has the written values
-            place.bits = checksum(place.flat(place.local))
         place.seen = _seen(place)  # last: after an interrupt the old value stands
 
 
@@ -320,12 +323,15 @@ def changed(places: Iterable[ParamSlot]) -> set[ParamSlot]:
         else:
             large.append(place)
     before = [place.bits for place in large if place.bits is not None]
-    now = [checksum(place.flat(place.local)) for place in large]
-    same = are_same(before, now)
+    same = are_same(before, checksums(_flats(large)))
     result.update(place for place, is_same in zip(large, same, strict=True) if not is_same)
     for of, doubtful in small.items():
         result.update(of.changed(doubtful))
     return result
+
+
+def _flats(places: Iterable[ParamSlot]) -> list[torch.Tensor]:
+    return [place.flat(place.local) for place in places]
 
 
 def _seen(place: ParamSlot) -> tuple[int, ...]:

@@ -298,7 +298,8 @@ class WorkStreams:
         waits.
         """
         if isinstance(mark, EventMark):
-            devices.current_stream(self.device).wait_event(mark.event)
+            with devices.use_device(self.device):
+                devices.current_stream(self.device).wait_event(mark.event)
         else:
             mark.wait()
 
