@@ -80,6 +80,11 @@ class ObjectStore:
         """The bucket, and what was sent to it."""
         return self._bucket
 
+    @property
+    def probe_prefix(self) -> str:
+        """What the names of the objects begin with that a server is probed with."""
+        return f"{self._below}.probe-"
+
     def identity(self) -> str:
         outcome = self._found(self._bucket.head(self._below + ROOT_FILE), ROOT_FILE)
         made = outcome.header("last-modified")
@@ -262,7 +267,7 @@ class ObjectStore:
         for lease in tuple(self._held):
             lease.require_held()
         if self._kept is None:
-            self._kept = require_conditions(self._bucket, f"{self._below}.probe-")
+            self._kept = require_conditions(self._bucket, self.probe_prefix)
 
     def _require_room(self, path: str) -> None:
         """Refuses a name below that of an object, as a directory does."""

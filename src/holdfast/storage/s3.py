@@ -29,7 +29,7 @@ from holdfast.storage.signing import (
     sha256,
     signed_headers,
 )
-from holdfast.storage.wrap import BUSY, Patience, RateLimit, Traffic
+from holdfast.storage.wrap import BUSY, Patience, RateLimit, RequestCounts
 
 UNSIGNED_VARIABLE = "HOLDFAST_BUCKET_UNSIGNED"
 RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
@@ -106,7 +106,7 @@ class S3Bucket:
     ) -> None:
         self.name, self.url = bucket, url
         self.patience = patience or Patience()
-        self.traffic = Traffic(url)
+        self.traffic = RequestCounts(url)
         self._region = region()
         server, self._before = server_of(bucket, self._region)
         self._connections = Connections(server, answer_s=answer_s)
