@@ -303,9 +303,7 @@ class SlotCache:
         for gone in [path for path in self.files if not Path(path).exists()]:
             self._close(gone)
 
-    def _map(
-        self, path: str, device: torch.device | None, piece_bytes: int = PIECE_BYTES
-    ) -> SlotFile:
+    def _map(self, path: str, device: torch.device | None, piece_bytes: int = 0) -> SlotFile:
         slot = self.files.get(path)
         if slot is None or slot.inode != Path(path).stat().st_ino:
             # Mapped memory is not returned to the system, although the keeper removed the file.
@@ -315,7 +313,7 @@ class SlotCache:
             if device is None:
                 slot.populate()
         if device is not None and path not in self._pins:
-            self._pins[path] = SlotPins(slot, device, piece_bytes)
+            self._pins[path] = SlotPins(slot, device, piece_bytes or PIECE_BYTES)
             self._pins[path].start(self._one_at_a_time)
         return slot
 

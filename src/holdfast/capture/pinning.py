@@ -27,7 +27,9 @@ _PLACED_AT_ONCE = 64 << 20
 class SlotPins:
     """What of one slot is pinned for a device: the first ``pinned_bytes``, in pieces."""
 
-    def __init__(self, slot: SlotFile, device: torch.device, piece_bytes: int = PIECE_BYTES):
+    def __init__(
+        self, slot: SlotFile, device: torch.device, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         self.piece_bytes = piece_bytes
         self.pinned_bytes = 0
         """Grows until ``release``, which is not called while a copy is in flight."""
@@ -106,5 +108,9 @@ def _refused(left_bytes: int, size_bytes: int, status: int) -> str:
         f"{left_bytes >> 20} of {size_bytes >> 20} MiB of shared memory could not be pinned "
         f"({devices.explain(status)}): copies from the device go through pinned buffers, and "
         "threads of the host copy them on."
-        + (" Its limit of locked memory is smaller (ulimit -l)." if is_limited else "")
+        + (
+            " This process may lock less (ulimit -l), which some drivers observe."
+            if is_limited
+            else ""
+        )
     )
