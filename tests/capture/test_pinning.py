@@ -11,7 +11,7 @@ import torch
 
 from holdfast.accelerator import devices, vendors
 from holdfast.capture.copier import SlotCache
-from holdfast.capture.pinning import SlotPins
+from holdfast.capture.pinning import Pins, pin_all
 from holdfast.events import MemoryPinned, Warned, subscribe
 from holdfast.protocol.arena import IMAGE_START, SlotFile
 
@@ -68,8 +68,8 @@ def heard() -> list[object]:
 
 def test_a_slot_is_pinned_whole_in_pieces_and_said_once(driver: Driver, slot: SlotFile) -> None:
     events = heard()
-    pins = SlotPins(slot, XLA, PIECE)
-    pins.pin(threading.Lock())
+    pins = Pins(slot, XLA, PIECE)
+    pin_all([pins], threading.Lock())
     starts = [slot.address + n * PIECE for n in range(PIECES)]
     assert driver.registered == dict.fromkeys(starts, PIECE)
     assert pins.pinned_bytes == PIECES * PIECE == slot.size_bytes
@@ -86,8 +86,8 @@ def test_what_the_driver_refuses_stays_unpinned_and_is_said_once(
 ) -> None:
     events = heard()
     driver.refused = pieces
-    pins = SlotPins(slot, XLA, PIECE)
-    pins.pin(threading.Lock())
+    pins = Pins(slot, XLA, PIECE)
+    pin_all([pins], threading.Lock())
     assert pins.pinned_bytes == pieces * PIECE and driver.calls == pieces + 1
     (said,) = (one for one in events if isinstance(one, Warned))
     assert f"{PIECES - pieces} of {PIECES} MiB" in said.message and "error 2" in said.message
@@ -99,8 +99,8 @@ def test_a_slot_unmapped_while_it_is_pinned_is_unpinned_first_and_no_more_is_pin
     driver: Driver, slot: SlotFile
 ) -> None:
     driver.go.clear()
-    pins = SlotPins(slot, XLA, PIECE)
-    pinning = threading.Thread(target=pins.pin, args=(threading.Lock(),))
+    pins = Pins(slot, XLA, PIECE)
+    pinning = threading.Thread(target=pin_all, args=([pins], threading.Lock()))
     pinning.start()
     assert driver.began.wait(20)
     closing = threading.Thread(target=slot.close)
@@ -114,8 +114,8 @@ def test_a_slot_unmapped_while_it_is_pinned_is_unpinned_first_and_no_more_is_pin
 
 
 def test_a_forked_child_unpins_nothing(driver: Driver, slot: SlotFile) -> None:
-    pins = SlotPins(slot, XLA, PIECE)
-    pins.pin(threading.Lock())
+    pins = Pins(slot, XLA, PIECE)
+    pin_all([pins], threading.Lock())
     pins._lock.acquire()  # held by another thread at the fork
     child = os.fork()
     if not child:

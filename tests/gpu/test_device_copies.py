@@ -43,7 +43,7 @@ def copies_down(device: str) -> int:
     return sum(number for name, number in counts.items() if name.startswith("copy down"))
 
 
-def stepped(module: nn.Module) -> torch.optim.Optimizer:
+def stepped(module: nn.Module) -> Any:
     optimizer = torch.optim.AdamW(module.parameters(), 1e-3, fused=True)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -124,3 +124,48 @@ def test_training_goes_on_bit_for_bit_whatever_the_driver_pins(
     else:
         assert not warned and all(one.pinned_bytes == one.size_bytes for one in pinned)
     assert len(pinned) >= 3
+
+
+def test_a_large_volatile_leaf_takes_no_memory_of_the_device_and_is_of_the_moment_of_its_save(
+    tmp_path: Path, device: str
+) -> None:
+    model = nn.Linear(4096, 2048).to(device)  # 32 MiB
+    average = torch.optim.swa_utils.AveragedModel(model)
+    apart = torch.arange(4 << 20, device=device, dtype=torch.float32).view(2048, 2048).t()
+    state: dict[str, Any] = {"average": average, "apart": apart}
+    checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
+    truth, handles = [], []
+    with memory_of_saves() as found:
+        for step in range(5):
+            truth.append({name: one.cpu() for name, one in average.state_dict().items()})
+            truth[-1]["apart"] = apart.cpu()
+            handles.append(checkpointer.save(step, durable=True))
+            with torch.no_grad():  # at once, while copies of it are in flight
+                for one in [*average.parameters(), apart]:
+                    one.add_(1.0)
+    for step, handle in enumerate(handles):
+        handle.wait_durable(60)
+        again: dict[str, Any] = {}
+        again["average"] = torch.optim.swa_utils.AveragedModel(nn.Linear(4096, 2048).to(device))
+        again["apart"] = torch.zeros_like(apart)
+        holdfast.load(tmp_path, again, step)
+        loaded = {name: one.cpu() for name, one in again["average"].state_dict().items()}
+        loaded["apart"] = again["apart"].cpu()
+        assert [n for n, one in truth[step].items() if not torch.equal(loaded[n], one)] == []
+    checkpointer.close()
+    kept_bytes, peak_bytes = found
+    assert kept_bytes <= 64 * MIB and peak_bytes <= 128 * MIB
+
+
+def test_many_middling_volatile_leaves_take_a_bounded_part_of_the_device(
+    tmp_path: Path, device: str
+) -> None:
+    buffers = {f"{n:03}": torch.full((200_000,), float(n), device=device) for n in range(128)}
+    checkpointer = holdfast.Checkpointer(tmp_path, {"buffers": buffers}, storage=None)
+    with memory_of_saves() as found:
+        checkpointer.save(0, durable=True).wait_durable(60)
+    checkpointer.close()
+    assert found[0] <= 64 * MIB and found[1] <= 128 * MIB
+    again = {"buffers": {name: torch.zeros_like(one) for name, one in buffers.items()}}
+    holdfast.load(tmp_path, again)
+    assert all(torch.equal(one, buffers[name]) for name, one in again["buffers"].items())

@@ -115,6 +115,7 @@ class RingTarget:
     def __init__(self, memory: memoryview, ring_bytes: int, plan: CopyPlan) -> None:
         self.ring_bytes = ring_bytes
         self.chunk_bytes = chunk_bytes(ring_bytes)
+        self.has_copied_out = plan.has_copied_out
         self.head = memory[: plan.image.data_start]
         self.ring = memory[len(memory) - ring_bytes :]
         self.data = torch.frombuffer(self.ring, dtype=torch.uint8)
@@ -294,6 +295,9 @@ def _move_from_gpu(
     with side_streams(ready) as streams:
         for device, stream in streams.items():
             stream.wait_event(ready[device])
+        if target.has_copied_out:
+            for event in ready.values():
+                event.synchronize()
         for move in target.moves:
             progress.check()
             while arriving and not progress.has_room(filling.needs(move.stop)):
