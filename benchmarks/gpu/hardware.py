@@ -258,12 +258,16 @@ def _private_bytes() -> int:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writer, Path("/proc/self/smaps_rollup").read_bytes())
-        os._exit(0)
+        try:
+            os.write(writer, Path("/proc/self/smaps_rollup").read_bytes())
+        finally:
+            os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as said:
         lines = said.read().splitlines()
     os.waitpid(child, 0)
+    if not lines:
+        raise Unseen("the kernel does not tell what a process has of its own")
     return sum(int(one.split()[1]) << 10 for one in lines if one.startswith("Private_"))
 
 

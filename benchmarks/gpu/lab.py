@@ -160,8 +160,12 @@ class Lab:
         """Capture what is enqueued, into a graph that is thrown away."""
         if not self.is_cuda():
             raise Unseen(f"graphs of {self.device.type} have no common name in torch")
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
-            yield
+        before = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
+                yield
+        finally:  # torch stays on the stream of a capture that failed
+            torch.cuda.set_stream(before)
 
     def unordered(self) -> list[str]:
         """Accesses to memory that nothing ordered, as far as the device tells."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.findings import at_most
-from benchmarks.gpu.lab import Lab, Unseen, command
+from benchmarks.gpu.lab import Lab, OutOfTime, Unseen, command
 from benchmarks.kit.results import PROJECT
 
 #: The project's own settings name plugins that a machine for a day may not have.
@@ -57,10 +57,18 @@ def tests(lab: Lab) -> None:
 def _run(
     words: list[str], timeout_s: float, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, capture_output=True, text=True, check=False, cwd=PROJECT,
-        timeout=max(1.0, timeout_s), env=os.environ | environment,
-    )  # fmt: skip
+    try:
+        return subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=PROJECT,
+            timeout=max(1.0, timeout_s),
+            env=os.environ | environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise OutOfTime(f"{words[0]} was not done after {timeout_s:.0f} s") from None
 
 
 def sanitizer(lab: Lab) -> None:
