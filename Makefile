@@ -5,6 +5,8 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 RIVALS := .venv-rivals
+# Where Triton goes for its interpreter, which runs kernels without a GPU.
+TRITON := .triton
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -38,8 +40,8 @@ setup: $(READY) ## a virtual environment with everything, from nothing (or only 
 demo: $(READY) ## a training run is killed, and resumes exactly
 	$(BIN)/holdfast demo
 
-test: lint types layers tests ## what every change must pass
-test-all: lint types layers tests-all coverage ## the same, with the slow tests and the coverage
+test: lint types layers tests device-tests ## what every change must pass
+test-all: lint types layers tests-all device-tests-all coverage ## the same, with the slow tests and the coverage
 
 lint: $(READY) ## style and formatting
 	$(BIN)/ruff check .
@@ -57,6 +59,16 @@ tests: $(READY) ## pytest without the slow ones; PYTEST_ARGS="tests/storage -k f
 tests-all: $(READY)
 	$(PYTEST)
 
+# A run of its own, as the simulated device is the accelerator of its whole process. It takes a C++
+# compiler, once for each torch; without one it skips, unless REQUIRE_SIMULATED_DEVICE is set.
+DEVICE_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --device=sim tests/device tests/gpu
+.PHONY: device-tests device-tests-all
+device-tests: $(READY) ## what needs an accelerator, on a simulated one: what is late is chosen by the day
+	$(DEVICE_TESTS) -m "not slow"
+
+device-tests-all: $(READY)
+	$(DEVICE_TESTS) --profiles=every --seeds=5
+
 # One seed: what is reached does not change from run to run.
 coverage: $(READY) ## every line and branch of the pure modules is reached by their tests
 	$(PYTEST) -m "not slow" --hypothesis-seed=0 --cov --cov-report= $(PURE_TESTS)
@@ -65,6 +77,10 @@ coverage: $(READY) ## every line and branch of the pure modules is reached by th
 .PHONY: mutants
 mutants: $(READY) ## break one promise after the other in a copy: each time a test must fail; MUTANTS="fence-removed"
 	$(BIN)/python tests/support/project/mutants.py $(MUTANTS)
+
+.PHONY: kernels
+kernels: $(READY) $(TRITON)/.ready ## Triton's kernels in its interpreter, without a GPU (downloads 290 MB once)
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/offload/test_fused_sums.py
 
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
@@ -105,6 +121,11 @@ $(RIVALS)/.ready: benchmarks/rivals.txt constraints.txt | $(READY)
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --constraint constraints.txt \
 		--requirement benchmarks/rivals.txt
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --no-deps --editable .
+	@touch $@
+
+# Beside the environment: with Triton in it, torch would behave as on a machine with a GPU.
+$(TRITON)/.ready: | $(READY)
+	$(PIP) install --quiet --no-deps --target $(TRITON) triton==3.9.0
 	@touch $@
 
 # Debian's python3 makes no pip of its own without the package python3-venv; the pip outside can.

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.kit import machine, markdown, results, series
 from benchmarks.kit.options import Parser
 from holdfast.offload import HybridAdamW
-from holdfast.offload.kernels import checksum
+from holdfast.offload.bit_sums import checksum
 
 LR = 1e-4
 TORCH, OURS = "torch, fused", "hybrid"

@@ -12,13 +12,31 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from support.project import sample
+from support.project import devices, sample
 from support.runs.leftovers import end_keepers
+from support.servers import object_servers
 
-pytest_addoption = sample.pytest_addoption
-pytest_configure = sample.pytest_configure
-pytest_report_header = sample.pytest_report_header
 pytest_collection_modifyitems = sample.pytest_collection_modifyitems
+pytest_generate_tests = devices.pytest_generate_tests
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sample.pytest_addoption(parser)
+    devices.pytest_addoption(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sample.pytest_configure(config)
+    devices.pytest_configure(config)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = (sample.pytest_report_header(config), devices.pytest_report_header(config))
+    return [line for line in lines if line is not None]
+
+
+seaweedfs_server = object_servers.seaweedfs_server
+moto_server = object_servers.moto_server
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,3 +63,11 @@ def arena_dir() -> Iterator[Path]:
     shutil.rmtree(directory)
     if left:
         pytest.fail("keepers were left running and were killed:\n  " + "\n  ".join(left))
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The type of the accelerator of this run; nothing unordered is reported of a simulated one."""
+    allowed = request.node.get_closest_marker("unordered")
+    pattern = str(allowed.args[0]) if allowed else ""
+    yield from devices.provide(request.config, request.param, pattern)

@@ -51,6 +51,7 @@ from holdfast.rules import Rules
 from holdfast.startup import RunOptions, start_run
 from holdfast.state.mapped.mapper import check_rules
 from holdfast.state.objects import State
+from holdfast.state.optimizers import fence_replays
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import listeners
 from holdfast.storage.open import normal_root, open_store
@@ -441,15 +442,17 @@ class Checkpointer:
         return self._promised.save(step, durable=durable, exact=exact, handle=handle)
 
     def before_update(self) -> None:
-        """Wait until an update may overwrite the state: for loops without a torch optimizer.
+        """Wait until an update may overwrite the state: for loops without a torch optimizer, and
+        before each replay of a graph that was captured with a step in it.
 
-        Optimizers of torch do this by themselves, before each step. Where the state has none,
-        every rank must call it equally often: ranks are saved together only after equally many
-        updates.
+        Optimizers of torch do this by themselves, before each step; a replay calls none of their
+        hooks. Call it outside of captures. Where the state has no optimizer, every rank must call
+        it equally often: ranks are saved together only after equally many updates.
         """
         if self._process == os.getpid():
             self._saver.fence()
             self._saver.stepped(None)
+            fence_replays(self._saver.describer.optimizers)
 
     def _is_due(self, due: DueTimer, step: int) -> bool:
         now_s, world = time.monotonic(), self.world

@@ -83,6 +83,19 @@ class ImageCaptured(Event, frozen=True, kw_only=True):
     """What was summed to be compared with what other ranks hold."""
 
 
+class MemoryPinned(Event, frozen=True, kw_only=True):
+    """Shared memory was pinned for the device of this rank, beside training.
+
+    ``size_bytes``: the size of a slot. ``pinned_bytes``: what of it was pinned. ``elapsed_s``: the
+    time that this took. ``gb_per_s``: the speed of it.
+    """
+
+    size_bytes: int
+    pinned_bytes: int
+    elapsed_s: float
+    gb_per_s: float
+
+
 class ImagePassed(Event, frozen=True, kw_only=True):
     """This rank's image was handed to storage through a ring: no memory keeps it.
 
@@ -369,6 +382,7 @@ AnyEvent = (
     | FenceWaited
     | ImageCaptured
     | ImagePassed
+    | MemoryPinned
     | SnapshotCaptured
     | SnapshotProtected
     | SnapshotNotProtected

@@ -164,4 +164,4 @@ def test_relaxing_and_delaying_ask_the_vendor_of_the_device(
         devices.delay(cpu, 0.5)
     assert devices.is_capturing(cpu)
     devices.unregister(7, cpu)
-    assert asked == ["relaxed", 0.5, "stream", 7]
+    assert asked == ["relaxed", 0.5, "stream", "relaxed", 7]

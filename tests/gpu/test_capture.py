@@ -1,7 +1,8 @@
-"""The same promises with the state on a GPU: copied on a side stream, fenced by an event."""
+"""The same promises with the state on a device: copied on a side stream, fenced by an event."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,20 +10,21 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.accelerator.devices import current_stream, delay
 from support.runs.replicas import Replica, numbers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
-
+#: Of the layer between; the simulated device computes on the host.
+WIDTH = {"cuda": 4096, "sim": 512}
 _CHANNELS = torch.channels_last
 
 
-def build(seed: int) -> dict[str, object]:
+def build(seed: int, device: str) -> dict[str, object]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(512, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 16)).cuda()
+    width = WIDTH[device]
+    layers = [nn.Linear(512, width), nn.BatchNorm1d(width), nn.Linear(width, 16)]
+    model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     return {"model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "tokens": 0}
 
@@ -31,7 +33,8 @@ def train(state: dict[str, object]) -> None:
     model, optimizer = state["model"], state["optimizer"]
     assert isinstance(model, nn.Module)
     assert isinstance(optimizer, torch.optim.Optimizer)
-    loss = model(torch.randn(64, 512, device="cuda")).square().mean()
+    device = next(model.parameters()).device
+    loss = model(torch.randn(64, 512, device=device)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -48,8 +51,10 @@ def content(state: dict[str, object]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_snapshots_taken_behind_training_are_of_the_step_they_name(tmp_path: Path) -> None:
-    state = build(0)
+def test_snapshots_taken_behind_training_are_of_the_step_they_name(
+    tmp_path: Path, device: str
+) -> None:
+    state = build(0, device)
     truth = {}
     handles = {}
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
@@ -60,20 +65,20 @@ def test_snapshots_taken_behind_training_are_of_the_step_they_name(tmp_path: Pat
         train(state)  # fenced: must not reach into the copy
     for step, handle in handles.items():
         handle.wait_durable(60)
-        again = build(1)
+        again = build(1, device)
         holdfast.load(tmp_path, again, step)
         found = content(again)
         assert all(torch.equal(found[name], truth[step][name]) for name in truth[step])
     checkpointer.close()
 
 
-def test_a_run_on_a_gpu_resumes_from_memory(tmp_path: Path) -> None:
-    state = build(0)
+def test_a_run_on_a_device_resumes_from_memory(tmp_path: Path, device: str) -> None:
+    state = build(0, device)
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
     train(state)
     checkpointer.save(3).wait_captured(60)
     expected = content(state)
-    again = build(1)
+    again = build(1, device)
     newer = holdfast.Checkpointer(tmp_path, again, storage=None)
     restored = newer.restore()
     assert restored is not None
@@ -82,12 +87,15 @@ def test_a_run_on_a_gpu_resumes_from_memory(tmp_path: Path) -> None:
     newer.close()
 
 
-def test_what_a_gpu_holds_has_the_same_sums_as_the_same_on_the_host() -> None:
+def test_what_a_device_holds_has_the_same_sums_as_the_same_on_the_host(device: str) -> None:
     tensors = {"a": numbers(1500, 700), "b": numbers(6, 8, 40, 5).to(torch.bfloat16)}
     ways = [
         tensors,
-        {name: tensor.cuda() for name, tensor in tensors.items()},
-        {"a": tensors["a"].cuda(), "b": tensors["b"].cuda().contiguous(memory_format=_CHANNELS)},
+        {name: tensor.to(device) for name, tensor in tensors.items()},
+        {
+            "a": tensors["a"].to(device),
+            "b": tensors["b"].to(device).contiguous(memory_format=_CHANNELS),
+        },
     ]
     found = []
     for way in ways:
@@ -98,3 +106,31 @@ def test_what_a_gpu_holds_has_the_same_sums_as_the_same_on_the_host() -> None:
         found.append([sample.sums for sample in samples])
     assert found[0] == found[1] == found[2]
     assert all(sums for sums in found[0])
+
+
+class Keeping:
+    """An object with a state that has parameters for keys."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.places = {parameter: [parameter] for parameter in parameters}
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert state == {}
+
+
+def test_a_save_waits_for_nothing_on_the_device(tmp_path: Path, device: str) -> None:
+    state = build(0, device)
+    model = state["model"]
+    assert isinstance(model, nn.Module)
+    state["keeping"] = Keeping(model.parameters())
+    train(state)
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        checkpointer.save(0).wait_captured(60)
+        delay(torch.device(device, 0), 1.0)
+        event = current_stream(torch.device(device, 0)).record_event()
+        handle = checkpointer.save(1)
+        assert not event.query()
+        handle.wait_captured(60)

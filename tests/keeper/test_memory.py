@@ -17,6 +17,7 @@ from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError
+from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper import arena_files
@@ -449,8 +450,22 @@ def test_what_is_to_be_durable_is_found_by_the_next_keeper_of_this_start_and_by_
 )
 def test_a_damaged_order_is_none(memory: ArenaFiles, data: bytes) -> None:
     memory.store_order(3, "x", m.StandingOrder(5, 9))
-    (memory.directory / "order").write_bytes(data)
-    assert memory.order(3, "x") == m.NO_ORDER
+    sealed = f"{text(checksum(data))} ".encode() + data
+    for damaged in (data, sealed):
+        (memory.directory / "order").write_bytes(damaged)
+        assert memory.order(3, "x") == m.NO_ORDER
+
+
+def test_an_order_of_which_half_was_written_is_none(memory: ArenaFiles) -> None:
+    memory.store_order(3, "x", m.StandingOrder(111, 111))
+    old = (memory.directory / "order").read_bytes()
+    memory.store_order(3, "x", m.StandingOrder(222, 222))
+    new = (memory.directory / "order").read_bytes()
+    assert len(old) == len(new)
+    at = [n for n in range(len(old)) if old[n] != new[n]]
+    for cut in range(at[0] + 1, at[-1] + 1):
+        (memory.directory / "order").write_bytes(new[:cut] + old[cut:])
+        assert memory.order(3, "x") == m.NO_ORDER
 
 
 @pytest.mark.parametrize("name", ["incarnations/1.json", "begun"])

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.offload import kernels as checksums
-from holdfast.offload.kernels import Bits, are_same, checksum, sums
+from holdfast.offload import bit_sums
+from holdfast.offload.bit_sums import BLOCK, LANES, Bits, are_same, checksum, sums
 
-LONG, PIECE = checksums._LONG, checksums._ROWS * checksums._WIDTH
+#: Words that torch's operators sum at once.
+PIECE = bit_sums._BLOCKS * BLOCK
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "signs": lambda tensor: tensor.neg_(),
     "order": lambda tensor: tensor.copy_(tensor.flip(0)),
@@ -26,7 +27,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("of", [checksum, sums])
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("count", [4096, checksums._LONG, 5 * checksums._LONG + 13])
+@pytest.mark.parametrize("count", [4096, BLOCK, 5 * BLOCK + 13])
 def test_a_change_shows(
     count: int, dtype: torch.dtype, what: str, of: Callable[[torch.Tensor], Bits]
 ) -> None:
@@ -39,8 +40,8 @@ def test_a_change_shows(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_signs_that_change_show_wherever_they_lie_in_a_word(dtype: torch.dtype) -> None:
-    count = 2 * checksums._LONG
-    for every in (2, 4, 1024, 4096):
+    count = 4 * BLOCK
+    for every in (1, 2, 4, LANES, 2 * LANES, 4 * LANES, BLOCK, 2 * BLOCK):
         for first in (0, every - 1):
             tensor = torch.ones(count, dtype=dtype)
             before = sums(tensor)
@@ -51,7 +52,7 @@ def test_signs_that_change_show_wherever_they_lie_in_a_word(dtype: torch.dtype) 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_on_a_device_one_element_that_changes_always_shows(data: st.DataObject) -> None:
-    count = data.draw(st.sampled_from([1, 700, LONG - 1, LONG, PIECE + 1024, 2 * PIECE + 13]))
+    count = data.draw(st.sampled_from([1, 700, BLOCK - 1, 2 * BLOCK, PIECE + 1024, 2 * PIECE + 13]))
     at = data.draw(st.integers(0, count - 1))
     bits = data.draw(st.integers(1, 2**16 - 1))
     offset = data.draw(st.integers(0, 3))  # a view may begin anywhere
@@ -62,10 +63,10 @@ def test_on_a_device_one_element_that_changes_always_shows(data: st.DataObject) 
     assert are_same([before], [sums(found)]) == [False]
 
 
-@pytest.mark.parametrize("count", [LONG, PIECE - 1, PIECE, 3 * PIECE + 5 * 1024 + 7])
+@pytest.mark.parametrize("count", [BLOCK, PIECE - 1, PIECE, 3 * PIECE + 5 * 1024 + 7])
 def test_sums_in_pieces_are_those_of_the_whole(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(checksums, "_ROWS", 1 << 40)
+    monkeypatch.setattr(bit_sums, "_BLOCKS", 1 << 40)
     whole = sums(tensor)
     monkeypatch.undo()
     assert torch.equal(sums(tensor), whole)

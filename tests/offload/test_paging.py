@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import StorageError
-from holdfast.offload.host_state import PAGE_ELEMENTS, PagedMemory
+from holdfast.offload.mapped_memory import PAGE_ELEMENTS, PagedMemory
 from holdfast.storage.direct import Scratch
 
 PARTS = 6

@@ -124,3 +124,32 @@ def test_while_a_record_is_unreadable_nothing_is_taken_for_abandoned() -> None:
     store.publish("incarnations/2.json", seal(record), replace=True)
     assert catalogue(store).abandoned == ()
     assert whole(store) == ["1-0", "1-1", "3-6", "3-7", "3-8", "3-9"]
+
+
+def test_a_keeper_reads_each_manifest_once_however_many_it_publishes() -> None:
+    read: list[str] = []
+
+    class Reading(PassingStore):
+        def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+            if path.startswith("manifests/"):
+                read.append(path)
+            return super().read(path, offset_bytes, size_bytes)
+
+    steps = range(6)
+    persist(Reading(MemoryStore()), *(job_at(step) for step in steps), keep=Keep())
+    assert sorted(read) == [manifest_path(Generation(1, step)) for step in steps]
+
+
+def test_a_step_published_again_after_it_was_removed_keeps_the_images_that_it_names_now() -> None:
+    store = MemoryStore()
+    persister = Persister(store, Keep(), lambda _, reason: None)
+    persister.work_one(job_at(0))
+    persister.work_one(job_at(1))
+    assert commit.withdraw(store, Generation(1, 1))
+    record = Incarnation(run_id="r", n=1, nonce="n1")
+    persister.work_one(job_of(Generation(1, 1), record, "other"))
+    for step in (2, 3, 4):  # at each the sweeper looks for what no manifest names
+        persister.work_one(job_at(step))
+    persister.stop()
+    assert whole(store) == ["1-0", "1-1", "1-2", "1-3", "1-4"]
+    assert any(name.startswith("1-1-other") for name in store.list("steps"))

@@ -29,12 +29,19 @@ class CudaVendor(Vendor):
     def unregister(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
+    def pci_address(self, device: torch.device) -> str:
+        found: Any = torch.cuda.get_device_properties(device)
+        if not hasattr(found, "pci_domain_id"):
+            return ""
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
     def clear_error(self, device: torch.device) -> None:
         with suppress(RuntimeError):
             torch.ones(1, device=device).add_(1)
 
-    def record_event(self, stream: torch.Stream) -> torch.Event:
-        event = torch.cuda.Event(blocking=True)
+    def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
+        if not isinstance(event, torch.cuda.Event):
+            event = torch.cuda.Event(blocking=True)
         event.record(self.stream_of(stream))
         return event
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from holdfast.accelerator.vendors import UNKNOWN, vendor_of
 #: Device types whose tensors are host memory, or have none.
 _HOST_TYPES = ("cpu", "meta")
 _has_streams: dict[str, bool] = {}
+_NODES, _PCI = Path("/sys/devices/system/node"), Path("/sys/bus/pci/devices")
 
 #: The address of a tensor's first element, to tell memory apart; never to be read from.
 memory_key = torch.Tensor.data_ptr
@@ -106,12 +108,34 @@ def use_stream(stream: torch.Stream) -> Iterator[None]:
             torch.accelerator.set_stream(before)
 
 
-def record_event(stream: torch.Stream) -> torch.Event:
+def record_event(stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
     """Return an event behind the work enqueued on ``stream``; the host waits for it asleep where
     the device can do that.
+
+    ``event``: one of this device that nobody waits for any more, to be recorded again.
     """
     with use_device(stream.device):
-        return vendor_of(stream.device).record_event(stream)
+        return vendor_of(stream.device).record_event(stream, event)
+
+
+class EventPool:
+    """Events that are recorded again and again, since making one is a call of the driver."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[torch.Event]] = {}
+
+    def record(self, stream: torch.Stream) -> torch.Event:
+        """Return an event as ``record_event`` does, until it is given back."""
+        try:
+            event = self._free.setdefault(stream.device, []).pop()
+        except IndexError:
+            return record_event(stream)
+        return record_event(stream, event)
+
+    def give_back(self, events: Iterable[torch.Event]) -> None:
+        """Take back events that nobody waits for any more."""
+        for event in events:
+            self._free.setdefault(event.device, []).append(event)
 
 
 def computation_so_far(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
@@ -133,9 +157,34 @@ def relax_capture(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def work_beside(used: Iterable[torch.device]) -> Iterator[None]:
+    """Let this thread call what it likes of these devices beside the thread that trains: no other
+    device gets a context from it, and no graph is broken, where the device can do that.
+    """
+    first = next(iter(used), None)
+    if first is None:
+        yield
+        return
+    with use_device(first), relax_capture(first):
+        yield
+
+
 def delay(device: torch.device, seconds: float) -> None:
     """Keep the current stream of ``device`` busy for about so long, where it can be."""
     vendor_of(device).delay(seconds)
+
+
+def numa_node(device: torch.device) -> int:
+    """Return the NUMA node that ``device`` is at; -1 if there is only one, or it is not known."""
+    if len(list(_NODES.glob("node[0-9]*"))) < 2:
+        return -1
+    with use_device(device):
+        address = vendor_of(device).pci_address(device)
+    try:
+        return int((_PCI / address / "numa_node").read_text()) if address else -1
+    except (OSError, ValueError):
+        return -1
 
 
 def register(address: int, size_bytes: int, device: torch.device) -> int:
@@ -143,7 +192,7 @@ def register(address: int, size_bytes: int, device: torch.device) -> int:
     driver's error, or UNKNOWN.
     """
     vendor = vendor_of(device)
-    with use_device(device):
+    with work_beside([device]):
         status = vendor.register(address, size_bytes)
         if status not in (0, UNKNOWN):
             vendor.clear_error(device)
@@ -151,8 +200,8 @@ def register(address: int, size_bytes: int, device: torch.device) -> int:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Undo ``register``."""
-    with use_device(device):
+    """Undo ``register``, on any thread."""
+    with work_beside([device]):
         vendor_of(device).unregister(address)
 
 

@@ -27,14 +27,18 @@ class Vendor:
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
 
+    def pci_address(self, device: torch.device) -> str:
+        """Return the address of ``device`` on its bus, as the system names it; "" if not known."""
+        return ""
+
     def clear_error(self, device: torch.device) -> None:
         """Take back the error of a refused call, which the driver keeps for the next launch."""
 
-    def record_event(self, stream: torch.Stream) -> torch.Event:
+    def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
         """Return an event behind the work of ``stream`` that the host waits for asleep, where the
-        device can do that.
+        device can do that; ``event``, if given, recorded again.
         """
-        return stream.record_event()
+        return stream.record_event(event)
 
     def is_capturing(self, stream: torch.Stream) -> bool:
         """Return True if work on ``stream`` is recorded into a graph instead of executed."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +14,10 @@ import torch
 from holdfast.capture.copy_plan import CopyPlan, SlotTarget, plan_copies
 from holdfast.capture.copy_ring import RingTarget, copy_through_ring
 from holdfast.capture.copy_slot import copy_image
-from holdfast.capture.pinning import pin_memory
+from holdfast.capture.pinning import PIECE_BYTES, SlotPins
 from holdfast.capture.progress import CopyCancelled, CopyProgress, GpuCopyStuck, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample, ReplicaSampler, sum_of
-from holdfast.capture.task import CaptureTask, RankIdentity, unmap
+from holdfast.capture.task import CaptureTask, RankIdentity
 from holdfast.events import ImageCaptured, ImagePassed, emit
 from holdfast.format.image import Image, fill_in
 from holdfast.format.manifest import AttemptId
@@ -236,6 +238,8 @@ class SlotCache:
 
     def __init__(self) -> None:
         self.files: dict[str, SlotFile] = {}
+        self._pins: dict[str, SlotPins] = {}
+        self._one_at_a_time = threading.Lock()
         self._targets: dict[str, SlotTarget | RingTarget] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
         self._planned_for: object = None
@@ -281,13 +285,14 @@ class SlotCache:
         target = self._targets.get(path)
         if not isinstance(target, SlotTarget):
             target = self._targets[path] = SlotTarget(slot.image, plan)
+        target.pins = self._pins.get(path)
         return slot, target
 
     def ring_target(
         self, path: str, ring_bytes: int, plan: CopyPlan, device: torch.device | None
     ) -> RingTarget:
         """Return the ring target of a slot whose last ``ring_bytes`` are a ring."""
-        slot = self._map(path, device)
+        slot = self._map(path, device, sys.maxsize)  # at once: its copies know no borders
         target = self._targets.get(path)
         if not isinstance(target, RingTarget):
             target = self._targets[path] = RingTarget(slot.image, ring_bytes, plan)
@@ -298,16 +303,18 @@ class SlotCache:
         for gone in [path for path in self.files if not Path(path).exists()]:
             self._close(gone)
 
-    def _map(self, path: str, device: torch.device | None) -> SlotFile:
+    def _map(self, path: str, device: torch.device | None, piece_bytes: int = 0) -> SlotFile:
         slot = self.files.get(path)
         if slot is None or slot.inode != Path(path).stat().st_ino:
             # Mapped memory is not returned to the system, although the keeper removed the file.
             for gone in [p for p in self.files if p == path or not Path(p).exists()]:
                 self._close(gone)
             slot = self.files[path] = SlotFile.open(Path(path), writable=True)
-            slot.populate()
-            if device is not None:
-                pin_memory(slot, device)
+            if device is None:
+                slot.populate()
+        if device is not None and path not in self._pins:
+            self._pins[path] = SlotPins(slot, device, piece_bytes or PIECE_BYTES)
+            self._pins[path].start(self._one_at_a_time)
         return slot
 
     def close(self) -> None:
@@ -319,4 +326,5 @@ class SlotCache:
         target = self._targets.pop(path, None)
         if target is not None:
             target.release_views()
-        unmap(self.files.pop(path))
+        self._pins.pop(path, None)
+        self.files.pop(path).close()

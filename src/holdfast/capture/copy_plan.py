@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +18,13 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.format.image import ImagePlan
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
+from holdfast.protocol.arena import IMAGE_START
 from holdfast.protocol.image_plan import image_items, plan_rank
 from holdfast.state.bindings import Bindings, LeafSource
+
+if TYPE_CHECKING:
+    from holdfast.capture.pinning import SlotPins
+    from holdfast.capture.transfers import TransferGroup
 
 #: Tensors smaller than this are copied together in one call.
 SMALL_BYTES = 64 << 10
@@ -70,6 +77,8 @@ class CopyPlan:
     image: ImagePlan
     copies: tuple[TensorCopy, ...]
     _spans_of: tuple[frozenset[str], list[tuple[int, int]]] = (frozenset(), [])
+    transfers: tuple[frozenset[torch.device], list[TransferGroup]] | None = None
+    """The transfers from these devices, planned by the first save that makes them."""
 
     def spans(self, leaves: frozenset[str]) -> list[tuple[int, int]]:
         """Return the byte ranges of these leaves in the image's data, adjacent ones merged."""
@@ -283,15 +292,24 @@ class SharedCopy:
             self._changed.notify_all()
 
     def _copy(self, segment: Segment) -> list[int]:
-        sums: list[int] = []
-        at = segment.start
-        for moves in segment.blocks:
-            for move in moves:
-                libc.memcpy(self._base + move.offset, move.address, move.size_bytes)
-            if at + BLOCK_BYTES <= segment.stop:
-                sums.append(checksum(self._data[at : at + BLOCK_BYTES]))
-            at += BLOCK_BYTES
-        return sums
+        return copy_segment(segment, self._data, self._base)
+
+
+def copy_segment(
+    segment: Segment, data: memoryview, base: int, *, is_summed: bool = True
+) -> list[int]:
+    """Copy into a segment of ``data``, which is at address ``base``; return the checksums of its
+    whole blocks.
+    """
+    sums: list[int] = []
+    at = segment.start
+    for moves in segment.blocks:
+        for move in moves:
+            libc.memcpy(base + move.offset, move.address, move.size_bytes)
+        if is_summed and at + BLOCK_BYTES <= segment.stop:
+            sums.append(checksum(data[at : at + BLOCK_BYTES]))
+        at += BLOCK_BYTES
+    return sums
 
 
 def _nothing() -> None:
@@ -316,6 +334,8 @@ class SlotTarget:
     by_leaf: dict[str, list[TensorCopy]] = field(init=False)
     segments: list[Segment] = field(init=False)
     """Host data copied without conversion, by the blocks that it fills."""
+    pins: SlotPins | None = None
+    """What of the memory is pinned; None: nothing ever is."""
 
     def __post_init__(self) -> None:
         start = self.plan.image.data_start
@@ -345,6 +365,18 @@ class SlotTarget:
             if copy.source.is_contiguous() and 0 <= inside <= copy.size_bytes - size_bytes:
                 return host_address(self.data) + copy.offset + inside
         return None
+
+    def pinned(self) -> tuple[int, Callable[[int], int]]:
+        """Return the offset in the data up to which it is pinned now, and a function that returns
+        the next one where something else was pinned.
+        """
+        if self.pins is None:
+            return 0, lambda _: sys.maxsize
+        first, piece = IMAGE_START + self.plan.image.data_start, self.pins.piece_bytes
+        return (
+            self.pins.pinned_bytes - first,
+            lambda at: ((first + at) // piece + 1) * piece - first,
+        )
 
     def release_views(self) -> None:
         """Drop every view of the memory, so that it can be unmapped."""

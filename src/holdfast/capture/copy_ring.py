@@ -21,6 +21,7 @@ from holdfast.capture.device_copies import enqueue_beside, side_streams
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample
+from holdfast.capture.transfers import is_in_a_row, parts_of
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.protocol.image_plan import chunk_bytes
@@ -188,32 +189,13 @@ class RingTarget:
                 yield ContiguousRun(offset + size, source, offset - copy.offset, size, to)
             return
         offset = copy.offset
-        parts = [source] if is_in_a_row(source) else _parts(source, SEGMENT_BYTES)
+        parts = [source] if is_in_a_row(source) else parts_of(source, SEGMENT_BYTES)
         for part in parts:
             item, size = part.element_size(), part.numel() * part.element_size()
             for start, length in self.cut(offset, size, SEGMENT_BYTES):
                 into = self.at(start, length).view(part.dtype)
                 yield _Elements(start + length, part, (start - offset) // item, into)
             offset += size
-
-
-def is_in_a_row(source: torch.Tensor) -> bool:
-    """Return True if the tensor's bytes in memory are its elements in order."""
-    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
-
-
-def _parts(source: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield small views of ``source`` that together are all its elements in order."""
-    size = source.numel() * source.element_size()
-    if size <= most_bytes or not source.ndim:
-        yield source
-        return
-    row = size // source.shape[0]
-    if row > most_bytes:
-        for inner in source:
-            yield from _parts(inner, most_bytes)
-        return
-    yield from source.split(max(1, most_bytes // row))
 
 
 class RingWriter:
@@ -325,7 +307,7 @@ def _move_from_gpu(
             with devices.use_stream(stream):
                 move.run()
                 arriving.append((move.stop, devices.record_event(stream).synchronize))
-        last = enqueue_beside(sample, overtaking.agreeing, streams)
+        last = enqueue_beside(sample, overtaking, streams)
         progress.check()
         overtaking.check_sources()
         progress.enqueued(last)
@@ -335,4 +317,5 @@ def _move_from_gpu(
         for event in last:
             event.synchronize()
         sample.finish()
+        overtaking.check_landed()
         overtaking.agreeing.check()

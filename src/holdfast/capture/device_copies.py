@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from holdfast.accelerator import devices
-from holdfast.capture.copy_plan import SlotTarget, sum_blocks
+from holdfast.accelerator.devices import host_address
+from holdfast.capture.copy_plan import SegmentCopy, SlotTarget
+from holdfast.capture.landing import Landing, LandingJob
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, GpuCopyStuck
-from holdfast.capture.replica_samples import ReplicaSample, ScalarAgreement
+from holdfast.capture.replica_samples import ReplicaSample
+from holdfast.capture.transfers import (
+    SmallTensors,
+    Transfer,
+    TransferGroup,
+    TransferSegment,
+    make_segment,
+    plan_transfers,
+)
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Image
 from holdfast.state.bindings import Binding
-
-_SEGMENT_BYTES = 16 << 20
 
 
 @contextmanager
@@ -50,42 +58,189 @@ def copy_from_devices(
     sample: ReplicaSample,
 ) -> list[int]:
     """Enqueue every copy, let updates wait on the last, and checksum blocks as they arrive."""
-    with side_streams(ready) as streams:
-        arrivals = _enqueue(target, progress, ready, streams)
-        last = enqueue_beside(sample, overtaking.agreeing, streams)
+    start = image.data_start
+
+    def report(final_bytes: int) -> None:
+        progress.copied(start + final_bytes // BLOCK_BYTES * BLOCK_BYTES)
+
+    stop = start + target.plan.image.tensor_bytes
+    base = host_address(target.data) if target.data.numel() else 0
+    with (
+        landed(target.memory[start:stop], base, progress.check) as landing,
+        side_streams(ready) as streams,
+    ):
+        enqueuing = Enqueuing(target, landing, streams, progress.check)
+        for device, stream in streams.items():
+            stream.wait_event(ready[device])
+        enqueuing.enqueue_all(plan_transfers(target.plan, streams))
+        _copy_on_host(target, streams, progress)
+        last = enqueue_beside(sample, overtaking, streams)
         progress.check()
         overtaking.check(target, turn)
         progress.enqueued(last)
-        sums: list[int] = []
-        for done, event in arrivals:
-            event.synchronize()
-            progress.check()
-            sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
-            progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
+        sums = enqueuing.finish(report)
         for event in last:
             event.synchronize()
         sample.finish()
+        overtaking.check_landed()
         overtaking.agreeing.check()
     return sums
 
 
+@contextmanager
+def landed(data: memoryview, base: int, check: Callable[[], None]) -> Iterator[Landing]:
+    """Gives a ``Landing`` whose threads and pieces are back at the end, whatever happened.
+
+    Around ``side_streams``, which waits for the copies in flight.
+    """
+    landing = Landing(data, base, check)
+    try:
+        yield landing
+    except GpuCopyStuck:
+        landing.stop(is_stuck=True)
+        raise
+    finally:
+        landing.stop()
+
+
+class Enqueuing:
+    """Enqueues the transfers to one slot: straight into memory that is pinned, else into pieces."""
+
+    def __init__(
+        self,
+        target: SlotTarget,
+        landing: Landing,
+        streams: Mapping[torch.device, torch.Stream],
+        check: Callable[[], None],
+    ) -> None:
+        self._target, self._landing, self._streams, self._check = target, landing, streams, check
+        self._direct_bytes, self._border_bytes = target.pinned()
+        self._used: list[torch.Event] = []
+        self._later: list[LandingJob] = []
+        """The sums of segments of which the host copies a part."""
+
+    def enqueue_all(self, groups: Iterable[TransferGroup]) -> None:
+        """Enqueue all transfers in the order of the image."""
+        for group in groups:
+            self._check()
+            events: list[torch.Event] = []
+            is_direct = group.stop <= self._direct_bytes
+            if is_direct and group.transfers:
+                events = self._enqueue(group.transfers, self._target.data, 0)
+            for segment in group.segments:
+                staged = [] if is_direct else _within(group.transfers, segment)
+                self._land(segment, staged, events)
+
+    def finish(self, report: Callable[[int], None]) -> list[int]:
+        """Return the checksums of all whole blocks; what the host copies is in place by now."""
+        if self._later:
+            self._landing.finish(report)
+            self._landing.add(self._later)
+        sums = self._landing.finish(report)
+        _events.give_back(self._used)
+        return sums
+
+    def _land(
+        self, segment: TransferSegment, staged: list[Transfer], events: list[torch.Event]
+    ) -> None:
+        moves: list[SegmentCopy] = []
+        pieces: list[torch.Tensor] = []
+        events = list(events)
+        if staged:
+            pieces.append(self._landing.take_piece())
+            events += self._enqueue(staged, pieces[-1], segment.start)
+            at = host_address(pieces[-1]) - segment.start
+            moves += [SegmentCopy(one.offset, at + one.offset, one.size_bytes) for one in staged]
+        if segment.small:
+            pieces.append(self._landing.take_piece())
+            events += self._enqueue_small(segment.small, pieces[-1], moves)
+        is_summed = not segment.is_partly_host
+        if pieces or is_summed:
+            landed = make_segment(segment.start, segment.stop, moves)
+            self._landing.add([LandingJob(landed, events, pieces, is_summed=is_summed)])
+        if not is_summed:
+            alone = make_segment(segment.start, segment.stop, ())
+            self._later.append(LandingJob(alone, events))
+
+    def _enqueue(
+        self, transfers: list[Transfer], memory: torch.Tensor, first: int
+    ) -> list[torch.Event]:
+        """Enqueue transfers to ``memory``, which begins at offset ``first`` of the data."""
+        events = []
+        for device, stream in self._streams.items():
+            mine = [one for one in transfers if one.device == device]
+            if not mine:
+                continue
+            with devices.use_stream(stream):
+                for transfer in mine:
+                    for part in self._between_borders(transfer):
+                        part.enqueue(memory[part.offset - first : part.stop - first])
+                events.append(_events.record(stream))
+        self._used += events
+        return events
+
+    def _between_borders(self, transfer: Transfer) -> Iterator[Transfer]:
+        """Yield its parts within what was pinned at once: no copy may cross two of these."""
+        start = transfer.offset
+        while start < transfer.stop:
+            border = self._border_bytes(start)
+            part = transfer.within(start, border)
+            assert part is not None
+            yield part
+            start = part.stop
+
+    def _enqueue_small(
+        self, small: list[SmallTensors], piece: torch.Tensor, moves: list[SegmentCopy]
+    ) -> list[torch.Event]:
+        events, at = [], 0
+        for tensors in small:
+            stream = self._streams[tensors.device]
+            with devices.use_stream(stream):
+                tensors.enqueue(piece[at : at + tensors.size_bytes])
+                events.append(_events.record(stream))
+            moves += tensors.moves(host_address(piece) + at)
+            at += -(-tensors.size_bytes // 16) * 16
+        moves.sort(key=lambda move: move.offset)
+        self._used += events
+        return events
+
+
+def _within(transfers: list[Transfer], segment: TransferSegment) -> list[Transfer]:
+    parts = (transfer.within(segment.start, segment.stop) for transfer in transfers)
+    return [part for part in parts if part is not None]
+
+
+def _copy_on_host(
+    target: SlotTarget, streams: Mapping[torch.device, torch.Stream], progress: CopyProgress
+) -> None:
+    """Copy what lies in host memory, as optimizer states do, while copies are in flight."""
+    for to, source in zip(*target.small, strict=True):
+        if source.device not in streams:
+            to.copy_(source)
+    for copy in target.large:
+        if copy.source.device not in streams:
+            progress.check()
+            target.view(copy).copy_(copy.source)
+
+
 def enqueue_beside(
     sample: ReplicaSample,
-    agreeing: ScalarAgreement,
+    overtaking: OvertakeDetector,
     streams: Mapping[torch.device, torch.Stream],
 ) -> list[torch.Event]:
-    """Enqueue the sample and the scalars behind all copies; return one final event per stream."""
+    """Enqueue all that is compared behind the copies; return one final event per stream."""
     last = []
     for device, stream in streams.items():
         with devices.use_stream(stream):
             sample.enqueue(device)
-            agreeing.enqueue(device)
+            overtaking.enqueue(device)
             last.append(devices.record_event(stream))
     sample.sum_on_host()
     return last
 
 
 _streams: dict[torch.device, torch.Stream] = {}
+_events = devices.EventPool()
 
 
 def side_stream(device: torch.device) -> torch.Stream:
@@ -93,49 +248,6 @@ def side_stream(device: torch.device) -> torch.Stream:
     if device not in _streams:
         _streams[device] = devices.make_stream(device)
     return _streams[device]
-
-
-def _enqueue(
-    target: SlotTarget,
-    progress: CopyProgress,
-    ready: Mapping[torch.device, torch.Event],
-    streams: Mapping[torch.device, torch.Stream],
-) -> list[tuple[int, torch.Event]]:
-    """Enqueue all copies, small pieces first; return (end offset, event) of the large pieces by
-    offset.
-    """
-    into, sources = target.small
-    arrivals: list[tuple[int, torch.Event]] = []
-    for device, stream in streams.items():
-        with devices.use_stream(stream):
-            stream.wait_event(ready[device])
-            mine = [n for n, source in enumerate(sources) if source.device == device]
-            if mine:
-                torch._foreach_copy_(
-                    [into[n] for n in mine], [sources[n] for n in mine], non_blocking=True
-                )
-            arrivals.append((0, devices.record_event(stream)))
-    by_host = [copy for copy in target.large if copy.source.device not in streams]
-    for copy in target.large:
-        if copy.source.device not in streams:
-            continue
-        progress.check()
-        device = copy.source.device
-        with devices.use_stream(streams[device]):
-            to, flat = target.view(copy).view(-1), copy.source.reshape(-1)
-            step = max(1, _SEGMENT_BYTES // flat.element_size())
-            for at in range(0, flat.numel(), step):
-                to[at : at + step].copy_(flat[at : at + step], non_blocking=True)
-                done = min(at + step, flat.numel()) * flat.element_size()
-                arrivals.append((copy.offset + done, devices.record_event(streams[device])))
-    # Optimizer state in host memory is copied while the GPU copies are in flight.
-    for to, source in zip(into, sources, strict=True):
-        if source.device not in streams:
-            to.copy_(source)
-    for copy in by_host:
-        progress.check()
-        target.view(copy).copy_(copy.source)
-    return arrivals
 
 
 def stage(volatile: Sequence[Binding]) -> None:

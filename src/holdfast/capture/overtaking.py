@@ -9,14 +9,15 @@ from operator import ne
 
 import torch
 
+from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
 from holdfast.capture.copy_plan import SlotTarget
+from holdfast.capture.device_samples import SAMPLE_BYTES, SAMPLES, sample_devices
 from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import CaptureOvertaken
 from holdfast.state.bindings import Bindings
 from holdfast.state.unchanged import plain_looks
 
-_SAMPLE_BYTES, _SAMPLES = 64, 32
 _captures = count()
 _version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _libc = ctypes.CDLL(None)
@@ -29,6 +30,10 @@ class OvertakeDetector:
     The proof is the fence, which holds every hooked update; this detects updates that bypass it: by
     changed version counters, by sampled bytes that differ from their copy, and by copies that
     differ from the bytes at the time of the save.
+
+    Copies from a device land after the fence has opened, since updates are enqueued behind them.
+    What may change then is what an update that passed the fence changes: so the fence notes what
+    had changed when it opened first, and the end of the copies looks again.
     """
 
     def __init__(self, bindings: Bindings) -> None:
@@ -36,7 +41,11 @@ class OvertakeDetector:
         self._lazy, self._watched = bindings.lazy, bindings.watched
         self._leaves = bindings.sampled
         self._versions = self._versions_now()
-        self._samples = list(self._sample(next(_captures)))
+        number = next(_captures)
+        self._samples = list(self._sample(number))
+        self._device_samples = sample_devices(bindings.sampled_on_devices, number)
+        self._at_fence: list[list[int]] = []
+        """Versions when an update was let pass, those of the first one in front."""
 
     def _versions_now(self) -> list[int]:
         with plain_looks():
@@ -44,18 +53,52 @@ class OvertakeDetector:
 
     def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
         """Yield (leaf, address, current bytes) of some host leaves, different ones each time."""
-        leaves, distance = len(self._leaves), number * 7919 * _SAMPLE_BYTES
-        for place in range(number * _SAMPLES, number * _SAMPLES + min(_SAMPLES, leaves)):
+        leaves, distance = len(self._leaves), number * 7919 * SAMPLE_BYTES
+        for place in range(number * SAMPLES, number * SAMPLES + min(SAMPLES, leaves)):
             name, address, size = self._leaves[place % leaves]
-            length = size if size < _SAMPLE_BYTES else _SAMPLE_BYTES
+            length = size if size < SAMPLE_BYTES else SAMPLE_BYTES
             at = address + distance % (size - length + 1)
             yield name, at, ctypes.string_at(at, length)
 
-    def _check_versions(self) -> None:
+    def pass_fence(self) -> None:
+        """Note the versions the first time that an update is let pass."""
+        if not self._at_fence:
+            # The first of several threads to append has looked before any of them updates.
+            self._at_fence.append(self._versions_now())
+
+    def _check_versions(self, *, has_landed: bool = False) -> None:
         versions = self._versions_now()
+        if self._at_fence:  # looked at behind the versions: without one they are from before any
+            versions = self._at_fence[0]
         if versions != self._versions:
-            moved = map(ne, versions, self._versions)
-            raise _overtaken(next(compress(self._lazy, moved)).name)
+            for leaf in compress(self._lazy, map(ne, versions, self._versions)):
+                if not has_landed or devices.is_on_device(leaf.local):
+                    raise _overtaken(leaf.name)
+
+    def _check_devices(self, *, has_landed: bool) -> None:
+        for sample in self._device_samples:
+            if sample.is_streamed == has_landed:
+                if not has_landed:  # copied by the host, just now
+                    sample.take_again()
+                changed = sample.find_changed()
+                if changed is not None:
+                    raise _overtaken(changed)
+
+    def enqueue(self, device: torch.device) -> None:
+        """Enqueue what is compared when the copies have landed, behind them, on the device's
+        current stream.
+        """
+        self.agreeing.enqueue(device)
+        for sample in self._device_samples:
+            if sample.device == device:
+                sample.take_again()
+
+    def check_landed(self) -> None:
+        """Check like ``check`` when the copies from devices have landed; leaves in host memory
+        were copied before the fence opened.
+        """
+        self._check_versions(has_landed=True)
+        self._check_devices(has_landed=True)
 
     def check(self, target: SlotTarget, turn: int) -> None:
         """Raise CaptureOvertaken, naming the first leaf that changed."""
@@ -66,13 +109,14 @@ class OvertakeDetector:
             if there is not None and ctypes.string_at(there, len(before)) != before:
                 raise _overtaken(name)
         lazy = target.sampled
-        for number in range(min(_SAMPLES, len(lazy))):
-            copy = lazy[(turn * _SAMPLES + number) % len(lazy)]
+        for number in range(min(SAMPLES, len(lazy))):
+            copy = lazy[(turn * SAMPLES + number) % len(lazy)]
             if copy.source.is_contiguous():
-                at = (turn * 7919 * _SAMPLE_BYTES) % (copy.size_bytes - _SAMPLE_BYTES + 1)
+                at = (turn * 7919 * SAMPLE_BYTES) % (copy.size_bytes - SAMPLE_BYTES + 1)
                 there = host_address(target.data) + copy.offset + at
-                if _libc.memcmp(there, host_address(copy.source) + at, _SAMPLE_BYTES):
+                if _libc.memcmp(there, host_address(copy.source) + at, SAMPLE_BYTES):
                     raise _overtaken(copy.leaf)
+        self._check_devices(has_landed=False)
 
     def check_sources(self) -> None:
         """Check like ``check`` after the copy has left the ring: nothing may change before the
@@ -83,11 +127,13 @@ class OvertakeDetector:
         for name, at, before in self._samples:
             if ctypes.string_at(at, len(before)) != before:
                 raise _overtaken(name)
+        self._check_devices(has_landed=False)
 
 
 def _overtaken(name: str) -> CaptureOvertaken:
     return CaptureOvertaken(
         f"{name} changed while it was copied, by an update that went around the optimizer's step "
-        "hooks. Call checkpointer.before_update() before such updates.",
+        "hooks. Call checkpointer.before_update() before such updates, and before each replay of "
+        "a graph that has them.",
         leaf=name,
     )

@@ -18,7 +18,6 @@ from typing import TypeVar
 from torch.optim import Optimizer
 
 from holdfast.accelerator import devices
-from holdfast.accelerator.devices import computation_so_far
 from holdfast.capture.copier import Copier
 from holdfast.capture.device_copies import stage
 from holdfast.capture.handles import PendingHandles, SaveHandle
@@ -179,7 +178,7 @@ class Saver:
             handle=handle,
             started_s=started_s,
             trained=self._steps.collect(bindings, self.describer.optimizers),
-            ready=computation_so_far(bindings.gpus),
+            ready=devices.computation_so_far(bindings.gpus),
         )
         for other in carried:
             other.renew()
@@ -251,6 +250,8 @@ class Saver:
         passed = None
         # Repeat if a signal handler saved once more during the wait.
         while (capture := self._current) is not None and capture is not passed:
+            if capture.is_update_recorded():
+                return
             self._slot_requests.times.update_came(capture.number, time.monotonic())
             if not capture.released.is_set():
                 started_s = time.monotonic()
@@ -263,8 +264,7 @@ class Saver:
                         held_s=time.monotonic() - started_s,
                     )
                 )
-            for event in capture.events:
-                devices.current_stream(event.device).wait_event(event)
+            capture.order_updates()
             passed = capture
         self.updates += 1  # now, as a save during the wait is still of the state before
 
@@ -468,7 +468,8 @@ class Saver:
             self._replace_keeper()
             return
         try:
-            self._capture(capture)
+            with devices.work_beside(capture.ready):
+                self._capture(capture)
         except Exception as error:  # the worker must survive: training depends on its fence
             reason = f"{type(error).__name__}: {error}"
             self._report_missed(capture, reason)

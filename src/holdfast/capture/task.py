@@ -15,10 +15,10 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import SharedCopy
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.overtaking import OvertakeDetector
-from holdfast.capture.pinning import unpin_memory
 from holdfast.capture.progress import CopyCancelled
 from holdfast.capture.replica_samples import UNTRAINED, TrainedParameters
 from holdfast.capture.save_state import (
@@ -290,6 +290,21 @@ class CaptureTask:
         self.tell(Copied())
         self.check()
 
+    def is_update_recorded(self) -> bool:
+        """Return True if this thread captures an update into a graph: it moves versions alone."""
+        is_recorded = any(map(devices.is_capturing, self.ready))
+        if is_recorded:
+            self.overtaking.pass_fence()
+        return is_recorded
+
+    def order_updates(self) -> None:
+        """Let all that this thread enqueues from now on come behind the copies from devices."""
+        if self.events:
+            self.overtaking.pass_fence()
+        for event in self.events:
+            with devices.use_device(event.device):
+                devices.current_stream(event.device).wait_event(event)
+
     def resolve(self) -> None:
         """Report that nothing more becomes of it here, and wake everybody."""
         self.store.tell(Resolved(), self.number)
@@ -376,10 +391,4 @@ def stop_worker(process: int, work: CaptureQueue[S], slots: Mapping[str, SlotFil
     work.put(None)
     # Not left to the collector: pinned memory must be unpinned while it is still mapped.
     for slot in slots.values():
-        unmap(slot)
-
-
-def unmap(slot: SlotFile) -> None:
-    """Unpin and unmap a slot."""
-    unpin_memory(slot)
-    slot.close()
+        slot.close()

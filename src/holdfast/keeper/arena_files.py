@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError, HoldfastError, NewerFormat
 from holdfast.events import Warned, emit
+from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
@@ -36,6 +38,7 @@ from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed, share
 INCARNATIONS_REMEMBERED = 256
 BEGUN = "begun"
 ORDER = "order"
+_ORDER_BYTES = 256
 AGREED = ".agreed"
 _FILLING_S = 5.0
 """How long a copy into a slot may still run, where this keeper is not notified of its end."""
@@ -57,6 +60,7 @@ class ArenaFiles:
         self.files: dict[int, SlotFile] = {}
         self._given: dict[int, float] = {}
         """When slots were granted to ranks that may still copy into them."""
+        self._order_file = -1
         self._homeless: dict[int, Incarnation] = {}
         """Incarnation records that the arena had no room for."""
         self._record_changes = 0
@@ -374,15 +378,25 @@ class ArenaFiles:
             raise ArenaError(f"cannot read {path}: {error.strerror}") from error
 
     def store_order(self, incarnation: int, nonce: str, order: m.StandingOrder) -> None:
-        """Record what this incarnation has still to make durable, for a keeper started later."""
+        """Record what this incarnation has still to make durable, for a keeper started later.
+
+        Each durable save does so twice: it is one write in place, which its checksum makes whole.
+        """
+        data = msgspec.json.encode((incarnation, nonce, order.first, order.last))
+        record = f"{text(checksum(data))} ".encode() + data
         with contextlib.suppress(OSError):  # a full arena: the ranks repeat it when they join
-            record = incarnation, nonce, order.first, order.last
-            write_whole(self.directory / ORDER, msgspec.json.encode(record))
+            if self._order_file < 0:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                self._order_file = os.open(self.directory / ORDER, flags, 0o600)
+                weakref.finalize(self, os.close, self._order_file)
+            os.pwrite(self._order_file, record.ljust(_ORDER_BYTES), 0)
 
     def order(self, incarnation: int, nonce: str) -> m.StandingOrder:
         """Return the recorded order of this incarnation; none if it is damaged or of another."""
         try:
-            data = (self.directory / ORDER).read_bytes()
+            known, _, data = (self.directory / ORDER).read_bytes().rstrip().partition(b" ")
+            if known != text(checksum(data)).encode():
+                return m.NO_ORDER
             *owner, first, last = msgspec.json.decode(data, type=tuple[int, str, int, int])
         except (OSError, ValueError):
             return m.NO_ORDER

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.catalogue import (
+    EMPTY,
     Catalogue,
     attempt_dir,
     catalogue,
@@ -68,6 +69,7 @@ class Persister:
         self._recorded: set[int] = set()
         self._jobs: queue.SimpleQueue[PersistJob | None] = queue.SimpleQueue()
         self._sweeper = commit.Sweeper(store)
+        self._known = EMPTY
         self._images = ImageWriter(store)
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
         self._thread.start()
@@ -186,13 +188,23 @@ class Persister:
             with contextlib.suppress(HoldfastError):  # the sweeper removes it later
                 self.store.remove_tree(directory(job.generation, job.directory))
 
+    def _catalogue(self, published: Generation) -> Catalogue:
+        """Read what is new in the root since the last publication.
+
+        A manifest never changes, and only this keeper publishes here; the generation that it has
+        just published may have been there before, removed by hand, from another attempt.
+        """
+        known = tuple(m for m in self._known.manifests if m.generation != published)
+        self._known = catalogue(self.store, Catalogue(known))
+        return self._known
+
     def _prune(self, job: PersistJob) -> None:
         """Apply the retention policy; an error here harms no checkpoint and is only reported."""
         self._images.parts.forget()
         try:
-            found = catalogue(self.store)
+            found = self._catalogue(job.generation)
             if mend(self.store, found):  # a keeper was killed while it pruned
-                found = catalogue(self.store)
+                found = self._catalogue(job.generation)
             gone = set()
             for generation in self._condemned(found, job):
                 if generation in self._sweeper.leases.generations():  # at a later publication

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.offload.host_state import PAGE_ELEMENTS, PagedMemory, Subgroup
+from holdfast.offload.host_state import Subgroup
+from holdfast.offload.mapped_memory import PAGE_ELEMENTS, PagedMemory
 from holdfast.offload.planning.subgroups import TierRotation, rotate
 from holdfast.offload.streams import StreamMark, ThreadStream
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast.accelerator.devices import memory_key
+from holdfast.offload.bit_sums import Bits, are_same, checksum, checksums
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot, SmallParams
-from holdfast.offload.kernels import Bits, are_same, checksum
 from holdfast.offload.streams import StreamMark, WorkStreams
 from holdfast.state.tensors import local_of
 
@@ -60,6 +60,7 @@ class Gradients:
                 into[start:stop].copy_(flat[start:stop], non_blocking=True)
 
         mark = self._streams.gradients.run(copy, after=[self._streams.now()], uses=[flat])
+        buffer.copying["gradients"] = mark.wait
         self._sent[place] = _Arrival(gradient, local._version, bits, tuple(ranges), mark)
         return mark
 
@@ -73,7 +74,9 @@ class Gradients:
         def copy() -> None:
             into.copy_(together, non_blocking=True)
 
-        return self._streams.gradients.run(copy, after=[self._streams.now()], uses=[together])
+        mark = self._streams.gradients.run(copy, after=[self._streams.now()], uses=[together])
+        buffer.copying["gradients"] = mark.wait
+        return mark
 
     def unchanged(self, wanted: Mapping[ParamSlot, Sequence[Range]]) -> dict[ParamSlot, StreamMark]:
         """Return the marks of gradients that are unchanged since they were sent, in all wanted
@@ -81,7 +84,7 @@ class Gradients:
         """
         same = [place for place, ranges in wanted.items() if self._is_same(place, ranges)]
         before = [self._sent[place].bits for place in same]
-        results = are_same(before, [checksum(place.flat(_local(place))) for place in same])
+        results = are_same(before, checksums([place.flat(_local(place)) for place in same]))
         self.sent_again += results.count(False)
         return {
             place: self._sent[place].mark

@@ -3,19 +3,10 @@
 A flat buffer holds parameters of one group and one dtype. Each kind of state is one tensor, of
 which a parameter's state is a view and a subgroup is a range. So state is by parameter, and copies
 are by subgroup.
-
-With a file, every part is either in the process's own memory or a mapping of the file, which holds
-the true values: a reader sees the same bytes either way, and a write takes effect either way. So
-tensors over it behave as any others, at any time; bringing a part to memory first only makes it
-fast.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,16 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.accelerator.devices import (
-    explain,
-    host_address,
-    memory_key,
-    register,
-    storage_key,
-    unregister,
-)
-from holdfast.events import Warned, emit
-from holdfast.offload.kernels import Bits
+from holdfast.accelerator.devices import host_address, memory_key, storage_key
+from holdfast.offload.bit_sums import Bits
+from holdfast.offload.mapped_memory import PagedMemory, Wait, pinned
 from holdfast.offload.planning.subgroups import (
     ALIGNED,
     ElementSpan,
@@ -45,105 +29,6 @@ from holdfast.offload.planning.subgroups import (
     starts,
 )
 from holdfast.state.tensors import local_of
-from holdfast.storage.direct import Scratch
-
-PAGE_BYTES = mmap.PAGESIZE
-#: Parts begin and end at multiples of this.
-PAGE_ELEMENTS = PAGE_BYTES // 4
-
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_FIXED = 0x10
-_MAY_MOVE, _MOVE_FIXED = 1, 2
-_FAILED = ctypes.c_void_p(-1).value
-
-
-def _libc() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    size, flag = ctypes.c_size_t, ctypes.c_int
-    library.mmap.restype = library.mremap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, size, flag, flag, flag, ctypes.c_long]
-    library.mremap.argtypes = [ctypes.c_void_p, size, size, flag, ctypes.c_void_p]
-    library.munmap.argtypes = [ctypes.c_void_p, size]
-    library.madvise.argtypes = [ctypes.c_void_p, size, flag]
-    return library
-
-
-_LIBC = _libc()
-
-
-class PagedMemory:
-    """``elements`` of FP32, zeros at first; all of it lies in a file in ``directory``."""
-
-    def __init__(self, directory: str, elements: int) -> None:
-        self.size_bytes = -(-4 * elements // PAGE_BYTES) * PAGE_BYTES
-        self._scratch = Scratch(directory, self.size_bytes, "an optimizer's state")
-        weakref.finalize(self, self._scratch.close).atexit = False
-        # The tensor owns the mapping, which ends with the last view of it.
-        mapping = mmap.mmap(self._scratch.descriptor, self.size_bytes)
-        with torch.inference_mode(False):
-            self.tensor = torch.frombuffer(mapping, dtype=torch.float32, count=elements)
-        self._address = host_address(self.tensor)
-        self._here: set[int] = set()
-
-    def is_here(self, start: int) -> bool:
-        """Return whether the part that begins with this element is in memory."""
-        return start in self._here
-
-    def part_bytes(self, start: int, stop: int) -> int:
-        """Return the bytes of memory that these elements need."""
-        begin, end = self._range(start, stop)
-        return end - begin
-
-    def bring(self, start: int, stop: int) -> None:
-        """Read these elements into memory. StorageError where they cannot be read."""
-        if start in self._here:
-            return
-        begin, end = self._range(start, stop)
-        spare = _anonymous(end - begin)
-        try:
-            self._scratch.read(begin, _bytes_at(spare, end - begin))
-        except BaseException:
-            _LIBC.munmap(spare, end - begin)
-            raise
-        # Atomically, and with the same bytes: a concurrent reader sees no difference.
-        flags = _MAY_MOVE | _MOVE_FIXED
-        _check(_LIBC.mremap(spare, end - begin, end - begin, flags, self._address + begin))
-        self._here.add(start)
-
-    def put(self, start: int, stop: int) -> None:
-        """Write these elements to the file, and free their memory."""
-        if start not in self._here:
-            return
-        begin, end = self._range(start, stop)
-        self._scratch.write(begin, _bytes_at(self._address + begin, end - begin))
-        flags = mmap.MAP_SHARED | _FIXED
-        where, descriptor = self._address + begin, self._scratch.descriptor
-        _check(_LIBC.mmap(where, end - begin, _READ_WRITE, flags, descriptor, begin))
-        self._here.discard(start)
-
-    def _range(self, start: int, stop: int) -> tuple[int, int]:
-        assert start % PAGE_ELEMENTS == 0, "a page has one owner"
-        return 4 * start, min(-(-4 * stop // PAGE_BYTES) * PAGE_BYTES, self.size_bytes)
-
-
-def _anonymous(size_bytes: int) -> int:
-    """Map private anonymous memory, in huge pages where available."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    where = _check(_LIBC.mmap(None, size_bytes, _READ_WRITE, flags, -1, 0))
-    _LIBC.madvise(where, size_bytes, mmap.MADV_HUGEPAGE)
-    return where
-
-
-def _bytes_at(address: int, size_bytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-
-
-def _check(result: int | None) -> int:
-    if result is None or result == _FAILED:
-        code = ctypes.get_errno()
-        raise MemoryError(f"the system has no memory for an optimizer's state: {os.strerror(code)}")
-    return result
-
 
 #: The key of the master in an optimizer's state.
 MASTER = "master"
@@ -292,6 +177,10 @@ class FlatBufferRow:
         self.is_wide = self.dtype == torch.float32
         """True if the parameters themselves have the full precision of their masters."""
         self._is_pinned = is_pinned
+        self.copying: dict[str, Wait] = {}
+        """Waits for the last copies that use this memory, by their stream: those of new parameters
+        may do so after the step.
+        """
         self._make, self._paged = make, dict[str, PagedMemory]()
         self._memory: dict[str, torch.Tensor] = {}
         self.transfer = self._allocate(self.dtype)
@@ -336,11 +225,10 @@ class FlatBufferRow:
         return [storage_key(memory) for memory in self._memory.values()]
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):  # it is updated later, outside of inference mode
-            made = torch.zeros(self.elements, dtype=dtype, device="cpu")
         if self._is_pinned and self.elements:
-            _pin(self, made, self.device)
-        return made
+            return pinned(self.elements, dtype, self.device, self.copying.values())
+        with torch.inference_mode(False):  # it is updated later, outside of inference mode
+            return torch.zeros(self.elements, dtype=dtype, device="cpu")
 
     def address(self, kind: str, place: ParamSlot) -> int:
         """Return the address of a parameter's state; 0 where it has no elements."""
@@ -441,22 +329,6 @@ class Subgroup:
 
 def _strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [step for size, step in zip(shape, stride, strict=True) if size > 1]
-
-
-def _pin(buffer: FlatBufferRow, memory: torch.Tensor, device: torch.device) -> None:
-    # Pin by the driver itself: torch's own pinned memory comes in powers of two.
-    address = host_address(memory)
-    status = register(address, memory.nbytes, device)
-    if status:
-        emit(
-            Warned(
-                message=f"{memory.nbytes >> 20} MiB of an optimizer's state could not be pinned "
-                f"({explain(status)}): its copies to and from the device will be slow. Raise the "
-                "memlock limit, or give it fewer parameters per process."
-            )
-        )
-        return
-    weakref.finalize(buffer, unregister, address, device).atexit = False
 
 
 # Handles the small parameters of a flat buffer together, because each alone has too much overhead.

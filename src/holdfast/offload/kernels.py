@@ -1,96 +1,15 @@
-"""Computes the update kernels (AdamW, SGD), and bit checksums that detect changed memory.
+"""Computes updates (AdamW, SGD) by torch's fused kernels, with the same call on host and device.
 
-Tensor versions do not suffice: writes through ``.data`` and some of torch's own kernels do not
-change them.
+Another optimizer is another kernel: it names its state tensors, and updates tensors on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-
-from holdfast.format import checksum as blocks
-
-#: A checksum on the host, or one that a device is still computing.
-Bits = int | torch.Tensor
-
-_INTEGERS = {4: torch.int32, 2: torch.int16}
-#: Longer tensors are first summed by rows and by columns of a table of this width, so that not
-#: every element needs a weight of its own.
-_WIDTH = 1024
-_LONG = 16 * _WIDTH
-#: Rows summed at once: 32 MiB, because torch first converts the values to 64 bits. 64-bit words
-#: would need no conversion, but their high bits count modulo 2**64 with few bits: an even number of
-#: changed signs there would never show.
-_ROWS = 1 << 12
-
-
-def checksum(flat: torch.Tensor) -> Bits:
-    """Return one integer over all bits and their order.
-
-    Two different tensors have the same checksum with a probability of about one in 2**32; on a
-    device a single changed element always shows.
-    """
-    if flat.device.type == "cpu":  # 20 GB/s; the sums take 30 times as long on a CPU
-        there: Any = flat.view(torch.uint8).numpy()
-        return blocks.checksum(memoryview(there)) if flat.numel() else 0
-    return sums(flat)
-
-
-def are_same(before: Sequence[Bits], now: Sequence[Bits]) -> list[bool]:
-    """Return which checksums are equal; waits for a device once."""
-    there = [n for n, one in enumerate(now) if isinstance(one, torch.Tensor)]
-    results = [isinstance(b, int) and bool(a == b) for a, b in zip(before, now, strict=True)]
-    if there:
-        pairs = [torch.stack([torch.as_tensor(of[n]) for n in there]) for of in (before, now)]
-        for number, is_same in zip(there, (pairs[0] == pairs[1]).tolist(), strict=True):
-            results[number] = is_same
-    return results
-
-
-def sums(flat: torch.Tensor) -> torch.Tensor:
-    """Compute the checksum for any device: exact sums, so nothing depends on threads."""
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    values = bits if bits.numel() < _LONG else _by_tables(bits)
-    return (values * _weights(values.numel(), values.device)).sum()
-
-
-def _by_tables(bits: torch.Tensor) -> torch.Tensor:
-    rows = bits.numel() // _WIDTH
-    table, rest = bits[: rows * _WIDTH].view(rows, _WIDTH), bits[rows * _WIDTH :]
-    by_row, by_column = zip(*map(_sums_of, table.split(_ROWS)), strict=True)
-    columns = torch.stack(by_column).sum(0)
-    # Twice: the weight of an element is that of its row and of its column, an odd number.
-    return torch.cat([*by_row, 2 * columns, rest])
-
-
-def _sums_of(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = table.long()
-    return wide.sum(1), wide.sum(0)
-
-
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    return _table(1 << max(0, count - 1).bit_length(), device)[:count]
-
-
-@lru_cache(maxsize=64)
-def _table(count: int, device: torch.device) -> torch.Tensor:
-    """Return pseudo-random odd numbers, always the same."""
-    with torch.inference_mode(False):
-        chance = torch.Generator().manual_seed(count)
-        odd = torch.randint(1 << 62, (count,), generator=chance, device="cpu")
-        return (2 * odd + 1).to(device)
-
-
-# Updates by torch's fused kernels, with the same call on the CPU and on a GPU.
-#
-# Another optimizer is another kernel: it names its state tensors, and updates tensors on one
-# device.
-
 
 Group = Mapping[str, Any]
 _fused_adamw: Callable[..., None] = torch._fused_adamw_

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.accelerator.devices import is_streamed, memory_key
 from holdfast.errors import UsageError
+from holdfast.offload.bit_sums import are_same, checksums
 from holdfast.offload.file_state import FileTier
 from holdfast.offload.gradients import ClippedNorm, Gradients
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot, SmallParams
-from holdfast.offload.kernels import Kernel, are_same, checksum
+from holdfast.offload.kernels import Group, Kernel, Tensors, settled
 from holdfast.offload.placement import SubgroupPlacement
 from holdfast.offload.state_dict import begin_state
 from holdfast.offload.streams import WorkStreams
@@ -209,6 +210,22 @@ def check_parameter(place: ParamSlot, device: torch.device | None) -> None:
         raise UsageError(f"{name} {problem}")
 
 
+def check_kernel(kernel: Kernel, group: Group, device: torch.device) -> None:
+    """Raise UsageError where torch cannot update parameters of this group on ``device``."""
+    ones = [torch.ones(1, device=device)]
+    states = {kind: [torch.zeros(1, device=device)] for kind in kernel.kinds(group)}
+    steps = [torch.ones((), device=device)] if kernel.counts_steps else []
+    given = Tensors(ones, [torch.zeros(1, device=device)], states, steps)
+    try:
+        kernel.update(settled([group])[0], given, is_first=True)
+    except NotImplementedError as error:
+        raise UsageError(
+            f"torch has no fused kernel of {type(kernel).__name__} for {device.type} "
+            f"({str(error).splitlines()[0]:.120}): give device_share=0.0, by which all is updated "
+            "on the host"
+        ) from error
+
+
 def mesh_problem(place: ParamSlot) -> str:
     """Explain why a parameter's gradient is laid out wrongly on its mesh; "" if it is correct."""
     parameter, gradient = place.parameter, place.parameter.grad
@@ -301,9 +318,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def note(places: Iterable[ParamSlot]) -> None:
     """Record that these parameters match their masters now."""
+    places = list(places)
+    large = [place for place in places if place.small is None]  # of others the values are recorded
+    for place, bits in zip(large, checksums(_flats(large)), strict=True):
+        place.bits = bits
     for place in places:
-        if place.small is None:  # else its flat buffer has the written values
-            place.bits = checksum(place.flat(place.local))
         place.seen = _seen(place)  # last: after an interrupt the old value stands
 
 
@@ -320,12 +339,15 @@ def changed(places: Iterable[ParamSlot]) -> set[ParamSlot]:
         else:
             large.append(place)
     before = [place.bits for place in large if place.bits is not None]
-    now = [checksum(place.flat(place.local)) for place in large]
-    same = are_same(before, now)
+    same = are_same(before, checksums(_flats(large)))
     result.update(place for place, is_same in zip(large, same, strict=True) if not is_same)
     for of, doubtful in small.items():
         result.update(of.changed(doubtful))
     return result
+
+
+def _flats(places: Iterable[ParamSlot]) -> list[torch.Tensor]:
+    return [place.flat(place.local) for place in places]
 
 
 def _seen(place: ParamSlot) -> tuple[int, ...]:

@@ -275,7 +275,9 @@ class Update:
         def copy() -> None:
             self._write(subgroup, source[subgroup.cut.start : subgroup.cut.stop])
 
-        return self.streams.parameters.run(copy, after=[begin])
+        mark = self.streams.parameters.run(copy, after=[begin])
+        buffer.copying["parameters"] = mark.wait
+        return mark
 
     def _write(self, subgroup: Subgroup, source: torch.Tensor) -> None:
         """Write the new parameters: ``source`` is all of a subgroup."""

@@ -19,6 +19,7 @@ import select
 import shutil
 import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -37,7 +38,11 @@ _KEYED = re.compile(r"(.*)\+([0-9a-f]{16})")
 _FRAME = struct.Struct("<8sQIQ")  # magic, sequence, length, xxh3 of sequence and payload
 _MAGIC = b"HFSLOT1\0"
 _NO_LIMIT_BYTES = 1 << 62
-_MADV_POPULATE_WRITE = 23
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
+_MPOL_PREFERRED, _MPOL_MF_MOVE = 1, 2
+#: Number of the system call ``mbind``, which the C library does not have, by machine.
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_NODES = 1024
 _POPULATE_STEP_BYTES = 64 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -256,8 +261,8 @@ class SlotFile:
         self.path = path
         self.capacity_bytes = size - IMAGE_START
         self.inode = os.fstat(descriptor).st_ino
-        self.pinned_for: object = None
-        """The device that its pages are pinned for; None: they are not."""
+        self.unpin: Callable[[], None] = _nothing
+        """Undoes what pinned its pages; called before they are unmapped."""
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
             self.map = mmap.mmap(descriptor, size, access=access)
@@ -326,19 +331,40 @@ class SlotFile:
             )
         return cls(path, descriptor, found.st_size, writable=writable)
 
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the mapping, with the records."""
+        return self.capacity_bytes + IMAGE_START
+
+    @property
+    def address(self) -> int:
+        """Return the address of the mapping."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
     def populate(self) -> None:
         """Map every page now, without holding the GIL, so that no copy waits for a page fault.
 
         This is an optimization: kernels before 5.14 refuse it, and map pages on first access.
         """
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        size = self.capacity_bytes + IMAGE_START
-        for start in range(0, size, _POPULATE_STEP_BYTES):
-            length = min(_POPULATE_STEP_BYTES, size - start)
-            if _libc.madvise(
-                ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-            ):
+        for start in range(0, self.size_bytes, _POPULATE_STEP_BYTES):
+            size = min(_POPULATE_STEP_BYTES, self.size_bytes - start)
+            if _advise(self.address + start, size, _MADV_POPULATE_WRITE):
                 return
+
+    def place(self, start: int, size_bytes: int, node: int) -> None:
+        """Map these pages now, on this NUMA node (-1: on any) and as large ones where the system
+        makes them.
+
+        All of it is an optimization that kernels may refuse.
+        """
+        address = self.address + start
+        _advise(address, size_bytes, _MADV_HUGEPAGE)
+        if _advise(address, size_bytes, _MADV_POPULATE_WRITE):
+            return
+        if node >= 0:
+            _move_to(node, address, size_bytes)
+        if not _advise(address, size_bytes, _MADV_COLLAPSE):
+            _advise(address, size_bytes, _MADV_POPULATE_WRITE)
 
     def touch_end(self) -> int:
         """Read the last byte: SIGBUS ends this process if the file was truncated meanwhile."""
@@ -378,11 +404,33 @@ class SlotFile:
 
     def close(self) -> None:
         """Unmap the memory as soon as no view of it is in use."""
+        self.unpin()
         try:
             self.image.release()
             self.map.close()
         except BufferError:
             return  # a reader still holds a view; the mapping is freed with the last view
+
+
+def _nothing() -> None:
+    """Unpin nothing: no page of the slot is pinned."""
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> int:
+    memory = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)
+    return int(_libc.madvise(*memory, advice))
+
+
+def _move_to(node: int, address: int, size_bytes: int) -> None:
+    """Move pages that this process alone has mapped to a NUMA node, as far as it has room."""
+    number = _MBIND.get(os.uname().machine)
+    if number is None or node >= _NODES:
+        return
+    mask = (ctypes.c_uint8 * (_NODES // 8))()
+    mask[node // 8] = 1 << node % 8
+    memory = ctypes.c_void_p(address), ctypes.c_ulong(size_bytes)
+    nodes = ctypes.byref(mask), ctypes.c_ulong(_NODES + 1)
+    _libc.syscall(number, *memory, _MPOL_PREFERRED, *nodes, _MPOL_MF_MOVE)
 
 
 def is_temporary(error: ArenaError) -> bool:

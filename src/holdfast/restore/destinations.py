@@ -230,12 +230,14 @@ class StreamCopies:
 
     def begin(self) -> None:
         for device in self._devices:
-            stream = devices.make_stream(device)
-            stream.wait_stream(devices.current_stream(device))
+            with devices.use_device(device):
+                stream = devices.make_stream(device)
+                stream.wait_stream(devices.current_stream(device))
             self._streams[device] = stream
 
     def memory(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(self._devices))
+        with devices.work_beside(self._devices):
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(self._devices))
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         if to.device not in self._streams:
@@ -258,7 +260,8 @@ class StreamCopies:
     def end(self) -> None:
         for device, stream in self._streams.items():
             stream.synchronize()  # raises the error of a failed copy
-            devices.current_stream(device).wait_stream(stream)
+            with devices.use_device(device):
+                devices.current_stream(device).wait_stream(stream)
 
 
 class DeviceTensor:

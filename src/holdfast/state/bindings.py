@@ -10,7 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.accelerator.devices import host_address, memory_key, streamed_devices
+from holdfast.accelerator.devices import (
+    host_address,
+    is_on_device,
+    memory_key,
+    streamed_devices,
+)
 from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import LeafEntry
@@ -93,6 +98,12 @@ class Bindings(list[Binding]):
             if one.local.is_cpu and one.local.is_contiguous() and one.local.numel()
         ]
         """Name, address and bytes of the lazy leaves on the host whose bytes lie together."""
+        there = [one for one in self.lazy if is_on_device(one.local) and _is_dense(one.local)]
+        self.sampled_on_devices = (
+            [one for one in there if isinstance(one.tensor, torch.nn.Parameter)],
+            [one for one in there if not isinstance(one.tensor, torch.nn.Parameter)],
+        )
+        """Parameters and other lazy leaves on devices that fill their memory, in any order."""
         self.size_bytes = sum(binding.local.nbytes for binding in self)
 
 
@@ -126,6 +137,12 @@ def signature(tensor: torch.Tensor) -> tuple[object, ...]:
     flags = local.is_conj(), local.is_neg(), local.device
     placed = getattr(tensor, "_spec", None)
     return memory_key(local), local.shape, local.stride(), local.dtype, flags, placed
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if the memory from the tensor's first element to its last is elements of it alone."""
+    ends = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and sum(ends) + 1 == tensor.numel()
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:

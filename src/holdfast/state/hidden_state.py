@@ -162,6 +162,7 @@ def _shape(shape: Any) -> str:
 _DEEPEST, _MOST, _MOST_IN_ONE = 5, 1000, 100
 _NOTHING_INSIDE = (nn.Module, torch.Tensor, LRScheduler, type)
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter})
+_PLAIN_KEYS = frozenset({int, float, bool, str, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 #: Attributes of an optimizer that hold tensors, thousands of them, and are not searched.
 _OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
@@ -210,12 +211,17 @@ class _Search:
             items = value.items() if kind is dict else enumerate(value)
             for key, item in list(islice(items, _MOST_IN_ONE)):
                 if type(item) not in _LEAVES:
-                    yield from self._at(f"{path}[{key!r:.40}]", item, depth + 1)
+                    yield from self._at(f"{path}[{_brief(key)}]", item, depth + 1)
         elif id(value) not in self._seen and hasattr(kind, "state_dict"):
             self._seen.add(id(value))
             if isinstance(value, Optimizer) and hasattr(value, "param_groups"):
                 yield Inner(path, value)
             yield from self.inside(path, value, depth)
+
+
+def _brief(key: Any) -> str:
+    """A key in words; of other than plain ones its type, as a tensor would be read to be shown."""
+    return f"{key!r:.40}" if type(key) in _PLAIN_KEYS else type(key).__name__
 
 
 def refuse_unstored(

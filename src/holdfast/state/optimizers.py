@@ -6,7 +6,7 @@ tensors keep their storage and only missing ones are made, so a restore reads st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
+from holdfast.state import graph_steps
 from holdfast.state.hidden_state import has_elements, refuse_state_of_emptied
 from holdfast.state.param_groups import IMPLEMENTATION
 from holdfast.state.step_calls import is_followed
@@ -29,7 +30,22 @@ def is_hooked(optimizer: Optimizer) -> bool:
     """True if the begin and the end of its steps are hooked: its tensors do not change between two
     steps.
     """
-    return is_followed(optimizer)
+    return is_followed(optimizer) and not has_replays(optimizer)
+
+
+def has_replays(optimizer: Optimizer) -> bool:
+    """True if replays of a graph that has its step are not fenced."""
+    return graph_steps.has_unfenced() and any(map(graph_steps.is_unfenced, unwrapped(optimizer)))
+
+
+def fence_replays(find: Callable[[], Mapping[str, Optimizer]]) -> None:
+    """Note that ``before_update`` is called before each replay that updates what the optimizers
+    found hold.
+    """
+    if graph_steps.has_unfenced():
+        for optimizer in find().values():
+            for each in unwrapped(optimizer):
+                graph_steps.note_fenced(each)
 
 
 def unwrapped(optimizer: Optimizer) -> list[Optimizer]:

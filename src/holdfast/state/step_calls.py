@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 )
 
 from holdfast.errors import CaptureOvertaken, UsageError
+from holdfast.state import graph_steps
 
 IN_A_STEP = "this thread is in the middle of an optimizer's step, and has to end that first"
 _LOOK_S = 0.001
@@ -48,7 +49,9 @@ class Listener(Protocol):
     """Implemented by objects that read a state which optimizers change."""
 
     def fence(self) -> None:
-        """Wait until an update may overwrite the state."""
+        """Wait until an update may overwrite the state; for nothing while it is captured into a
+        graph.
+        """
         ...
 
     def stepping(self, optimizer: Optimizer) -> None:
@@ -219,9 +222,13 @@ def _begin(call: StepCall) -> None:
     elif calls[-1].is_wrapped and calls[-1].optimizer is call.optimizer:
         return  # its own step, wrapped once more, or that of the class below
     calls.append(call)
+    is_captured = graph_steps.is_capturing(call.optimizer)
+    if is_captured:
+        graph_steps.note_captured(call.optimizer)
+        call.is_settled = True  # it updates nothing
     for each in tuple(listeners):
         each.fence()
-        if call.is_step:
+        if call.is_step and not is_captured:
             each.stepping(call.optimizer)
 
 

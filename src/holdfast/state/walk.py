@@ -16,6 +16,7 @@ import torch
 from holdfast.errors import UnsupportedState
 from holdfast.format import values as codec
 from holdfast.state import optimizers
+from holdfast.state.graph_steps import warn_of_replays
 from holdfast.state.identity import TensorNames, TensorOwner
 from holdfast.state.mapped.mapper import RuleMapper
 from holdfast.state.mapped.shards import declared
@@ -105,6 +106,8 @@ class Walk:
         parameters = objects.parameters(key)
         follow(optimizer)
         hooked = optimizers.is_hooked(optimizer)
+        if optimizers.has_replays(optimizer):
+            warn_of_replays(key, optimizer)
         changed = self._lazy if hooked else self._unhooked
         changed.update(id(p) for p in parameters.values())
         origins = objects.origins(key)

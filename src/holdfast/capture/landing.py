@@ -1,0 +1,169 @@
+"""Copies what landed in staging pieces on to its place and checksums it, on several threads.
+
+The thread that enqueues copies adds a job for each; up to four threads wait for its events, copy,
+and checksum the blocks while they are in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.capture import staging
+from holdfast.capture.copy_plan import Segment, copy_segment
+
+#: Threads that land the copies of one rank, at most.
+_MOST_THREADS = 4
+#: How long a thread waits for a piece before it looks for an error of another.
+_LOOK_S = 0.5
+
+
+@dataclass(slots=True)
+class LandingJob:
+    """What is done when the copies before these events are in host memory."""
+
+    segment: Segment
+    """The image data, and the copies into each block from the pieces; none: it landed in place."""
+    events: Sequence[torch.Event] = ()
+    pieces: list[torch.Tensor] = field(default_factory=list)
+    """Taken back once they were copied on."""
+    is_summed: bool = True
+    """False while other bytes of the segment are still missing."""
+
+
+class Landing:
+    """The jobs of one save, in the order in which copies were enqueued.
+
+    ``data`` is the memory that segments count from, at address ``base``. ``check`` is called before
+    each job and raises if the capture was cancelled.
+    """
+
+    def __init__(self, data: memoryview, base: int, check: Callable[[], None]) -> None:
+        self._data, self._base, self._check = data, base, check
+        self._changed = threading.Condition()
+        self._jobs: deque[LandingJob] = deque()
+        self._in_work = 0
+        self._threads = 0
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._sums: dict[int, tuple[int, list[int]]] = {}
+        """Start of a segment -> its end, and the checksums of its whole blocks."""
+        self._final_bytes = 0
+        self._taken: dict[int, torch.Tensor] = {}
+
+    def take_piece(self) -> torch.Tensor:
+        """Return a staging piece; while all are in use, do the jobs that give some back."""
+        while True:
+            piece = staging.pieces.take()
+            if piece is None and not self._work_one():
+                piece = staging.pieces.take(_LOOK_S)
+            self._raise_error()
+            if piece is not None:
+                self._taken[id(piece)] = piece
+                return piece
+            self._check()
+
+    def add(self, jobs: Iterable[LandingJob]) -> None:
+        """Have these jobs done, by more threads the more there are."""
+        self._raise_error()
+        with self._changed:
+            self._jobs.extend(jobs)
+            wanted = min(land_threads() - 1, len(self._jobs) - 1)
+            self._changed.notify_all()
+        while self._threads < wanted:
+            self._threads += 1
+            with suppress(RuntimeError):  # no thread can be started: this one does all of it
+                threading.Thread(target=self._help, name="holdfast-land", daemon=True).start()
+
+    def finish(self, done: Callable[[int], None] = lambda _: None) -> list[int]:
+        """Do the jobs so far; return the checksums of the summed segments' whole blocks, in order.
+
+        ``done`` is called on this thread with the offset up to which all data is final. Raises the
+        error of any thread.
+        """
+        while self._work_one():
+            done(self._final_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._in_work or self._jobs))
+        self._raise_error()
+        done(self._final_bytes)
+        return [one for start in sorted(self._sums) for one in self._sums[start][1]]
+
+    def stop(self, *, is_stuck: bool = False) -> None:
+        """Wait until no thread copies, and take back all pieces; no copy into them is in flight.
+
+        ``is_stuck``: the device no longer answers, and may still write to them.
+        """
+        with self._changed:
+            self._is_over = True
+            self._jobs.clear()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._in_work)
+            self._data, self._check = memoryview(b""), _nothing
+            left = list(self._taken.values())
+            self._taken.clear()
+        if is_stuck:
+            staging.pieces.abandon(left)
+        else:
+            staging.pieces.give_back(left)
+
+    def _help(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._is_over)
+                if self._is_over:
+                    return
+            self._work_one()
+
+    def _work_one(self) -> bool:
+        """Do one job; return False if there is none to do now."""
+        with self._changed:
+            if not self._jobs or self._error is not None:
+                return False
+            job = self._jobs.popleft()
+            self._in_work += 1
+        try:
+            self._do(job)
+        except BaseException as error:  # without this job the image is invalid
+            with self._changed:
+                self._error = self._error or error
+                self._jobs.clear()
+        finally:
+            with self._changed:
+                self._in_work -= 1
+                self._changed.notify_all()
+        return True
+
+    def _do(self, job: LandingJob) -> None:
+        for event in job.events:
+            event.synchronize()
+        self._check()
+        sums = copy_segment(job.segment, self._data, self._base, is_summed=job.is_summed)
+        with self._changed:
+            for piece in job.pieces:
+                del self._taken[id(piece)]
+            if job.is_summed:
+                self._sums[job.segment.start] = job.segment.stop, sums
+                while self._final_bytes in self._sums:
+                    self._final_bytes = self._sums[self._final_bytes][0]
+        staging.pieces.give_back(job.pieces)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def land_threads() -> int:
+    """Return the number of threads that land copies: this rank's share of the cores, at most 4."""
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _nothing() -> None:
+    """Check nothing: there is no job any more."""

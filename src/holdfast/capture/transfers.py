@@ -1,0 +1,247 @@
+"""Plans the transfers from devices to one image: in few copies, whatever the tensors are.
+
+An image is divided into groups of 64 MiB, each of four segments. A large tensor is copied in parts
+cut at the borders of groups. Tensors that do not lie as they are stored are gathered on the device,
+a bounded part at a time. Small tensors of a segment are gathered together and scattered on the
+host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from holdfast.capture import staging
+from holdfast.capture.copy_plan import SMALL_BYTES, CopyPlan, Segment, SegmentCopy, TensorCopy
+from holdfast.capture.staging import PIECE_BYTES
+from holdfast.format.checksum import BLOCK_BYTES, block_count
+
+#: Bytes of a group, which one copy can fill: larger copies would be no faster.
+GROUP_BYTES = 4 * PIECE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A range of the image's data that is copied from one device at once."""
+
+    offset: int
+    size_bytes: int
+    source: torch.Tensor
+    """The bytes of a tensor; or, to be gathered, elements of at most ``PIECE_BYTES``."""
+    begin: int
+    """Bytes of the source before the range."""
+    is_gathered: bool
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.size_bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    def within(self, start: int, stop: int) -> Transfer | None:
+        """Return the part of it between two offsets of the data; None if there is none."""
+        first, last = max(start, self.offset), min(stop, self.stop)
+        if first >= last:
+            return None
+        if (first, last) == (self.offset, self.stop):
+            return self
+        begin = self.begin + first - self.offset
+        return replace(self, offset=first, size_bytes=last - first, begin=begin)
+
+    def enqueue(self, into: torch.Tensor) -> None:
+        """Enqueue the copy to ``into``, bytes on the host, on the device's current stream."""
+        if not self.is_gathered:
+            part = self.source[self.begin : self.begin + self.size_bytes]
+            into.copy_(part, non_blocking=True)
+            return
+        with staging.gathered.lock:
+            buffer = staging.gathered.of(self.device)
+            size = self.source.numel() * self.source.element_size()
+            buffer[:size].view(self.source.dtype).view(self.source.shape).copy_(self.source)
+            part = buffer[self.begin : self.begin + self.size_bytes]
+            into.copy_(part, non_blocking=True)
+
+
+def transfers_of(copy: TensorCopy) -> Iterator[Transfer]:
+    """Yield the transfers that together are all bytes of a tensor, by offset."""
+    source = copy.source.detach()
+    if is_in_a_row(source):
+        flat = source.view(-1).view(torch.uint8)
+        yield Transfer(copy.offset, copy.size_bytes, flat, 0, is_gathered=False)
+        return
+    offset = copy.offset
+    for part in parts_of(source, PIECE_BYTES):
+        size = part.numel() * part.element_size()
+        yield Transfer(offset, size, part, 0, is_gathered=True)
+        offset += size
+
+
+def is_in_a_row(source: torch.Tensor) -> bool:
+    """Return True if the tensor's bytes in memory are its elements in order."""
+    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
+def parts_of(source: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield small views of ``source`` that together are all its elements in order."""
+    size = source.numel() * source.element_size()
+    if size <= most_bytes or not source.ndim:
+        yield source
+        return
+    row = size // source.shape[0]
+    if row > most_bytes:
+        for inner in source:
+            yield from parts_of(inner, most_bytes)
+        return
+    yield from source.split(max(1, most_bytes // row))
+
+
+class SmallTensors:
+    """Small tensors of one device within a segment, gathered there into one range of bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copies: list[TensorCopy] = []
+        self._buffer: torch.Tensor | None = None
+        self._calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the gathered range."""
+        return self._places[1]
+
+    def enqueue(self, into: torch.Tensor) -> None:
+        """Enqueue the gathering and its copy to ``into``, on the device's current stream."""
+        with staging.gathered.lock:
+            buffer = staging.gathered.of(self.device)
+            if self._buffer is not buffer:
+                self._buffer, self._calls = buffer, self._plan(buffer)
+            for places, sources in self._calls:
+                torch._foreach_copy_(places, sources)
+            into.copy_(buffer[: self.size_bytes], non_blocking=True)
+
+    def moves(self, address: int) -> Iterator[SegmentCopy]:
+        """Yield the copies from the gathered range at ``address`` to the image's data."""
+        for copy, place in zip(self.copies, self._places[0], strict=True):
+            yield SegmentCopy(copy.offset, address + place, copy.size_bytes)
+
+    @cached_property
+    def _places(self) -> tuple[list[int], int]:
+        places, end = [], 0
+        for copy in self.copies:
+            places.append(_aligned(end, copy.source.element_size()))
+            end = places[-1] + copy.size_bytes
+        return places, end
+
+    def _plan(self, buffer: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Return the calls that gather: one for all alike, since torch batches no others."""
+        alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for number, (copy, at) in enumerate(zip(self.copies, self._places[0], strict=True)):
+            source = copy.source.detach()
+            place = buffer[at : at + copy.size_bytes].view(source.dtype).view(source.shape)
+            key = source.dtype if is_in_a_row(source) else number
+            places, sources = alike.setdefault(key, ([], []))
+            places.append(place)
+            sources.append(source)
+        return list(alike.values())
+
+
+@dataclass(slots=True)
+class TransferSegment:
+    """A part of the image's data in whole blocks (the last may end within one)."""
+
+    start: int
+    stop: int
+    small: list[SmallTensors] = field(default_factory=list)
+    small_bytes: int = 0
+    """Bytes of all gathered ranges, each aligned."""
+    is_partly_host: bool = False
+    """True if other bytes of it are copied by the host."""
+
+
+@dataclass(slots=True)
+class TransferGroup:
+    """Up to four segments, and the transfers to them, cut at the group's borders."""
+
+    segments: list[TransferSegment]
+    transfers: list[Transfer] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        return self.segments[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.segments[-1].stop
+
+
+def plan_transfers(plan: CopyPlan, devices: Collection[torch.device]) -> list[TransferGroup]:
+    """Return the transfers from ``devices``, planned once for a plan."""
+    wanted = frozenset(devices)
+    if plan.transfers is None or plan.transfers[0] != wanted:
+        plan.transfers = wanted, _plan_groups(plan.copies, plan.image.tensor_bytes, wanted)
+    return plan.transfers[1]
+
+
+def _plan_groups(
+    copies: Sequence[TensorCopy], data_bytes: int, devices: Collection[torch.device]
+) -> list[TransferGroup]:
+    segments = [
+        TransferSegment(start, min(start + PIECE_BYTES, data_bytes))
+        for start in range(0, data_bytes, PIECE_BYTES)
+    ]
+    per_group = GROUP_BYTES // PIECE_BYTES
+    groups = [
+        TransferGroup(segments[first : first + per_group])
+        for first in range(0, len(segments), per_group)
+    ]
+    for copy in copies:
+        if not copy.size_bytes:
+            continue
+        first, last = copy.offset // PIECE_BYTES, (copy.offset + copy.size_bytes - 1) // PIECE_BYTES
+        if copy.source.device not in devices:
+            for segment in segments[first : last + 1]:
+                segment.is_partly_host = True
+        elif not (first == last and _add_small(segments[first], copy)):
+            for transfer in transfers_of(copy):
+                for group in groups[first // per_group : last // per_group + 1]:
+                    part = transfer.within(group.start, group.stop)
+                    if part is not None:
+                        group.transfers.append(part)
+    return groups
+
+
+def _add_small(segment: TransferSegment, copy: TensorCopy) -> bool:
+    """Gather ``copy`` with others of its segment; False if it is large, or they have no room."""
+    most_bytes = _aligned(copy.size_bytes, 16) + 16
+    if copy.size_bytes >= SMALL_BYTES or segment.small_bytes + most_bytes > PIECE_BYTES:
+        return False
+    device = copy.source.device
+    found = next((one for one in segment.small if one.device == device), None)
+    if found is None:
+        found = SmallTensors(device)
+        segment.small.append(found)
+    found.copies.append(copy)
+    segment.small_bytes += most_bytes
+    return True
+
+
+def make_segment(start: int, stop: int, moves: Iterable[SegmentCopy]) -> Segment:
+    """Return the segment with these copies, each split at every block."""
+    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(stop - start))]
+    for move in moves:
+        at, end = move.offset, move.offset + move.size_bytes
+        while at < end:
+            number = (at - start) // BLOCK_BYTES
+            until = min(end, start + (number + 1) * BLOCK_BYTES)
+            cut[number].append(SegmentCopy(at, move.address + at - move.offset, until - at))
+            at = until
+    return Segment(start, stop, tuple(map(tuple, cut)))
+
+
+def _aligned(size_bytes: int, unit: int) -> int:
+    return -(-size_bytes // unit) * unit

@@ -1,0 +1,182 @@
+"""Maps the host memory of an optimizer's state: pinned for a device, or lying in a file.
+
+With a file, every part is either in the process's own memory or a mapping of the file, which holds
+the true values: a reader sees the same bytes either way, and a write takes effect either way. So
+tensors over it behave as any others, at any time; bringing a part to memory first only makes it
+fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+import torch
+
+from holdfast.accelerator.devices import (
+    explain,
+    host_address,
+    register,
+    relax_capture,
+    unregister,
+)
+from holdfast.events import Warned, emit
+from holdfast.storage.direct import Scratch
+
+PAGE_BYTES = mmap.PAGESIZE
+#: Parts begin and end at multiples of this.
+PAGE_ELEMENTS = PAGE_BYTES // 4
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_FIXED = 0x10
+_MAY_MOVE, _MOVE_FIXED = 1, 2
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    size, flag = ctypes.c_size_t, ctypes.c_int
+    library.mmap.restype = library.mremap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, size, flag, flag, flag, ctypes.c_long]
+    library.mremap.argtypes = [ctypes.c_void_p, size, size, flag, ctypes.c_void_p]
+    library.munmap.argtypes = [ctypes.c_void_p, size]
+    library.madvise.argtypes = [ctypes.c_void_p, size, flag]
+    return library
+
+
+_LIBC = _libc()
+
+
+class PagedMemory:
+    """``elements`` of FP32, zeros at first; all of it lies in a file in ``directory``."""
+
+    def __init__(self, directory: str, elements: int) -> None:
+        self.size_bytes = -(-4 * elements // PAGE_BYTES) * PAGE_BYTES
+        self._scratch = Scratch(directory, self.size_bytes, "an optimizer's state")
+        weakref.finalize(self, self._scratch.close).atexit = False
+        # The tensor owns the mapping, which ends with the last view of it.
+        mapping = mmap.mmap(self._scratch.descriptor, self.size_bytes)
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(mapping, dtype=torch.float32, count=elements)
+        self._address = host_address(self.tensor)
+        self._here: set[int] = set()
+
+    def is_here(self, start: int) -> bool:
+        """Return whether the part that begins with this element is in memory."""
+        return start in self._here
+
+    def part_bytes(self, start: int, stop: int) -> int:
+        """Return the bytes of memory that these elements need."""
+        begin, end = self._range(start, stop)
+        return end - begin
+
+    def bring(self, start: int, stop: int) -> None:
+        """Read these elements into memory. StorageError where they cannot be read."""
+        if start in self._here:
+            return
+        begin, end = self._range(start, stop)
+        spare = _anonymous(end - begin)
+        try:
+            self._scratch.read(begin, _bytes_at(spare, end - begin))
+        except BaseException:
+            _LIBC.munmap(spare, end - begin)
+            raise
+        # Atomically, and with the same bytes: a concurrent reader sees no difference.
+        flags = _MAY_MOVE | _MOVE_FIXED
+        _check(_LIBC.mremap(spare, end - begin, end - begin, flags, self._address + begin))
+        self._here.add(start)
+
+    def put(self, start: int, stop: int) -> None:
+        """Write these elements to the file, and free their memory."""
+        if start not in self._here:
+            return
+        begin, end = self._range(start, stop)
+        self._scratch.write(begin, _bytes_at(self._address + begin, end - begin))
+        flags = mmap.MAP_SHARED | _FIXED
+        where, descriptor = self._address + begin, self._scratch.descriptor
+        _check(_LIBC.mmap(where, end - begin, _READ_WRITE, flags, descriptor, begin))
+        self._here.discard(start)
+
+    def _range(self, start: int, stop: int) -> tuple[int, int]:
+        assert start % PAGE_ELEMENTS == 0, "a page has one owner"
+        return 4 * start, min(-(-4 * stop // PAGE_BYTES) * PAGE_BYTES, self.size_bytes)
+
+
+def _anonymous(size_bytes: int) -> int:
+    """Map private anonymous memory, in huge pages where available."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    where = _check(_LIBC.mmap(None, size_bytes, _READ_WRITE, flags, -1, 0))
+    _LIBC.madvise(where, size_bytes, mmap.MADV_HUGEPAGE)
+    return where
+
+
+def _bytes_at(address: int, size_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def _check(result: int | None) -> int:
+    if result is None or result == _FAILED:
+        code = ctypes.get_errno()
+        raise MemoryError(f"the system has no memory for an optimizer's state: {os.strerror(code)}")
+    return result
+
+
+# Maps memory that a device copies by itself.
+
+
+#: Blocks until a copy is done.
+Wait = Callable[[], None]
+
+
+def pinned(
+    elements: int, dtype: torch.dtype, device: torch.device, copies: Collection[Wait]
+) -> torch.Tensor:
+    """Return zeros on pages of their own, pinned for ``device`` where its driver can.
+
+    A forked child does not have them: it would get a copy of all pinned pages at once. ``copies``:
+    waited for before the memory is freed, which is with the last view of the tensor.
+    """
+    size_bytes = -(-elements * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+    address = _anonymous(size_bytes)
+    owner = (ctypes.c_char * size_bytes).from_address(address)
+    with torch.inference_mode(False):  # it is updated later, outside of inference mode
+        made = torch.frombuffer(owner, dtype=dtype, count=elements)
+    # By the driver itself: torch's own pinned memory comes in powers of two.
+    status = register(address, size_bytes, device)
+    if not status:
+        _LIBC.madvise(address, size_bytes, mmap.MADV_DONTFORK)
+    else:
+        emit(
+            Warned(
+                message=f"{size_bytes >> 20} MiB of an optimizer's state could not be pinned for "
+                f"{device} ({explain(status)}): copies to and from it will be slow. Where the "
+                "driver lacks memory, more of it on this host helps, or fewer parameters per "
+                "process."
+            )
+        )
+    there = None if status else device
+    weakref.finalize(owner, _unmap, address, size_bytes, there, os.getpid(), copies).atexit = False
+    return made
+
+
+def _unmap(
+    address: int,
+    size_bytes: int,
+    device: torch.device | None,
+    owner: int,
+    copies: Collection[Wait],
+) -> None:
+    """Free memory, unless a forked child does: other memory may be there in it."""
+    if os.getpid() != owner:
+        return
+    if device is not None:
+        with relax_capture(device):
+            for wait in list(copies):
+                with suppress(Exception):  # of a broken device, which copies nothing more
+                    wait()
+            unregister(address, device)
+    _LIBC.munmap(address, size_bytes)

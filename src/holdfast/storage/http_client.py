@@ -1,0 +1,182 @@
+"""Sends single HTTP requests over kept connections, with no thread and no memory of its own.
+
+A process that is forked has no connection of its parent's, so both may go on: the libraries with a
+runtime of threads hang in such a child. Bodies are sent from where they lie, and answers are read
+into the caller's memory.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from holdfast.storage.signing import Body
+
+CONNECT_S = 10.0
+#: An answer, or a piece of one, is waited for so long.
+ANSWER_S = 60.0
+#: Larger answers to anything but a read of a range are none of a store's.
+MAX_ANSWER_BYTES = 64 << 20
+_IDLE = 16
+
+
+class NoAnswer(Exception):
+    """The request may have had its effect or not: no answer came. ``is_sent``: False where it
+    certainly had none, because no connection was made.
+    """
+
+    def __init__(self, reason: str, *, is_sent: bool) -> None:
+        super().__init__(reason)
+        self.is_sent = is_sent
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said. ``size_bytes``: how much of a body was read into the caller's memory."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An address. ``is_secure``: by TLS."""
+
+    host: str
+    port: int
+    is_secure: bool
+
+    @property
+    def name(self) -> str:
+        """The host as a request names it: with the port unless that is the usual one."""
+        usual = 443 if self.is_secure else 80
+        return self.host if self.port == usual else f"{self.host}:{self.port}"
+
+
+class Connections:
+    """Connections to one server. Safe from several threads; a forked child begins with none."""
+
+    def __init__(self, server: Server, *, answer_s: float = ANSWER_S) -> None:
+        self.server = server
+        self._answer_s = answer_s
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._process = os.getpid()
+        weakref.finalize(self, _close_all, self._idle)
+
+    def send(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: Body = (),
+        into: memoryview | None = None,
+    ) -> Answer:
+        """Sends one request, once, and returns the answer. NoAnswer when none comes.
+
+        ``into``: takes the body of a 200 or 206 that is not longer than this memory.
+        """
+        connection = self._acquire()
+        try:
+            answer, is_reusable = _exchange(connection, method, target, headers, body, into)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            connection.close()
+            raise NoAnswer(_reason(error), is_sent=True) from error
+        except BaseException:
+            connection.close()
+            raise
+        if is_reusable:
+            self._release(connection)
+        else:
+            connection.close()
+        return answer
+
+    def _acquire(self) -> http.client.HTTPConnection:
+        if self._process != os.getpid():  # of the parent: it uses them, and may hold the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
+            _close_all(self._idle)  # here alone: nothing is sent
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        connection = self._new()
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise NoAnswer(_reason(error), is_sent=False) from error
+        assert connection.sock is not None
+        connection.sock.settimeout(self._answer_s)
+        return connection
+
+    def _new(self) -> http.client.HTTPConnection:
+        server = self.server
+        if server.is_secure:
+            return http.client.HTTPSConnection(
+                server.host, server.port, timeout=CONNECT_S, context=_tls()
+            )
+        return http.client.HTTPConnection(server.host, server.port, timeout=CONNECT_S)
+
+    def _release(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if len(self._idle) < _IDLE:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _close_all(connections: list[http.client.HTTPConnection]) -> None:
+    while connections:
+        connections.pop().close()
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _exchange(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+    body: Body,
+    into: memoryview | None,
+) -> tuple[Answer, bool]:
+    connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    is_whole = True
+    try:
+        for piece in body:
+            connection.send(piece)
+    except OSError:  # a server that refuses at once closes before it has read all of it
+        is_whole = False
+    response = connection.getresponse()
+    found = {name.lower(): value for name, value in response.getheaders()}
+    size_bytes, data = 0, b""
+    if into is not None and response.status in (200, 206) and (response.length or 0) <= len(into):
+        while size_bytes < len(into) and (count := response.readinto(into[size_bytes:])):
+            size_bytes += count
+        if response.length:  # cut off in the middle
+            raise http.client.IncompleteRead(b"", response.length)
+    elif into is None or response.status not in (200, 206):
+        data = response.read(MAX_ANSWER_BYTES + 1)
+        if len(data) > MAX_ANSWER_BYTES:
+            raise http.client.HTTPException("an answer longer than any of a store")
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+    is_reusable = is_whole and response.isclosed() and not response.will_close
+    return Answer(response.status, found, data, size_bytes), is_reusable

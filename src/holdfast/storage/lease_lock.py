@@ -1,0 +1,264 @@
+"""Locks a name in a bucket by a lease: an object with owner and nonce, renewed by compare-and-swap.
+
+A lease is taken over only when it did not change for ``take_over_s`` on the taker's own monotonic
+clock, or when its process is known to be dead; its owner stops by its own clock well before. No
+clock of another machine is compared. See docs/design/0017-buckets.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+
+from holdfast.errors import RootBusy, StorageError
+from holdfast.events import Warned, emit
+from holdfast.storage.base import root_busy
+from holdfast.storage.s3 import S3Bucket
+
+ONE_WRITER = "HOLDFAST_BUCKET_ONE_WRITER"
+_MAX_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """Seconds. A holder changes nothing ``stop_s`` after it last began a renewal that succeeded;
+    what is left of ``take_over_s`` is for a request that it had begun.
+    """
+
+    renew_s: float = 10.0
+    stop_s: float = 30.0
+    take_over_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        assert self.renew_s < self.stop_s < self.take_over_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a lease object says. An empty nonce: it is free."""
+
+    owner: str = ""
+    nonce: str = ""
+    process: str = ""
+    beat: int = 0
+
+    def data(self) -> bytes:
+        return json.dumps(
+            {"owner": self.owner, "nonce": self.nonce, "process": self.process, "beat": self.beat}
+        ).encode()
+
+
+def _parsed(data: bytes) -> _Written:
+    try:
+        found = json.loads(data[:_MAX_BYTES])
+        owner, nonce, process = (str(found.get(key, "")) for key in ("owner", "nonce", "process"))
+        return _Written(owner, nonce, process, int(found.get("beat", 0)))
+    except (ValueError, AttributeError, TypeError):
+        return _Written("somebody whose lease cannot be read", "?")
+
+
+class ObjectLease:
+    """A lease that is held until ``release``, or lost. A forked child does not have it."""
+
+    def __init__(
+        self, bucket: S3Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
+        times: LeaseTimes,
+    ) -> None:  # fmt: skip
+        self._bucket, self.key, self.name = bucket, key, name
+        self._said, self._etag, self._renewed_s = said, etag, begun_s
+        self._times = times
+        self._process = os.getpid()
+        self._ended = threading.Event()
+        self._turn = threading.Lock()
+        self._taken_by: str | None = None
+        arguments = weakref.ref(self), self._ended, times.renew_s
+        self._thread = threading.Thread(
+            target=_keep_renewing, args=arguments, name="holdfast-root-lease", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def nonce(self) -> str:
+        """Tells this holding from every other."""
+        return self._said.nonce
+
+    @property
+    def is_held(self) -> bool:
+        """False once it was released, and in a forked child."""
+        return not self._ended.is_set() and self._process == os.getpid()
+
+    def require_held(self) -> None:
+        """Raises RootBusy when another has the lease, StorageError when it could not be renewed."""
+        if not self.is_held:
+            return
+        if self._taken_by is not None:
+            raise root_busy(self.name, self._bucket.url, self._taken_by)
+        quiet_s = time.monotonic() - self._renewed_s
+        if quiet_s > self._times.stop_s:
+            raise StorageError(
+                f"the lease {self.name!r} of {self._bucket.url} could not be renewed for "
+                f"{quiet_s:.0f} s, so nothing is changed there: another may take it over. It is "
+                "tried again; look whether this process was stopped, or its server is out of "
+                "reach.",
+                operation="lease",
+                path=self.name,
+                url=self._bucket.url,
+                errno=0,
+            )
+
+    def renew(self) -> None:
+        """Renews the lease by compare-and-swap; never raises."""
+        with self._turn:
+            if not self.is_held or self._taken_by is not None:
+                return
+            begun_s = time.monotonic()
+            said = _Written(
+                self._said.owner, self._said.nonce, self._said.process, self._said.beat + 1
+            )
+            try:
+                outcome = self._bucket.put(self.key, [said.data()], if_match=self._etag)
+                if outcome.is_done:
+                    self._said, self._etag = said, outcome.header("etag")
+                    self._renewed_s = begun_s
+                elif outcome.status == 412:
+                    self._look(begun_s)
+            except StorageError:  # tried again; require_held tells when it was too long
+                return
+
+    def _look(self, begun_s: float) -> None:
+        """Finds out whether a renewal whose answer was lost had its effect, or another took it."""
+        found = self._bucket.get(self.key)
+        if not found.is_done:
+            return
+        there = _parsed(found.body)
+        if there.nonce == self._said.nonce:
+            self._said, self._etag, self._renewed_s = there, found.header("etag"), begun_s
+        else:
+            self._taken_by = there.owner or "nobody any more"
+            emit(
+                Warned(
+                    message=f"the lease {self.name!r} of {self._bucket.url} was taken over by "
+                    f"{self._taken_by}: this process writes nothing there any more"
+                )
+            )
+
+    def release(self) -> None:
+        if self._ended.is_set():
+            return
+        if self._process != os.getpid():
+            self._ended = threading.Event()
+            self._ended.set()
+            return
+        self._ended.set()
+        with self._turn:
+            if self._taken_by is None:
+                with contextlib.suppress(StorageError):  # it ends by itself
+                    self._bucket.put(self.key, [_Written().data()], if_match=self._etag)
+        if self._thread is not threading.current_thread():
+            self._thread.join(self._times.renew_s)
+
+    def __enter__(self) -> ObjectLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @staticmethod
+    def signed_by(bucket: S3Bucket, key: str) -> str:
+        """Returns the owner that an object of a lease names, "" when it is free."""
+        found = bucket.get(key)
+        return _parsed(found.body).owner if found.is_done else ""
+
+
+def _keep_renewing(
+    to_lease: weakref.ref[ObjectLease], ended: threading.Event, renew_s: float
+) -> None:
+    while not ended.wait(renew_s):
+        lease = to_lease()
+        if lease is None:
+            return
+        lease.renew()
+        del lease
+
+
+def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTimes) -> ObjectLease:
+    """Takes the lease; RootBusy when another renews it.
+
+    ``bucket`` is used for renewals too: its patience must end well before ``stop_s``. Where another
+    has the lease, that is watched for as long as a take-over needs.
+    """
+    said = _Written(owner, secrets.token_hex(16), process_name())
+    watched, since_s, begun_s = "", time.monotonic(), time.monotonic()
+    outcome = bucket.put(key, [said.data()], if_none=True)
+    while True:
+        if outcome.is_done:
+            return ObjectLease(bucket, key, name, said, outcome.header("etag"), begun_s, times)
+        if outcome.status not in (0, 412):
+            bucket.require(outcome, "lock", name)
+        found = bucket.get(key)
+        bucket.require(found, "lock", name)
+        there, etag = _parsed(found.body), found.header("etag")
+        if there.nonce == said.nonce:  # the answer to our own request was lost
+            return ObjectLease(bucket, key, name, said, etag, begun_s, times)
+        if watched and there.nonce and etag != watched:
+            raise _busy(name, bucket.url, there.owner)
+        if not watched:
+            watched, since_s = etag, time.monotonic()
+        is_over = time.monotonic() - since_s >= times.take_over_s
+        if not there.nonce or is_over or is_dead(there.process):
+            watched, begun_s = "", time.monotonic()
+            outcome = bucket.put(key, [said.data()], if_match=etag)
+        else:
+            time.sleep(min(1.0, times.renew_s / 4))
+
+
+def force_lease(bucket: S3Bucket, key: str) -> None:
+    """Frees a lease whose holder is known to be gone: a person says so."""
+    bucket.require(bucket.put(key, [_Written().data()]), "unlock", key)
+
+
+def _busy(name: str, url: str, owner: str) -> RootBusy:
+    error = root_busy(name, url, owner)
+    return RootBusy(f"{error} It was renewed a moment ago.", **error.fields)
+
+
+def process_name() -> str:
+    """Returns a name of this process that no other has: boot, process namespace, number, start."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        return f"{boot}/{namespace}/{os.getpid()}/{_started(os.getpid())}"
+    except OSError:
+        return ""
+
+
+def is_dead(process: str) -> bool:
+    """True if this process is known to have ended: it was of this machine, and is not there."""
+    mine, parts = process_name().split("/"), process.split("/")
+    if len(parts) != 4 or parts[:2] != mine[:2] or not parts[2].isdecimal():
+        return False
+    try:
+        return _started(int(parts[2])) != parts[3]
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _started(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return "ended" if fields[0] in "ZX" else fields[19]

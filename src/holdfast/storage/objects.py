@@ -1,0 +1,328 @@
+"""Uses a bucket as a store: a name appears whole by one conditional request, or it does not exist.
+
+A request whose outcome is not known is read back and compared byte for byte: the same is success,
+another content means that the name is taken, and where there is none the outcome stays unknown.
+See docs/invariants.md (1, 3) and docs/design/0017-buckets.md.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+from holdfast.errors import NotFound, StorageError, UsageError
+from holdfast.storage.base import (
+    ImageSink,
+    Lock,
+    already_published,
+    check_path,
+    check_prefix,
+    check_range,
+    flat,
+    short_read,
+)
+from holdfast.storage.files import ROOT_FILE
+from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, take_lease
+from holdfast.storage.probe import Kept, require_conditions
+from holdfast.storage.removals import Removals
+from holdfast.storage.s3 import Outcome, S3Bucket
+from holdfast.storage.uploads import PART_BYTES, UploadSink, part_bytes
+from holdfast.storage.wrap import Patience
+
+#: A larger range is read by several requests at once.
+_PIECE_BYTES = 16 << 20
+_READERS = 4
+#: A signed request that is older is refused by the server; nothing of ours can land after that.
+SETTLE_S = 960.0
+
+
+class ObjectStore:
+    """The objects of ``bucket`` below ``prefix``. Safe from several threads and in forked children.
+
+    Names that begin with a dot are the store's own: its locks, and what it probes a server with.
+    """
+
+    settle_s = SETTLE_S
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        patience: Patience | None = None,
+        answer_s: float = 60.0,
+        least_part_bytes: int = PART_BYTES,
+        lease: LeaseTimes | None = None,
+    ) -> None:
+        self._url = f"s3://{bucket}" + (f"/{prefix}" if prefix else "")
+        self._below = f"{prefix}/" if prefix else ""
+        self._bucket = S3Bucket(bucket, self._url, patience=patience, answer_s=answer_s)
+        self._part_bytes = least_part_bytes
+        self._lease_times = lease or LeaseTimes()
+        self._lock = threading.Lock()
+        self._no_files: set[str] = set()
+        """Names above others that are known to be no objects."""
+        self._kept: Kept | None = None
+        self._held: list[ObjectLease] = []
+        self._removals = Removals(self._bucket, self._below)
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._url!r})"
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def bucket(self) -> S3Bucket:
+        """The bucket, and what was sent to it."""
+        return self._bucket
+
+    def identity(self) -> str:
+        outcome = self._found(self._bucket.head(self._below + ROOT_FILE), ROOT_FILE)
+        made = outcome.header("last-modified")
+        return f"bucket {self._bucket.name} {self._below or '/'} {made}"
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        check_range(path, offset_bytes, size_bytes or 0)
+        key = self._key(path)
+        if size_bytes == 0:
+            have = self.size_bytes(path)
+            if offset_bytes > have:
+                raise short_read(path, self.url, offset_bytes, 0, have)
+            return b""
+        last = None if size_bytes is None else offset_bytes + size_bytes - 1
+        outcome = self._bucket.get(key, offset_bytes, last)
+        if outcome.status == 416:
+            return self._read_past_end(path, offset_bytes, size_bytes)
+        data = self._found(outcome, path).body
+        self._require_range(outcome, path, offset_bytes, last is not None or offset_bytes > 0)
+        if size_bytes is not None and len(data) < size_bytes:
+            raise short_read(path, self.url, offset_bytes, size_bytes, offset_bytes + len(data))
+        return data
+
+    def _read_past_end(self, path: str, offset_bytes: int, size_bytes: int | None) -> bytes:
+        have = self.size_bytes(path)
+        if size_bytes is None and offset_bytes == have:
+            return b""
+        raise short_read(path, self.url, offset_bytes, size_bytes or 0, have)
+
+    def _require_range(self, outcome: Outcome, path: str, offset: int, is_range: bool) -> None:
+        starts = outcome.header("content-range").removeprefix("bytes ").partition("-")[0]
+        if is_range and (outcome.status != 206 or starts != str(offset)):
+            raise StorageError(
+                f"read of {path} in {self.url} failed: the server ignores ranges. A root needs "
+                "one that keeps them.",
+                operation="read",
+                path=path,
+                url=self.url,
+            )
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        check_range(path, offset_bytes, buffer.nbytes)
+        into, key = flat(buffer), self._key(path)
+        if not into:
+            self.read(path, offset_bytes, 0)
+            return
+        starts = range(0, len(into), _PIECE_BYTES)
+        if len(starts) == 1:
+            self._fill(path, key, offset_bytes, into)
+            return
+        with ThreadPoolExecutor(min(_READERS, len(starts))) as pool:
+            pieces = [
+                pool.submit(
+                    self._fill, path, key, offset_bytes + start, into[start : start + _PIECE_BYTES]
+                )
+                for start in starts
+            ]
+            for piece in pieces:
+                piece.result()
+
+    def _fill(self, path: str, key: str, offset_bytes: int, into: memoryview) -> None:
+        outcome = self._bucket.get(key, offset_bytes, offset_bytes + len(into) - 1, into)
+        if outcome.status == 416:
+            raise short_read(path, self.url, offset_bytes, len(into), self.size_bytes(path))
+        self._found(outcome, path)
+        self._require_range(outcome, path, offset_bytes, True)
+        if outcome.size_bytes < len(into):
+            have = offset_bytes + outcome.size_bytes
+            raise short_read(path, self.url, offset_bytes, len(into), have)
+
+    def size_bytes(self, path: str) -> int:
+        return int(self._found(self._bucket.head(self._key(path)), path).header("content-length"))
+
+    def exists(self, path: str) -> bool:
+        outcome = self._bucket.head(self._key(path))
+        if outcome.status != 404:
+            self._bucket.require(outcome, "look-up", path)
+        return outcome.is_done
+
+    def list(self, prefix: str) -> list[str]:
+        below = self._prefix(prefix)
+        found = set(self._bucket.names(below))
+        # An image that was begun and never finished is in no list of objects.
+        for upload in self._bucket.uploads(below):
+            found.add(upload.key[len(below) :].partition("/")[0])
+        return sorted(name for name in found if name and not name.startswith("."))
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        key = self._key(path)
+        self._may_change()
+        self._require_room(path)
+        outcome = self._bucket.put(key, [data], if_none=not replace)
+        if outcome.is_done:
+            return
+        if outcome.status == 412 and outcome.is_first_try:
+            raise already_published(path, self.url)
+        if outcome.status and outcome.status != 412:
+            raise self._bucket.failure(outcome, "publish", path)
+        self._settle(outcome, path, data)
+
+    def _settle(self, outcome: Outcome, path: str, data: bytes) -> None:
+        """Finds out by reading back what came of a request that may have had its effect."""
+        found = self._bucket.get(self._key(path))
+        if found.is_done and found.body == data:
+            return
+        if found.is_done:
+            raise already_published(path, self.url)
+        error = self._bucket.failure(outcome, "publish", path)
+        if found.status == 404:
+            raise StorageError(
+                f"{error} Whether it was published is not known: it is not there now, and may be "
+                "later.",
+                **error.fields,
+            )
+        raise error
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        check_range(path, 0, size_bytes)
+        key = self._key(path)
+        self._may_change()
+        self._require_room(path)
+        if self.exists(path):
+            raise already_published(path, self.url)
+        return UploadSink(
+            self._bucket,
+            key,
+            path,
+            size_bytes,
+            self._may_change,
+            part_bytes=part_bytes(size_bytes, self._part_bytes),
+        )
+
+    def remove(self, path: str) -> None:
+        self._key(path)
+        self._may_change()
+        self._removals.remove(path, is_tree=False, lease=self._lease())
+
+    def remove_tree(self, prefix: str) -> None:
+        check_path(prefix)
+        self._may_change()
+        self._removals.remove(prefix, is_tree=True, lease=self._lease())
+
+    def lock(self, name: str, owner: str) -> Lock:
+        key = self._lock_key(name)
+        self._may_change()
+        if os.environ.get(ONE_WRITER):
+            return _SoleWriter()
+        if self._kept is not None and not self._kept.replace:
+            raise _no_lease(self.url, self._kept.server)
+        times = self._lease_times
+        patience = Patience(total_s=times.renew_s)
+        bucket = S3Bucket(
+            self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
+        )
+        lease = take_lease(bucket, key, name, owner, times)
+        try:
+            with self._lock:
+                self._held = [one for one in self._held if one.is_held] + [lease]
+            self._removals.adopt(lease)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def holder(self, name: str) -> str:
+        """Returns who signed the lock, "" when it is free. Takes nothing."""
+        return ObjectLease.signed_by(self._bucket, self._lock_key(name))
+
+    def _lock_key(self, name: str) -> str:
+        before, _, last = check_path(name).rpartition("/")
+        return f"{self._below}{before}{'/' if before else ''}.{last}.lock"
+
+    def _lease(self) -> ObjectLease | None:
+        return next((lease for lease in self._held if lease.is_held), None)
+
+    def _may_change(self) -> None:
+        """Called before each change: it is refused when a lock of this store was lost."""
+        for lease in tuple(self._held):
+            lease.require_held()
+        if self._kept is None:
+            self._kept = require_conditions(self._bucket, f"{self._below}.probe-")
+
+    def _require_room(self, path: str) -> None:
+        """Refuses a name below that of an object, as a directory does."""
+        parts = path.split("/")
+        for depth in range(1, len(parts)):
+            above = "/".join(parts[:depth])
+            if above in self._no_files:
+                continue
+            if self.exists(above):
+                raise StorageError(
+                    f"publish of {path} in {self.url} failed: {above} is an object, and no name "
+                    "can be below it",
+                    operation="publish",
+                    path=path,
+                    url=self.url,
+                    errno=0,
+                )
+            self._no_files.add(above)
+
+    def _key(self, path: str) -> str:
+        if len((self._below + check_path(path)).encode()) > 1024:
+            raise UsageError(f"{path[:40]}... is longer than the 1024 bytes of a key", path=path)
+        return self._below + path
+
+    def _prefix(self, prefix: str) -> str:
+        return f"{self._below}{check_prefix(prefix)}/" if prefix else self._below
+
+    def _found(self, outcome: Outcome, path: str) -> Outcome:
+        """Returns the outcome of a read; NotFound, or StorageError where it failed."""
+        if outcome.status == 404 and outcome.code != "NoSuchBucket":
+            raise NotFound(f"there is no {path} in {self.url}", path=path)
+        self._bucket.require(outcome, "read", path)
+        return outcome
+
+
+class _SoleWriter:
+    """The lock of a root of which the user says that it has one writer: nothing is held."""
+
+    def release(self) -> None:
+        pass
+
+    def __enter__(self) -> _SoleWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+def _no_lease(url: str, server: str) -> StorageError:
+    error = StorageError(
+        f"{url} cannot be locked: its server ({server}) does not refuse a replacement of what "
+        "another has replaced (If-Match), so two runs could write there at once. Use another "
+        f"server; or make sure that only one process ever writes there, and set {ONE_WRITER}=1.",
+        operation="lock",
+        url=url,
+    )
+    error.retryable = False
+    return error

@@ -1,0 +1,102 @@
+"""Finds out, before the first write, whether a server keeps the conditions that a root rests on.
+
+Several servers that speak S3 accept a create under a taken name. With such a one two writers could
+publish one checkpoint, so it is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.storage.s3 import S3Bucket
+
+_ONE, _OTHER = b"holdfast probe 1", b"holdfast probe 2"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a server kept of what was tried."""
+
+    server: str
+    create: bool
+    """A create under a taken name is refused."""
+    replace: bool
+    """A replacement of what was replaced meanwhile is refused."""
+    list_after_put: bool
+    ranges: bool
+    part_checksums: bool
+    """A part that is not what its checksum says is refused."""
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Returns what a root needs and this server does not keep."""
+        needed = {
+            "a create under a taken name (If-None-Match) is not refused": self.create,
+            "an object is not listed after it was written": self.list_after_put,
+            "a range is not read (Range)": self.ranges,
+        }
+        return tuple(text for text, is_kept in needed.items() if not is_kept)
+
+
+def probe(bucket: S3Bucket, prefix: str) -> Kept:
+    """Tries the conditions on a new object, whose name begins with ``prefix``; it is removed."""
+    key = f"{prefix}{secrets.token_hex(6)}"
+    try:
+        first = bucket.put(key, [_ONE], if_none=True)
+        bucket.require(first, "write", key)
+        create = bucket.put(key, [_OTHER], if_none=True).status == 412
+        second = bucket.put(key, [_ONE], if_match=first.header("etag"))
+        bucket.put(key, [_OTHER])
+        stale = bucket.put(key, [_ONE], if_match=first.header("etag") or '"0"')
+        part = bucket.get(key, 9, 13)
+        return Kept(
+            server=first.header("server") or "a server without a name",
+            create=create,
+            replace=second.is_done and stale.status == 412,
+            list_after_put=key in set(bucket.keys(key)),
+            ranges=part.status == 206 and part.body == _OTHER[9:14],
+            part_checksums=_refuses_wrong_part(bucket, key),
+        )
+    finally:
+        with contextlib.suppress(HoldfastError):
+            bucket.delete(key)
+
+
+def _refuses_wrong_part(bucket: S3Bucket, key: str) -> bool:
+    upload = bucket.begin_upload(key + "-parts")
+    try:
+        wrong = {"x-amz-checksum-crc32": "AAAAAA=="}
+        query = {"partNumber": "1", "uploadId": upload}
+        outcome = bucket.send("PUT", key + "-parts", query=query, headers=wrong, body=[_ONE])
+        return outcome.status == 400
+    finally:
+        with contextlib.suppress(HoldfastError):
+            bucket.abort_upload(key + "-parts", upload)
+
+
+_known: dict[tuple[str, str], Kept] = {}
+
+
+def require_conditions(bucket: S3Bucket, prefix: str) -> Kept:
+    """Raises StorageError, which names the server, where it does not keep what a root needs.
+
+    A bucket is probed once in a process.
+    """
+    place = bucket.server, bucket.name
+    found = _known.get(place) or probe(bucket, prefix)
+    if found.lacks:
+        error = StorageError(
+            f"{bucket.url} cannot be a root, because its server ({found.server}) does not do what "
+            f"keeps a checkpoint whole: {'; '.join(found.lacks)}. Nothing was written there. Use "
+            "another server (docs/operations/object-stores.md lists what each keeps), or a "
+            "directory.",
+            operation="probe",
+            url=bucket.url,
+        )
+        error.retryable = False
+        raise error
+    _known[place] = found
+    return found

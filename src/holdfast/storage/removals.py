@@ -1,0 +1,82 @@
+"""Removes objects so that a holder of the lock who was stopped and woken again can do no harm.
+
+A holder announces what it removes in an object of its own, then makes sure that it still has the
+lease, and then removes it. Whoever takes the lease completes what others announced before it names
+anything, so all that an earlier holder may still remove is gone by then, and known to be.
+tests/storage/test_zombies.py searches all interleavings of two holders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.storage.base import check_path
+from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.s3 import S3Bucket
+
+_ANNOUNCED = ".removals"
+
+
+class Removals:
+    """The removals of one root. Safe from several threads."""
+
+    def __init__(self, bucket: S3Bucket, below: str) -> None:
+        self._bucket, self._below = bucket, below
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def remove(self, path: str, *, is_tree: bool, lease: ObjectLease | None) -> None:
+        """Removes an object, or everything below a directory. Without a lease nothing is announced:
+        what is removed then is the caller's own.
+        """
+        if lease is None:
+            self._remove(path, is_tree)
+            return
+        with self._lock:
+            self._count += 1
+            key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
+        said = json.dumps({"path": path, "is_tree": is_tree}).encode()
+        self._bucket.require(self._bucket.put(key, [said]), "removal", path)
+        lease.require_held()
+        self._remove(path, is_tree)
+        with contextlib.suppress(HoldfastError):  # it is done again by the next holder
+            self._bucket.delete(key)
+
+    def adopt(self, lease: ObjectLease) -> None:
+        """Completes what earlier holders of this lock announced."""
+        for key in list(self._bucket.keys(self._of(lease))):
+            found = self._bucket.get(key)
+            if found.status == 404:
+                continue
+            self._bucket.require(found, "read", key)
+            lease.require_held()
+            with contextlib.suppress(ValueError, KeyError, TypeError, UsageError):
+                said = json.loads(found.body)
+                self._remove(check_path(said["path"]), bool(said["is_tree"]))
+            self._bucket.require(self._bucket.delete(key), "removal", key)
+
+    def _of(self, lease: ObjectLease) -> str:
+        return f"{self._below}{_ANNOUNCED}/{lease.name}/"
+
+    def _remove(self, path: str, is_tree: bool) -> None:
+        key = self._below + path
+        if not is_tree:
+            self._bucket.require(self._bucket.delete(key), "removal", path)
+            return
+        for upload in self._bucket.uploads(key + "/"):
+            outcome = self._bucket.abort_upload(upload.key, upload.id)
+            if outcome.status != 404:
+                self._bucket.require(outcome, "removal", path)
+        self._bucket.delete_many(_with_directories(list(self._bucket.keys(key + "/")), key + "/"))
+
+
+def _with_directories(keys: list[str], above: str) -> list[str]:
+    """Adds the directories, deepest first: some servers keep and list those that became empty."""
+    found = {above}
+    for key in keys:
+        parts = key[len(above) :].split("/")[:-1]
+        found.update(above + "/".join(parts[: n + 1]) + "/" for n in range(len(parts)))
+    return [*keys, *sorted(found - set(keys), key=lambda one: (-one.count("/"), one))]

@@ -1,0 +1,207 @@
+"""Sends an image to a bucket while it is written, as numbered parts of one size.
+
+A write that completes a part is sent from the memory that it was given; only what a write leaves of
+an unfinished part is copied. An image of one part is one object, put when it is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.storage.base import SinkFill, already_published, flat
+from holdfast.storage.s3 import Outcome, Part, S3Bucket, Upload
+from holdfast.storage.signing import checksum_header
+
+#: As the writer's chunks, so that a part is a chunk but for the header before the first.
+PART_BYTES = 8 << 20
+MAX_PARTS = 10_000
+
+
+def part_bytes(size_bytes: int, least: int = PART_BYTES) -> int:
+    """Returns the size of the parts of an image: ``least``, doubled until they are few enough."""
+    found = least
+    while -(-size_bytes // found) > MAX_PARTS:
+        found *= 2
+    return found
+
+
+class Changes(Protocol):
+    """Asked before anything in the bucket is changed; raises where that is not allowed."""
+
+    def __call__(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The bytes of a part that are there, by their place in it."""
+
+    size_bytes: int
+    pieces: dict[int, memoryview | bytes] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> int:
+        return self.size_bytes - sum(len(piece) for piece in self.pieces.values())
+
+    def body(self) -> list[memoryview | bytes]:
+        return [self.pieces[start] for start in sorted(self.pieces)]
+
+
+class UploadSink:
+    """An image being filled; see ``ImageSink``. A byte is written once, or its part whole."""
+
+    def __init__(
+        self,
+        bucket: S3Bucket,
+        key: str,
+        path: str,
+        size_bytes: int,
+        may_change: Changes,
+        *,
+        part_bytes: int,
+        found: tuple[Upload, list[Part]] | None = None,
+    ) -> None:
+        self._bucket, self._key, self._path = bucket, key, path
+        self._size_bytes, self._part_bytes = size_bytes, part_bytes
+        self._may_change = may_change
+        self._filling = SinkFill(path, size_bytes, self._released)
+        self._lock = threading.Lock()
+        self._parts: dict[int, _Filling] = {}
+        self._sent: dict[int, Part] = {}
+        self._upload = found[0].id if found else ""
+        self._there = {part.number: part for part in found[1]} if found else {}
+        self._is_aborted = self._may_exist = False
+        self.resumed_bytes = 0
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        source = flat(data)
+        with self._filling.writing(offset_bytes, len(source)):
+            try:
+                self._write(offset_bytes, source)
+            except StorageError:
+                if not self._is_aborted:  # whose parts were refused because the upload is gone
+                    raise
+
+    def _write(self, offset_bytes: int, source: memoryview) -> None:
+        at, complete = 0, []
+        while at < len(source):
+            number, start = divmod(offset_bytes + at, self._part_bytes)
+            piece = source[at : at + self._part_bytes - start]
+            at += len(piece)
+            with self._lock:
+                filling = self._parts.setdefault(number, _Filling(self._size_of(number)))
+                is_last = self._add(filling, start, piece)
+                if is_last and not self._is_small:
+                    complete.append((number, self._parts.pop(number)))
+        # After every copy was made: the next write may complete a part with what this one left.
+        for number, filling in complete:
+            self._send(number + 1, filling)
+
+    def _add(self, filling: _Filling, start: int, piece: memoryview) -> bool:
+        """Adds a piece to its part; True when that is all of it."""
+        # Written again, in whole or in part: what was there is replaced.
+        for at, old in list(filling.pieces.items()):
+            low, high = max(at, start), min(at + len(old), start + len(piece))
+            if low < high:
+                del filling.pieces[at]
+                if at < low:
+                    filling.pieces[at] = old[: low - at]
+                if high < at + len(old):
+                    filling.pieces[high] = old[high - at :]
+        is_last = filling.missing == len(piece)
+        filling.pieces[start] = piece if is_last and not self._is_small else bytes(piece)
+        return is_last
+
+    @property
+    def _is_small(self) -> bool:
+        return self._size_bytes <= self._part_bytes
+
+    def _size_of(self, number: int) -> int:
+        return min(self._part_bytes, self._size_bytes - number * self._part_bytes)
+
+    def _send(self, number: int, filling: _Filling) -> None:
+        if self._is_aborted:
+            return
+        body = filling.body()
+        there = self._there.get(number)
+        is_as_long = there is not None and there.size_bytes == filling.size_bytes
+        if there is not None and is_as_long and checksum_header(body) == there.checksum:
+            self._sent[number] = there
+            self.resumed_bytes += filling.size_bytes
+            return
+        self._may_change()
+        upload = self._begun()
+        outcome = self._bucket.put_part(self._key, upload, number, body)
+        self._bucket.require(outcome, "write", self._path)
+        self._sent[number] = Part(number, outcome.header("etag"), checksum=checksum_header(body))
+
+    def _begun(self) -> str:
+        with self._lock:
+            if not self._upload:
+                self._upload = self._bucket.begin_upload(self._key)
+            return self._upload
+
+    def finish(self) -> None:
+        with self._filling.finishing():
+            self._may_change()
+            self._may_exist = True
+            if self._is_small:
+                self._put()
+            else:
+                self._complete()
+
+    def _put(self) -> None:
+        filling = self._parts.get(0)
+        body = filling.body() if filling else []
+        outcome = self._bucket.put(self._key, body, if_none=True)
+        if outcome.status == 412 or not outcome.status:
+            self._settle(outcome, b"".join(body))
+        else:
+            self._bucket.require(outcome, "write", self._path)
+
+    def _settle(self, outcome: Outcome, data: bytes) -> None:
+        if outcome.status == 412 and outcome.is_first_try:
+            self._may_exist = False
+            raise already_published(self._path, self._bucket.url)
+        found = self._bucket.get(self._key)
+        if not found.is_done or found.body != data:
+            raise self._bucket.failure(outcome, "write", self._path)
+
+    def _complete(self) -> None:
+        parts = [self._sent[number] for number in sorted(self._sent)]
+        outcome = self._bucket.end_upload(self._key, self._upload, parts)
+        if outcome.is_done:
+            return
+        if outcome.status == 412 and outcome.is_first_try:
+            self._may_exist = False
+            raise already_published(self._path, self._bucket.url)
+        # An answer may have been lost, and a second try finds that the upload has ended. Nobody
+        # else has this upload, and it is not listed any more once it has become an object.
+        found = self._bucket.head(self._key)
+        is_whole = found.is_done and int(found.header("content-length") or -1) == self._size_bytes
+        if outcome.is_first_try or not is_whole or self._is_unfinished():
+            raise self._bucket.failure(outcome, "finish", self._path)
+
+    def _is_unfinished(self) -> bool:
+        return Upload(self._key, self._upload) in self._bucket.uploads(self._key)
+
+    def abort(self) -> None:
+        if self._filling.abort():
+            self._is_aborted = True
+            self._discard()
+
+    def _released(self) -> None:
+        """Called when no write runs any more: parts that landed since are removed too."""
+        if self._is_aborted:
+            self._discard()
+
+    def _discard(self) -> None:
+        with contextlib.suppress(HoldfastError):
+            self._may_change()
+            if self._upload:
+                self._bucket.abort_upload(self._key, self._upload)
+            if self._may_exist:
+                self._bucket.delete(self._key)

