@@ -24,6 +24,7 @@ from benchmarks.gpu.findings import at_most
 from benchmarks.gpu.lab import Lab, Unseen, arena, command
 from benchmarks.kit import machine
 from holdfast.accelerator import devices
+from holdfast.offload import HybridAdamW
 
 GB = 10**9
 _PINNED_BYTES = 4 << 30
@@ -251,6 +252,13 @@ def forks(lab: Lab) -> None:
         lab.tell(
             f"{what} memory, registered, copied by a fork", copied / size_bytes, "of it", target
         )
+
+    before = _private_bytes()
+    elements = size_bytes // 16  # a master, two moments, and a place for gradients
+    optimizer = HybridAdamW([torch.nn.Parameter(torch.zeros(elements, device=lab.device))])
+    share = (_private_bytes() - before) / size_bytes
+    lab.tell("the state of an optimizer, copied by a fork", share, "of it", at_most(0.1))
+    del optimizer
 
 
 def _private_bytes() -> int:

@@ -223,20 +223,14 @@ class SimulatedLab(Lab):
 
 
 def _load_simulated() -> Any:
-    try:
-        from device import simulator  # type: ignore[import-not-found]
-    except ImportError:
-        raise Unseen("the simulated device is not in this tree") from None
+    from device import simulator, vendor
+
     try:
         loaded = simulator.load()
     except simulator.CannotBuild as error:
         raise Unseen(str(error)) from None
     simulator.calm()
-    try:
-        from device.vendor import add_simulated_vendor  # type: ignore[import-not-found]
-    except ImportError:
-        return loaded
-    add_simulated_vendor(loaded)
+    vendor.add_simulated_vendor(loaded)
     return loaded
 
 
