@@ -100,7 +100,7 @@ def test_training_goes_on_bit_for_bit_whatever_the_driver_pins(
     events: list[object] = []
     subscribe(lambda event, _: events.append(event))
     model = nn.Linear(2048, 1024).to(device)  # 24 MiB with its optimizer
-    state = {"model": model, "optimizer": stepped(model)}
+    state: dict[str, Any] = {"model": model, "optimizer": stepped(model)}
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
     truth, handles = [], []
     for step in range(6):
@@ -111,7 +111,7 @@ def test_training_goes_on_bit_for_bit_whatever_the_driver_pins(
         state["optimizer"].step()
     for step, handle in enumerate(handles):
         handle.wait_durable(60)
-        again = {"model": nn.Linear(2048, 1024).to(device)}
+        again: dict[str, Any] = {"model": nn.Linear(2048, 1024).to(device)}
         again["optimizer"] = stepped(again["model"])
         holdfast.load(tmp_path, again, step)
         found = again["model"].state_dict()

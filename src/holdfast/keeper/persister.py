@@ -41,6 +41,7 @@ from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 
 Outcome = Callable[[str, str | None], None]
+_PLACES = attempt_dir, part_dir
 
 
 class Persister:
@@ -116,6 +117,7 @@ class Persister:
         if self._is_published(job):
             return
         started_s = time.monotonic()
+        self._sweeper.know(place(job.generation, job.directory) for place in _PLACES)
         self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
         # Other hosts first: they are told at once, and write meanwhile.
@@ -184,7 +186,7 @@ class Persister:
         """
         if job.is_publishing:
             return
-        for directory in (attempt_dir, part_dir):
+        for directory in _PLACES:
             with contextlib.suppress(HoldfastError):  # the sweeper removes it later
                 self.store.remove_tree(directory(job.generation, job.directory))
 
@@ -205,6 +207,7 @@ class Persister:
             found = self._catalogue(job.generation)
             if mend(self.store, found):  # a keeper was killed while it pruned
                 found = self._catalogue(job.generation)
+            self._sweeper.know(path for one in found.manifests for path in one.directories)
             gone = set()
             for generation in self._condemned(found, job):
                 if generation in self._sweeper.leases.generations():  # at a later publication

@@ -147,6 +147,13 @@ class Store(Protocol):
         ...
 
 
+def settle_s(store: Store) -> float:
+    """Returns for how many seconds a change may still take effect that nobody answered: 0 for a
+    directory, whose process has ended or has its answer.
+    """
+    return float(getattr(store, "settle_s", 0.0))
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")

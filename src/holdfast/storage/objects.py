@@ -80,6 +80,11 @@ class ObjectStore:
         """The bucket, and what was sent to it."""
         return self._bucket
 
+    @property
+    def probe_prefix(self) -> str:
+        """What the names of the objects begin with that a server is probed with."""
+        return f"{self._below}.probe-"
+
     def identity(self) -> str:
         outcome = self._found(self._bucket.head(self._below + ROOT_FILE), ROOT_FILE)
         made = outcome.header("last-modified")
@@ -175,6 +180,7 @@ class ObjectStore:
         self._require_room(path)
         outcome = self._bucket.put(key, [data], if_none=not replace)
         if outcome.is_done:
+            self._require_held()  # else it came after another's take-over, who does not know of it
             return
         if outcome.status == 412 and outcome.is_first_try:
             raise already_published(path, self.url)
@@ -259,10 +265,13 @@ class ObjectStore:
 
     def _may_change(self) -> None:
         """Called before each change: it is refused when a lock of this store was lost."""
+        self._require_held()
+        if self._kept is None:
+            self._kept = require_conditions(self._bucket, self.probe_prefix)
+
+    def _require_held(self) -> None:
         for lease in tuple(self._held):
             lease.require_held()
-        if self._kept is None:
-            self._kept = require_conditions(self._bucket, f"{self._below}.probe-")
 
     def _require_room(self, path: str) -> None:
         """Refuses a name below that of an object, as a directory does."""

@@ -81,6 +81,7 @@ class UpdatedRun:
     @torch.no_grad()
     def loop(self) -> None:
         for parameter in self.parameters:
+            assert parameter.grad is not None
             parameter.add_(parameter.grad, alpha=-0.1)
 
     def content(self) -> dict[str, torch.Tensor]:
@@ -110,6 +111,7 @@ def _in_backward(run: UpdatedRun) -> Callable[[], object]:
 def _by_data(run: UpdatedRun) -> Callable[[], object]:
     def update() -> None:
         for parameter in run.parameters:
+            assert parameter.grad is not None
             parameter.data.add_(parameter.grad, alpha=-0.1)
 
     return update
