@@ -70,6 +70,8 @@ class ObjectLease:
     def __init__(
         self, bucket: S3Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
         times: LeaseTimes,
+        *,
+        is_alone: bool = True,
     ) -> None:  # fmt: skip
         self._bucket, self.key, self.name = bucket, key, name
         self._said, self._etag, self._renewed_s = said, etag, begun_s
@@ -78,6 +80,8 @@ class ObjectLease:
         self._ended = threading.Event()
         self._turn = threading.Lock()
         self._taken_by: str | None = None
+        self.is_alone = is_alone
+        """True if the holder before is known to have ended: nothing of it is under way."""
         arguments = weakref.ref(self), self._ended, times.renew_s
         self._thread = threading.Thread(
             target=_keep_renewing, args=arguments, name="holdfast-root-lease", daemon=True
@@ -200,25 +204,27 @@ def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTi
     has the lease, that is watched for as long as a take-over needs.
     """
     said = _Written(owner, secrets.token_hex(16), process_name())
-    watched, since_s, begun_s = "", time.monotonic(), time.monotonic()
+    watched, since_s, begun_s, is_alone = "", time.monotonic(), time.monotonic(), True
     outcome = bucket.put(key, [said.data()], if_none=True)
     while True:
         if outcome.is_done:
-            return ObjectLease(bucket, key, name, said, outcome.header("etag"), begun_s, times)
+            etag = outcome.header("etag")
+            return ObjectLease(bucket, key, name, said, etag, begun_s, times, is_alone=is_alone)
         if outcome.status not in (0, 412):
             bucket.require(outcome, "lock", name)
         found = bucket.get(key)
         bucket.require(found, "lock", name)
         there, etag = _parsed(found.body), found.header("etag")
         if there.nonce == said.nonce:  # the answer to our own request was lost
-            return ObjectLease(bucket, key, name, said, etag, begun_s, times)
+            return ObjectLease(bucket, key, name, said, etag, begun_s, times, is_alone=is_alone)
         if watched and there.nonce and etag != watched:
             raise _busy(name, bucket.url, there.owner)
         if not watched:
             watched, since_s = etag, time.monotonic()
         is_over = time.monotonic() - since_s >= times.take_over_s
-        if not there.nonce or is_over or is_dead(there.process):
-            watched, begun_s = "", time.monotonic()
+        has_ended = not there.nonce or is_dead(there.process)
+        if has_ended or is_over:
+            watched, begun_s, is_alone = "", time.monotonic(), has_ended
             outcome = bucket.put(key, [said.data()], if_match=etag)
         else:
             time.sleep(min(1.0, times.renew_s / 4))
