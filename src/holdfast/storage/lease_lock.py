@@ -179,12 +179,6 @@ class ObjectLease:
     ) -> None:
         self.release()
 
-    @staticmethod
-    def signed_by(bucket: S3Bucket, key: str) -> str:
-        """Returns the owner that an object of a lease names, "" when it is free."""
-        found = bucket.get(key)
-        return _parsed(found.body).owner if found.is_done else ""
-
 
 def _keep_renewing(
     to_lease: weakref.ref[ObjectLease], ended: threading.Event, renew_s: float
@@ -230,14 +224,58 @@ def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTi
             time.sleep(min(1.0, times.renew_s / 4))
 
 
-def force_lease(bucket: S3Bucket, key: str) -> None:
-    """Frees a lease whose holder is known to be gone: a person says so."""
-    bucket.require(bucket.put(key, [_Written().data()]), "unlock", key)
+@dataclass(frozen=True, slots=True)
+class LeaseHolder:
+    """Who has a lease. ``pid``: its process, where that is one of this machine and lives, else 0.
+    ``renewed``: when the object was last written, as its server says.
+    """
+
+    owner: str
+    pid: int
+    renewed: str
+
+
+class LeaseView:
+    """A lease as others see it."""
+
+    def __init__(self, bucket: S3Bucket, key: str, name: str, times: LeaseTimes) -> None:
+        self._bucket, self._key, self._name, self._times = bucket, key, name, times
+        self._etag = ""
+
+    def holder(self) -> LeaseHolder | None:
+        """Returns who has it now; None when it is free."""
+        found = self._bucket.get(self._key)
+        if found.status == 404:
+            return None
+        self._bucket.require(found, "look-up", self._name)
+        self._etag, there = found.header("etag"), _parsed(found.body)
+        if not there.nonce:
+            return None
+        parts = there.process.split("/")
+        is_here = parts[:2] == process_name().split("/")[:2] and not is_dead(there.process)
+        pid = int(parts[2]) if is_here and len(parts) == 4 and parts[2].isdecimal() else 0
+        return LeaseHolder(there.owner, pid, found.header("last-modified"))
+
+    def require_silent(self) -> LeaseHolder | None:
+        """Waits for as long as two renewals take; RootBusy when there is one."""
+        before = self._etag
+        time.sleep(2 * self._times.renew_s)
+        there = self.holder()
+        if there is not None and self._etag != before:
+            raise _busy(self._name, self._bucket.url, there.owner)
+        return there
+
+    def free(self) -> None:
+        """Frees it, unless it was renewed since ``holder`` was called: RootBusy."""
+        outcome = self._bucket.put(self._key, [_Written().data()], if_match=self._etag)
+        if outcome.status == 412:
+            raise _busy(self._name, self._bucket.url, "somebody who renewed it just now")
+        self._bucket.require(outcome, "unlock", self._name)
 
 
 def _busy(name: str, url: str, owner: str) -> RootBusy:
     error = root_busy(name, url, owner)
-    return RootBusy(f"{error} It was renewed a moment ago.", **error.fields)
+    return RootBusy(f"{error} Its lease was renewed a moment ago.", **error.fields)
 
 
 def process_name() -> str:

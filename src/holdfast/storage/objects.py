@@ -24,7 +24,7 @@ from holdfast.storage.base import (
     short_read,
 )
 from holdfast.storage.files import ROOT_FILE
-from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, take_lease
+from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, LeaseView, ObjectLease, take_lease
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.removals import Removals
 from holdfast.storage.s3 import Outcome, S3Bucket
@@ -276,9 +276,9 @@ class ObjectStore:
             raise
         return lease
 
-    def holder(self, name: str) -> str:
-        """Returns who signed the lock, "" when it is free. Takes nothing."""
-        return ObjectLease.signed_by(self._bucket, self._lock_key(name))
+    def view_lock(self, name: str) -> LeaseView:
+        """Returns the lock as others see it; takes nothing."""
+        return LeaseView(self._bucket, self._lock_key(name), name, self._lease_times)
 
     def _lock_key(self, name: str) -> str:
         before, _, last = check_path(name).rpartition("/")
