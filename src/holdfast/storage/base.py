@@ -154,6 +154,14 @@ def settle_s(store: Store) -> float:
     return float(getattr(store, "settle_s", 0.0))
 
 
+def resume(store: Store, above: str, start: str) -> str:
+    """Returns the name of a directory below ``above`` that begins with ``start`` and whose images
+    can be gone on with; "" where there is none, and in stores that only write anew.
+    """
+    found = getattr(store, "resume", None)
+    return "" if found is None else str(found(above, start))
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")
