@@ -29,10 +29,13 @@ class DeviceSample:
         self._both: torch.Tensor | None = None
 
     def take_again(self) -> None:
-        """Enqueue the second sample on the device's current stream."""
-        both = torch.stack((self._before, torch.cat(self._parts)))
-        self._both = torch.empty_like(both, device="cpu", pin_memory=self.is_streamed)
-        self._both.copy_(both, non_blocking=self.is_streamed)
+        """Enqueue the second sample on the device's current stream; without room for it nothing
+        is compared.
+        """
+        with suppress(torch.OutOfMemoryError):
+            both = torch.stack((self._before, torch.cat(self._parts)))
+            arrived = torch.empty_like(both, device="cpu", pin_memory=self.is_streamed)
+            self._both = arrived.copy_(both, non_blocking=self.is_streamed)
 
     def find_changed(self) -> str | None:
         """Return the first leaf whose bytes differ, once the second sample has arrived."""
