@@ -640,6 +640,10 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   copy_host(self.as_strided({}, {}), value, false);
   return at::_local_scalar_dense(value);
 }
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& t, double p, std::optional<bool>) {  // the CPU's names no generator
+  auto mask = at::empty_like(t).bernoulli_(1 - p);
+  return {t * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask.to(at::kBool)};
+}
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
@@ -784,6 +788,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("native_dropout", &native_dropout);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("record_stream", [](Tensor& t, Stream s) { record_data_on_stream(t.storage().data_ptr(), queue_of(s)); });
   m.impl("as_strided", [](const Tensor& t, Sizes a, Sizes b, std::optional<int64_t> c) { return at::native::as_strided_tensorimpl(t, a, b, c); });

@@ -28,6 +28,7 @@ COMMANDS = (
     "verify",
     "pin",
     "prune",
+    "unlock",
     "doctor",
     "report",
     "demo",
