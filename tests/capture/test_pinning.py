@@ -200,3 +200,30 @@ def test_a_forked_child_has_no_part_of_memory_that_a_leaf_is_copied_out_to(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert driver.registered
     tensor.fill_(1)
+
+
+def test_pages_that_are_placed_keep_what_is_in_them(slot: SlotFile) -> None:
+    slot.map[5 * PIECE // 2] = 77
+    for node in (-1, 0, 1023, 1024):  # the last ones are of no machine
+        slot.place(PIECE, 2 * PIECE, node)
+    assert slot.map[5 * PIECE // 2] == 77
+    slot.close()
+
+
+def test_the_memory_node_of_a_device_is_read_where_there_are_several(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, bus = tmp_path / "node", tmp_path / "pci"
+    (nodes / "node0").mkdir(parents=True)
+    (bus / "0000:3b:00.0").mkdir(parents=True)
+    (bus / "0000:3b:00.0" / "numa_node").write_text("1\n")
+    monkeypatch.setattr(devices, "_NODES", nodes)
+    monkeypatch.setattr(devices, "_PCI", bus)
+    monkeypatch.setattr(driver, "pci_address", lambda _: "0000:3b:00.0")
+    assert devices.numa_node(XLA) == -1
+    (nodes / "node1").mkdir()
+    assert devices.numa_node(XLA) == 1
+    monkeypatch.setattr(driver, "pci_address", lambda _: "0000:ff:00.0")
+    assert devices.numa_node(XLA) == -1
+    monkeypatch.setattr(driver, "pci_address", lambda _: "")
+    assert devices.numa_node(XLA) == -1
