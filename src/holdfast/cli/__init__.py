@@ -28,6 +28,8 @@ COMMANDS = (
     "verify",
     "pin",
     "prune",
+    "copy",
+    "sync",
     "doctor",
     "report",
     "demo",
