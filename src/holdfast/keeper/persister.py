@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.catalogue import (
+    EMPTY,
     PARTS,
     STEPS,
     Catalogue,
@@ -39,7 +40,7 @@ from holdfast.keeper.jobs import write_all
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, resume
+from holdfast.storage.base import Store, resume, settle_s
 
 Outcome = Callable[[str, str | None], None]
 _PLACES = attempt_dir, part_dir
@@ -70,6 +71,8 @@ class Persister:
         self._remembered = remembered
         self._recorded: set[int] = set()
         self._jobs: queue.SimpleQueue[PersistJob | None] = queue.SimpleQueue()
+        self._found = EMPTY
+        self._may_resume = True
         self._sweeper = commit.Sweeper(store)
         self._images = ImageWriter(store)
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
@@ -161,8 +164,9 @@ class Persister:
         """Go on with what a keeper that was killed had stored of this attempt, where that is
         possible: of images that are all on this host.
         """
-        if job.shares:
+        if job.shares or not self._may_resume:
             return
+        self._may_resume = False  # what is left is of the newest attempt, which comes first
         start = f"{job.generation.incarnation}-{job.generation.step}-{job.attempt}"
         for above in (STEPS, PARTS):
             if found := resume(self.store, above, start):
@@ -207,9 +211,9 @@ class Persister:
         """Apply the retention policy; an error here harms no checkpoint and is only reported."""
         self._images.parts.forget()
         try:
-            found = catalogue(self.store)
+            found = self._catalogue()
             if mend(self.store, found):  # a keeper was killed while it pruned
-                found = catalogue(self.store)
+                found = self._catalogue()
             self._sweeper.know(path for one in found.manifests for path in one.directories)
             gone = set()
             for generation in self._condemned(found, job):
@@ -237,6 +241,13 @@ class Persister:
                     reason=f"published, but pruning failed: {error}",
                 )
             )
+
+    def _catalogue(self) -> Catalogue:
+        """Read the root; of a bucket, each manifest once, for there every one is a request."""
+        found = catalogue(self.store, self._found)
+        if settle_s(self.store):
+            self._found = found
+        return found
 
     def _condemned(self, found: Catalogue, job: PersistJob) -> list[Generation]:
         """Return the generations to prune: those the policy releases, and abandoned ones before the
