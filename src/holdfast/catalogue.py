@@ -20,7 +20,7 @@ from holdfast.format.manifest import (
     checksum_in,
     unseal,
 )
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, read_at_most
 
 ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
@@ -105,13 +105,13 @@ def read_bounded(store: Store, path: str, limit_bytes: int) -> bytes:
     """Reads a whole file of at most this size; FormatError, before memory is allocated, for a
     larger one.
     """
-    size_bytes = store.size_bytes(path)
-    if size_bytes > limit_bytes:
+    found = read_at_most(store, path, limit_bytes)
+    if isinstance(found, int):
         raise FormatError(
-            f"{store.url}/{path} has {size_bytes} bytes, more than any of ours ({limit_bytes})",
+            f"{store.url}/{path} has {found} bytes, more than any of ours ({limit_bytes})",
             path=path,
         )
-    return store.read(path)
+    return found
 
 
 def read_document(store: Store, kind: type[D], path: str) -> D:
