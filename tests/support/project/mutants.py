@@ -25,6 +25,8 @@ PAGE = PROJECT / "docs" / "invariants.md"
 BEGIN, END = "<!-- mutants: written by `make docs` -->\n", "<!-- end of mutants -->\n"
 _SOURCES = Path("src", "holdfast")
 _COPIED = ("src", "tests", "pyproject.toml")
+#: Tests that need an accelerator.
+_ON_DEVICES = ("tests/gpu/", "tests/device/")
 #: A mutant may make its test wait for ever: pytest ends a test after two minutes.
 _TEST_S = 600.0
 _PASSED, _FAILED = 0, 1  # as pytest exits; whatever else there is tells nothing of the mutant
@@ -94,6 +96,8 @@ def copy_project(to: Path) -> Path:
 def run_tests(project: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Runs tests of a copy against the sources of that copy, also in the processes they start."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    if any(test.startswith(_ON_DEVICES) for test in tests):
+        command += ["--device=sim", "--profiles=down"]
     there = os.environ | {"PYTHONPATH": str(project / "src"), "COLUMNS": "400"}
     return subprocess.run(
         command, cwd=project, env=there, capture_output=True, text=True, timeout=_TEST_S
