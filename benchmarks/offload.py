@@ -1,7 +1,7 @@
 """Measure a training step with the optimizer's state in host memory, beside other ways.
 
-It takes a machine with a CUDA GPU: models of 1 to 7 billion parameters in bfloat16, each system in
-a process of its own. ``--quick`` tries everything with a tiny model, both ends on the CPU, and
+It takes a machine with an accelerator: models of 1 to 7 billion parameters in bfloat16, each system
+in a process of its own. ``--quick`` tries everything with a tiny model, both ends on the CPU, and
 says nothing about speed.
 """
 
@@ -26,8 +26,8 @@ from benchmarks.kit.options import Parser
 from benchmarks.kit.results import PROJECT
 from holdfast.offload import HybridAdamW
 
-GPU, LATE, HOST, HYBRID, SAVED, DEEPSPEED = (
-    "all on the GPU",
+DEVICE, LATE, HOST, HYBRID, SAVED, DEEPSPEED = (
+    "all on the device",
     "host, gradients late",
     "host",
     "hybrid",
@@ -43,13 +43,13 @@ LR = 1e-4
 TARGETS = (
     ("twice as fast as the host with late gradients", HYBRID, LATE, 0.5),
     ("never slower than the host with early ones", HYBRID, HOST, 1.02),
-    ("within 1.5 of all on the GPU", HYBRID, GPU, 1.5),
+    ("within 1.5 of all on the device", HYBRID, DEVICE, 1.5),
     ("a snapshot every step costs at most 2 %", SAVED, HYBRID, 1.02),
 )
 
 
 class Masters(torch.optim.Optimizer):
-    """FP32 masters and moments beside 16-bit parameters, all on the GPU: as fast as it can be."""
+    """FP32 masters and moments beside 16-bit parameters, on the device: as fast as it can be."""
 
     def __init__(self, parameters: list[Tensor], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -72,7 +72,7 @@ class Training:
     def __init__(self, system: str, size: tuple[int, int], batch: int, device: str) -> None:
         torch.set_default_device(device)
         torch.manual_seed(0)
-        self.batch, self.is_gpu = batch, device == "cuda"
+        self.batch, self.is_on_host = batch, device == "cpu"
         self.model: Any = gpt.GPT(*size).to(torch.bfloat16)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.engine: Any = None
@@ -87,10 +87,10 @@ class Training:
 
     def _optimizer(self, system: str) -> Any:
         parameters = list(self.model.parameters())
-        share = None if self.is_gpu else 0.4
-        small = {} if self.is_gpu else {"subgroup_elements": 30_000}
+        share = 0.4 if self.is_on_host else None
+        small = {"subgroup_elements": 30_000} if self.is_on_host else {}
         ways: dict[str, Callable[[], Any]] = {
-            GPU: lambda: Masters(parameters, LR),
+            DEVICE: lambda: Masters(parameters, LR),
             LATE: lambda: HybridAdamW(parameters, LR, device_share=0.0, early_gradients=False),
             HOST: lambda: HybridAdamW(parameters, LR, device_share=0.0),
             HYBRID: lambda: HybridAdamW(parameters, LR, device_share=share, **small),
@@ -137,17 +137,17 @@ class Training:
         return float(loss.item())
 
     def measure(self) -> dict[str, Any]:
-        """Seconds of every step after the first few, and what they took of the GPU's memory."""
+        """Seconds of every step after the first few, and what they took of the device's memory."""
         for number in range(WARM):
             self.step(number)
-        if self.is_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        if not self.is_on_host:
+            torch.accelerator.reset_peak_memory_stats()
         seconds, loss = [], 0.0
         for number in range(WARM, WARM + MEASURED):
             began_s = time.perf_counter()
             loss = self.step(number)
-            if self.is_gpu:
-                torch.cuda.synchronize()
+            if not self.is_on_host:
+                torch.accelerator.synchronize()
             seconds.append(time.perf_counter() - began_s)
         if self.checkpointer is not None:
             self.checkpointer.close()
@@ -156,7 +156,7 @@ class Training:
             "step": series.summary(seconds),
             "loss": loss,
             "parameters": self.parameters,
-            "gpu_bytes": torch.cuda.max_memory_allocated() if self.is_gpu else 0,
+            "device_bytes": 0 if self.is_on_host else torch.accelerator.max_memory_allocated(),
             "device_share": getattr(schedule, "share", None),
         }
 
@@ -198,12 +198,12 @@ def shown(found: dict[str, dict[str, Any]], facts: dict[str, str]) -> str:
                 [
                     system,
                     markdown.spread(one["step"]),
-                    f"{one['gpu_bytes'] / 1e9:.1f}",
+                    f"{one['device_bytes'] / 1e9:.1f}",
                     share,
                     f"{one['loss']:.4f}",
                 ]
             )
-        head = [model, "seconds a step", "GPU memory, GB", "on the device", "loss"]
+        head = [model, "seconds a step", "device memory, GB", "on the device", "loss"]
         parts += [markdown.table(head, rows), *_targets(systems)]
     return "\n\n".join(parts)
 
@@ -221,7 +221,7 @@ def _targets(systems: dict[str, dict[str, Any]]) -> list[str]:
 def _systems(options: argparse.Namespace) -> list[str]:
     if options.only:
         return list(options.only)
-    return [GPU, LATE, HOST, HYBRID, SAVED] + ([] if options.quick else [DEEPSPEED])
+    return [DEVICE, LATE, HOST, HYBRID, SAVED] + ([] if options.quick else [DEEPSPEED])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -234,12 +234,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse(arguments)
-    if not options.quick and not torch.cuda.is_available():
-        raise SystemExit("this measures a CUDA GPU, and there is none; --quick tries it without")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if not options.quick and device is None:
+        raise SystemExit("this measures a device, and there is none; --quick tries it without")
     sizes = QUICK if options.quick else MODELS
     if options.one:
-        device = "cpu" if options.quick else "cuda"
-        training = Training(options.one, sizes[options.model], options.batch, device)
+        where = "cpu" if options.quick or device is None else device.type
+        training = Training(options.one, sizes[options.model], options.batch, where)
         print(json.dumps(training.measure()))
         return 0
     found = {
@@ -247,8 +248,9 @@ def main(arguments: Sequence[str]) -> int:
         for model in options.models or sizes
     }
     facts = machine.facts(Path(__file__).parent, ["torch", "deepspeed"])
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
+    if device is not None:
+        named = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)
+        facts["device"] = named()
     text = shown(found, facts)
     print(text)
     if not options.quick:

@@ -18,8 +18,10 @@ def test_the_quick_benchmark_of_offload_runs(bench: Callable[..., CompletedProce
     assert len({row[-2].strip() for row in rows}) == 1, ended.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_refuses_politely(bench: Callable[..., CompletedProcess[str]]) -> None:
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_a_device_it_refuses_politely(
+    bench: Callable[..., CompletedProcess[str]],
+) -> None:
     ended = bench("offload")
     assert ended.returncode == 1
     assert "there is none; --quick tries it without" in ended.stderr

@@ -17,10 +17,10 @@ import holdfast
 from holdfast.capture import copier as copier_module
 from holdfast.capture.copy_plan import SlotTarget, plan_copies
 from holdfast.capture.copy_slot import copy_image
-from holdfast.capture.device_copies import stage
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress
 from holdfast.capture.session import KeeperSession
+from holdfast.capture.volatile_copies import stage
 from holdfast.errors import CaptureOvertaken
 from holdfast.format.image import fill_in
 from holdfast.geometry.layout import merge, table_from_json

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,91 +16,31 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalogue import ROOT, catalogue
-from holdfast.errors import HoldfastError
-from holdfast.format.manifest import Generation, Incarnation
-from holdfast.geometry.layout import Layout
-from holdfast.keeper.persister import Persister
-from holdfast.persist import commit
-from holdfast.persist.pins import mend, pin, pinned
-from holdfast.persist.removal import plan, remove
-from holdfast.policy.when import Keep
-from holdfast.restore.reading.verify import verify
 from holdfast.storage import direct, files, local
 from holdfast.storage.local import LocalStore
+from holdfast.testing.faults.logged_disk import (
+    DISK_BYTES,
+    LoggedDisk,
+    cut_disks,
+    missing_for,
+    mounted,
+)
 from holdfast.testing.faults.power import PowerRecorder, crash_states
-from support.checkpoints.images import split_leaf
+from support.checkpoints.power_work import work, wrong_in
 from support.project.sample import SEED
-from support.runs.keeper_jobs import job_of
 
-LAYOUT = Layout(2, (split_leaf("b", "I64", (3,), 2), split_leaf("w", "F32", (520, 3), 2)))
-GROWN = Layout(2, (*LAYOUT.leaves, split_leaf("x", "F32", (4,), 2)))
 #: Of all states, those that `make test` opens; `make test-all` opens as many as are asked for.
 SAMPLE, ALL = 500, 10_000
-
-
-def work(root: Path, recorder: PowerRecorder) -> None:
-    """Save, prune, pin, change the layout, remove by hand and start again, in one directory."""
-    store = LocalStore(root)
-    told: list[str] = []
-
-    def tell(attempt: str, reason: str | None) -> None:
-        told.append(reason or "")
-        if reason is None:
-            recorder.promise(f"durable {attempt}")
-
-    for n, steps, keep in ((1, range(6), Keep(last=2)), (2, range(10, 14), Keep(last=1))):
-        commit.open_root(store, "run")
-        with store.lock(ROOT, "keeper"):
-            parent = (1, 5) if n == 2 else None
-            record = Incarnation(run_id="run", n=n, nonce=f"n{n}", parent=parent)
-            persister = Persister(store, keep, tell)
-            for step in steps:
-                layout = GROWN if step in (2, 12) else LAYOUT
-                persister.work_one(job_of(Generation(n, step), record, layout=layout))
-                if step == 1:
-                    pin(store, Generation(1, 1))
-                    recorder.promise("pinned a1x1")
-            persister.stop()
-        remove(store, plan(store, Keep(last=1), abandoned=False))
-    assert told == [""] * 10
-
-
-def wrong_in(directory: Path, promises: Sequence[str]) -> str:
-    """Open a root after a loss of power; return what was promised and is not so, "" for nothing."""
-    store = LocalStore(directory)
-    try:
-        mend(store, catalogue(store))
-        found = catalogue(store)
-        if found.broken:
-            return f"cannot be read: {found.broken}"
-        for manifest in found.manifests:
-            faults = verify(store, manifest, deep=True).faults
-            if faults:
-                return f"{manifest.generation}: {faults}"
-        held = {f"a{g.incarnation}x{g.step}" for g in (m.generation for m in found.manifests)}
-        durable = [said.split()[1] for said in promises if said.startswith("durable")]
-        if durable and durable[-1] not in held:
-            newer = [one for one in held if _order(one) > _order(durable[-1])]
-            if not newer:
-                return f"{durable[-1]} was told durable; there are {sorted(held)}"
-        if "pinned a1x1" in promises and (
-            "a1x1" not in held or Generation(1, 1) not in pinned(store)
-        ):
-            return f"the pinned checkpoint is gone; there are {sorted(held)}"
-    except HoldfastError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _order(attempt: str) -> tuple[int, ...]:
-    return tuple(map(int, attempt[1:].split("x")))
+#: Disks of each real file system, and of each cut at most so many beside the prefix itself.
+DISKS, PER_CUT = 1_000, {"btrfs": 6, "ext4": 6, "xfs": 40}
+#: Directories one after the other: xfs gathers what it writes, and has few writes to cut between.
+ROOTS = {"btrfs": ["a"], "ext4": ["a"], "xfs": ["a", "b", "c"]}
 
 
 def recorded(root: Path) -> PowerRecorder:
     root.mkdir()
     with PowerRecorder(root) as recorder:
-        work(root, recorder)
+        work(root, recorder.promise)
     return recorder
 
 
@@ -167,6 +107,7 @@ def _publish_before_sync(
 
 _numbers = count()
 
+
 #: What the harness must see: object, attribute, what stands in its place.
 LEFT_OUT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "fsync of a published file": lambda p: p.setattr(local, "write_durably", _write_without_sync),
@@ -195,3 +136,65 @@ def test_the_harness_sees_every_fsync_that_is_left_out(
         LEFT_OUT[name](patch)
         recorder = recorded(tmp_path / "root")
     assert any(wrong for _, wrong in wrong_states(recorder, tmp_path / "states", 4 * SAMPLE))
+
+
+def cut_and_open(kind: str, work_dir: Path, most: int) -> list[tuple[int, str]]:
+    """Return (writes before the cut, what is wrong) for each disk that was opened."""
+    promises: list[tuple[int, str]] = []
+
+    def tell(root: str, said: str) -> None:
+        promises.append((len(disk.writes), f"{root} {said}"))
+
+    with LoggedDisk(kind, work_dir) as disk:
+        first = len(disk.writes)
+        for name in ROOTS[kind]:
+            (disk.at / name).mkdir()
+            work(disk.at / name, partial(tell, name))
+        writes = disk.writes
+    image, at = Path("/dev/shm") / f"hf-disk-{os.getpid()}.img", work_dir / "cut"
+    at.mkdir()
+    found = []
+    try:
+        for done in cut_disks(kind, writes, first, image, per_cut=PER_CUT[kind], seed=SEED):
+            with mounted(kind, image, at):
+                wrongs: list[str] = []
+                for name in ROOTS[kind]:
+                    told = [one.split(" ", 1) for number, one in promises if number <= done]
+                    said = [one for root, one in told if root == name]
+                    is_there = (at / name).exists()
+                    wrong = wrong_in(at / name, said) if is_there or said else ""
+                    wrongs += [wrong] if wrong else []
+                found.append((done, "; ".join(wrongs)))
+            if len(found) == most:
+                break
+    finally:
+        image.unlink(missing_ok=True)
+    print(f"{kind}: {len(writes) - first} writes and flushes, {len(found)} disks")
+    return found
+
+
+def skip_without(kind: str) -> None:
+    missing = missing_for(kind)
+    if missing:
+        pytest.skip(f"logged disks of {kind} need {missing}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", sorted(DISK_BYTES))
+def test_a_thousand_disks_of_a_real_file_system_are_whole(kind: str, tmp_path: Path) -> None:
+    skip_without(kind)
+    found = cut_and_open(kind, tmp_path, 10 * DISKS)
+    assert [one for one in found if one[1]] == []
+    assert len(found) >= DISKS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["fsync of a published file", "sync of a published name"])
+def test_an_fsync_that_is_left_out_is_seen_on_a_real_disk(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without("ext4")
+    LEFT_OUT[name](monkeypatch)
+    assert any(wrong for _, wrong in cut_and_open("ext4", tmp_path, DISKS))

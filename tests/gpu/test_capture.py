@@ -51,6 +51,7 @@ def content(state: dict[str, object]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.promise
 def test_snapshots_taken_behind_training_are_of_the_step_they_name(
     tmp_path: Path, device: str
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_run_on_a_device_resumes_from_memory(tmp_path: Path, device: str) -> N
     newer.close()
 
 
+@pytest.mark.promise
 def test_what_a_device_holds_has_the_same_sums_as_the_same_on_the_host(device: str) -> None:
     tensors = {"a": numbers(1500, 700), "b": numbers(6, 8, 40, 5).to(torch.bfloat16)}
     ways = [
@@ -121,6 +123,7 @@ class Keeping:
         assert state == {}
 
 
+@pytest.mark.promise
 def test_a_save_waits_for_nothing_on_the_device(tmp_path: Path, device: str) -> None:
     state = build(0, device)
     model = state["model"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,7 @@ def hybrid(model: nn.Module, share: float | None, **options: Any) -> HybridAdamW
     )
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_streams_that_dawdle_change_nothing(dtype: torch.dtype, share: float, device: str) -> None:
@@ -101,6 +103,7 @@ def test_it_learns_as_torchs_adamw_does(share: float | None, device: str) -> Non
         assert hybrids.differences((ours, one), (theirs, other)) == []
 
 
+@pytest.mark.promise
 @sent_early
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -240,6 +243,16 @@ def test_a_forked_worker_has_no_copy_of_the_state(device: str) -> None:
     os.waitpid(child, 0)
     private_kib = sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
     assert optimizer.state is not None and private_kib < 128 << 10
+
+
+@pytest.mark.promise
+def test_memory_of_a_dropped_optimizer_is_freed_behind_its_copies(device: str) -> None:
+    for _ in range(4):
+        model = build(device, torch.bfloat16)
+        optimizer = hybrid(model, 0.0)
+        train(model, optimizer, range(1))
+        del optimizer
+        gc.collect()
 
 
 def test_its_state_is_pinned_on_the_host_and_what_is_there_after_a_step_is_final(

@@ -164,6 +164,25 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.Monke
     assert cleared, "the next who launches gets an error that is none of theirs"
 
 
+def test_a_device_without_the_fused_kernel_is_refused_by_name_unless_all_is_updated_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise NotImplementedError(
+            "Could not run 'aten::_fused_adamw_' with arguments of 'xla'\n..."
+        )
+
+    monkeypatch.setattr(kernels, "_fused_adamw", missing)
+    monkeypatch.setattr(
+        placing.SubgroupPlacement, "uses_device", lambda self, _: self._may_use_device
+    )
+    parameters = [nn.Parameter(torch.ones(4))]
+    with pytest.raises(UsageError, match=r"no fused kernel of AdamW for cpu .*aten::_fused_adamw_"):
+        HybridAdamW(parameters)
+    HybridAdamW(parameters, device_share=0.0)
+    HybridAdamW(parameters, device_slots=0)
+
+
 def test_an_update_needs_no_work_where_nothing_has_a_gradient() -> None:
     model = hybrids.tiny()
     optimizer = HybridAdamW(model.parameters())

@@ -186,7 +186,7 @@ def _frozen(rank: int, world: int) -> list[Any]:
                 hybrids.loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        optimizer._placing._is_on_gpu = True
+        optimizer._placing._is_on_device = True
         hybrids.loss_of(model.requires_grad_(), 3).backward()
         optimizer.step()
         schedule = optimizer._placing.schedule
@@ -205,7 +205,7 @@ def _all_frozen(rank: int, world: int) -> list[Any]:
         _fake_device((DEVICE_IS_FAST, HOST_IS_FAST)[rank], monkeypatch)
         model = hybrids.tiny().requires_grad_(False)
         optimizer = HybridAdamW(model.parameters(), subgroup_elements=700)
-        optimizer._placing._is_on_gpu = True
+        optimizer._placing._is_on_device = True
         optimizer._placing._set(None)  # as on a GPU before the first step
         for _ in range(2):
             optimizer.step()

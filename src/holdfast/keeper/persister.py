@@ -17,6 +17,8 @@ from typing import Any
 
 from holdfast.catalogue import (
     EMPTY,
+    PARTS,
+    STEPS,
     Catalogue,
     attempt_dir,
     catalogue,
@@ -38,9 +40,10 @@ from holdfast.keeper.jobs import write_all
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, resume
 
 Outcome = Callable[[str, str | None], None]
+_PLACES = attempt_dir, part_dir
 
 
 class Persister:
@@ -116,6 +119,8 @@ class Persister:
         if self._is_published(job):
             return
         started_s = time.monotonic()
+        self._resume(job)
+        self._sweeper.know(place(job.generation, job.directory) for place in _PLACES)
         self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
         # Other hosts first: they are told at once, and write meanwhile.
@@ -154,6 +159,18 @@ class Persister:
             )
         )
 
+    def _resume(self, job: PersistJob) -> None:
+        """Go on with what a keeper that was killed had stored of this attempt, where that is
+        possible: of images that are all on this host.
+        """
+        if job.shares:
+            return
+        start = f"{job.generation.incarnation}-{job.generation.step}-{job.attempt}"
+        for above in (STEPS, PARTS):
+            if found := resume(self.store, above, start):
+                job.directory = job.attempt + found[len(start) :]
+                return
+
     def _record(self, incarnation: Incarnation) -> None:
         """Record the incarnation and its ancestors, before anything is published."""
         if incarnation.n in self._recorded:
@@ -184,7 +201,7 @@ class Persister:
         """
         if job.is_publishing:
             return
-        for directory in (attempt_dir, part_dir):
+        for directory in _PLACES:
             with contextlib.suppress(HoldfastError):  # the sweeper removes it later
                 self.store.remove_tree(directory(job.generation, job.directory))
 
@@ -205,6 +222,7 @@ class Persister:
             found = self._catalogue(job.generation)
             if mend(self.store, found):  # a keeper was killed while it pruned
                 found = self._catalogue(job.generation)
+            self._sweeper.know(path for one in found.manifests for path in one.directories)
             gone = set()
             for generation in self._condemned(found, job):
                 if generation in self._sweeper.leases.generations():  # at a later publication

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from holdfast.catalogue import ROOT
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
 from holdfast.events import KeeperStarted, KeeperStopped, emit, subscribe
@@ -35,6 +34,7 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
+from holdfast.observe.event_place import event_place, follow_events
 from holdfast.observe.sinks import PART_BYTES, JsonlSink
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import remove_arena
@@ -297,10 +297,12 @@ class Keeper:
     def _open_trace(self) -> Callable[[], None]:
         self._trace, close = open_trace(self.root_access.path, self.host_id)
         unsubscribe = subscribe(self._trace)
+        end_uploads = follow_events(event_place(self.root_access.path), self.root_access.store)
 
         def close_trace() -> None:
             unsubscribe()
             close()
+            end_uploads()
 
         return close_trace
 
@@ -497,9 +499,10 @@ class Keeper:
 # Writes the keeper's events, beside the trainers', to the root's ``events`` directory.
 
 
-def trace_place(root: str, host_id: str) -> tuple[Path, Path]:
+def trace_place(root: str, host_id: str) -> tuple[Path, Path | None]:
     """Return the path of this host's keeper trace, and the file that must exist to enable it."""
-    return Path(root, "events", f"keeper-{host_id}.jsonl"), Path(root, ROOT)
+    place = event_place(root)
+    return place.file(f"keeper-{host_id}"), place.only_beside
 
 
 def open_trace(root: str, host_id: str) -> tuple[JsonlSink, Callable[[], None]]:

@@ -30,7 +30,7 @@ from holdfast.observe.report import (
     Save,
     Start,
 )
-from holdfast.observe.sinks import open_parts, size_bytes, trails
+from holdfast.observe.sinks import open_parts, parts_of, size_bytes, trails
 
 Progress = Callable[[int, int], None]
 
@@ -43,14 +43,14 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     writers = trails(root)
     if not writers:
         raise NotFound(
-            f"no events in {Path(root, 'events')}: a run writes them as it trains; "
+            f"no events in {root}/events: a run writes them as it trains; "
             "is this the directory given to Checkpointer?",
             root=str(root),
         )
     fold = _Fold()
     for line in _lines(writers, progress):
         fold.line(line)
-    files = sum(1 for _ in Path(root, "events").glob("*.jsonl"))
+    files = sum(1 for writer in writers for part in parts_of(writer) if part.exists())
     return fold.report(str(root), files)
 
 

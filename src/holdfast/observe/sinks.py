@@ -24,8 +24,8 @@ from typing import BinaryIO
 import msgspec
 
 from holdfast import events
-from holdfast.catalogue import ROOT
 from holdfast.events import Event, subscribe
+from holdfast.observe.event_place import event_place
 
 #: A run that saves at every step writes about 0.7 kB a save: some 23,000 saves fill one.
 PART_BYTES = 16 << 20
@@ -51,8 +51,8 @@ def set_aside(path: Path) -> bool:
 
 
 def trails(root: str | Path) -> list[Path]:
-    """Returns the newest part of every writer below ``root``; it need not exist yet."""
-    found = Path(root, "events").glob("*.jsonl")
+    """Returns the newest part of every writer of ``root``; it need not exist yet."""
+    found = event_place(root).read_from().glob("*.jsonl")
     return sorted({path.with_name(_FULL.sub(".jsonl", path.name)) for path in found})
 
 
@@ -89,8 +89,9 @@ def follow_run(root: str, rank: int) -> Callable[[float], None]:
     from holdfast.observe.log import log_sink_from_environment  # a keeper writes no such lines
 
     log = log_sink_from_environment(rank)
-    path = Path(root, "events", f"rank-{rank:05d}.jsonl")
-    trace = JsonlSink(path, only_beside=Path(root, ROOT), part_bytes=PART_BYTES)
+    place = event_place(root)
+    path = place.file(f"rank-{rank:05d}")
+    trace = JsonlSink(path, only_beside=place.only_beside, part_bytes=PART_BYTES)
     stops = [subscribe(sink) for sink in (trace, log) if sink is not None]
 
     def stop(deadline_s: float) -> None:

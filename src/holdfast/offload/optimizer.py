@@ -29,7 +29,7 @@ from holdfast.offload.state_dict import (
     make_state,
     unhidden,
 )
-from holdfast.offload.step import StepRunner, check_parameter, gradient_problem
+from holdfast.offload.step import StepRunner, check_kernel, check_parameter, gradient_problem
 from holdfast.offload.streams import WorkStreams, make_streams
 from holdfast.state.step_calls import whole_update
 
@@ -107,6 +107,8 @@ class HybridOptimizer(Optimizer):
         for place in places:
             device = device or place.local.device
             check_parameter(place, device)
+        if device is not None and self._placing.uses_device(device):
+            check_kernel(self._kernel, group, device)
         self._device = device
         self._placing.expect(places)
         self._make_rows([place for place in places if not self._may_wait(place)], number)
@@ -252,7 +254,7 @@ class HybridOptimizer(Optimizer):
         """Update all parameters that have a gradient; their state on the host is final on return.
 
         With parameters that other ranks have as well the first step is a collective of those ranks,
-        unless device_share=0 or there is no GPU: they agree where each element is updated.
+        unless device_share=0 or all is on the CPU: they agree where each element is updated.
         UsageError for gradients it cannot use: sparse ones, or of another dtype or device than
         their parameters. When an update breaks off half-way, every further step refuses.
 
@@ -521,7 +523,7 @@ class Options(TypedDict, total=False):
     device_slots: int
     """The number of subgroups whose state fits on the device at once, during a step."""
     threads: int | None
-    """CPU threads for updates. None: this rank's share of the cores, less two; without a GPU,
+    """CPU threads for updates. None: this rank's share of the cores, less two; without a device,
     all that torch uses.
     """
     early_gradients: bool | None

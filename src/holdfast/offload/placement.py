@@ -58,7 +58,7 @@ class SubgroupPlacement:
         if tier is not None:
             self.longest, self._share = page_aligned(self.longest), 0.0
         self._may_use_device = self._share != 0.0 and self._slots > 0
-        self._is_on_gpu = False
+        self._is_on_device = False
         self._not_agreed: list[ParamSlot] = []
         """Places that may have replicas on other ranks, which is not known yet."""
         self._layout = sha256(f"{self.longest}".encode())
@@ -80,6 +80,10 @@ class SubgroupPlacement:
         """The running search for another schedule, by the rates as they were when it began."""
         self._fix()
 
+    def uses_device(self, device: torch.device) -> bool:
+        """Return True if parameters on ``device`` may be updated there."""
+        return self._may_use_device and device.type != "cpu"
+
     def expect(self, places: Sequence[ParamSlot]) -> None:
         """Announce parameters whose buffers come now or, for frozen ones, with their first
         gradient.
@@ -89,14 +93,14 @@ class SubgroupPlacement:
         self._not_agreed += places
         sizes = [(place.size, place.parameter.dtype) for place in places]
         self._layout.update(f"{sizes}".encode())
-        self._is_on_gpu |= any(is_on_device(place.local) for place in places)
+        self._is_on_device |= any(is_on_device(place.local) for place in places)
 
     def add(self, buffer: FlatBufferRow) -> None:
         """Add the subgroups of another flat buffer, whose places were announced."""
         self.subgroups += buffer.cut(self.longest)
         if self._tier is not None:
             self._tier.check(self.subgroups)
-        if self._share is None and not self._is_full and self._is_on_gpu:
+        if self._share is None and not self._is_full and self._is_on_device:
             self._set(None)  # at the next step, when the work streams can be measured
         else:
             self._fix()
@@ -140,7 +144,7 @@ class SubgroupPlacement:
         """
         if not self._not_agreed:
             return
-        is_planned = self._share is not None or self._is_on_gpu or self.schedule is None
+        is_planned = self._share is not None or self._is_on_device or self.schedule is None
         if self._room is None and self._may_use_device and is_planned:
             others = groups_with_replicas(self._not_agreed)
             if others:

@@ -20,7 +20,7 @@ from holdfast.offload.bit_sums import are_same, checksums
 from holdfast.offload.file_state import FileTier
 from holdfast.offload.gradients import ClippedNorm, Gradients
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot, SmallParams
-from holdfast.offload.kernels import Kernel
+from holdfast.offload.kernels import Group, Kernel, Tensors, settled
 from holdfast.offload.placement import SubgroupPlacement
 from holdfast.offload.state_dict import begin_state
 from holdfast.offload.streams import WorkStreams
@@ -208,6 +208,22 @@ def check_parameter(place: ParamSlot, device: torch.device | None) -> None:
         problem = "has gaps in its memory, or elements that share it: make it contiguous first"
     if problem:
         raise UsageError(f"{name} {problem}")
+
+
+def check_kernel(kernel: Kernel, group: Group, device: torch.device) -> None:
+    """Raise UsageError where torch cannot update parameters of this group on ``device``."""
+    ones = [torch.ones(1, device=device)]
+    states = {kind: [torch.zeros(1, device=device)] for kind in kernel.kinds(group)}
+    steps = [torch.ones((), device=device)] if kernel.counts_steps else []
+    given = Tensors(ones, [torch.zeros(1, device=device)], states, steps)
+    try:
+        kernel.update(settled([group])[0], given, is_first=True)
+    except NotImplementedError as error:
+        raise UsageError(
+            f"torch has no fused kernel of {type(kernel).__name__} for {device.type} "
+            f"({str(error).splitlines()[0]:.120}): give device_share=0.0, by which all is updated "
+            "on the host"
+        ) from error
 
 
 def mesh_problem(place: ParamSlot) -> str:

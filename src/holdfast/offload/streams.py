@@ -122,9 +122,13 @@ def _best_s(work: list[tuple[WorkStream, Work]]) -> float:
     best_s = math.inf
     for _ in range(_TRIES + 1):  # the first one warms up
         began_s = time.perf_counter()
-        marks = [stream.run(one) for stream, one in work]
-        for mark in marks:
-            mark.wait()
+        marks: list[StreamMark] = []
+        try:
+            for stream, one in work:
+                marks.append(stream.run(one))
+        finally:  # its memory is freed when this raises
+            for mark in marks:
+                mark.wait()
         best_s = min(best_s, time.perf_counter() - began_s)
     return best_s
 
@@ -193,7 +197,7 @@ class EventMark:
     event: torch.Event
 
     def wait(self) -> None:
-        """Wait until the GPU has passed it."""
+        """Wait until the device has passed it."""
         self.event.synchronize()
 
 
@@ -239,7 +243,7 @@ def _compute_with(threads: int) -> None:
 
 
 class DeviceStream:
-    """A work stream on a GPU: a stream of its own, or the caller's current one (``own`` False)."""
+    """A work stream on a device: its own stream, or the caller's current one (``own`` False)."""
 
     def __init__(self, device: torch.device, *, own: bool = True, delay_s: float = 0.0) -> None:
         self._device, self._delay_s = device, delay_s
@@ -261,9 +265,9 @@ class DeviceStream:
                     mark.wait()
             if self._delay_s:
                 devices.delay(self._device, self._random.random() * self._delay_s)
-            work()
-            for tensor in uses:
+            for tensor in uses:  # first: the work may raise with a part of it enqueued
                 tensor.record_stream(stream)
+            work()
             return EventMark(devices.record_event(stream))
 
     def now(self) -> StreamMark:
@@ -305,7 +309,7 @@ class WorkStreams:
 
 
 def make_streams(device: torch.device, *, threads: int | None, delay_s: float = 0.0) -> WorkStreams:
-    """Create the work streams between the host and ``device``, a GPU or the CPU itself."""
+    """Create the work streams between the host and ``device``, an accelerator or the CPU itself."""
     if devices.is_streamed(device):
         stream = partial(DeviceStream, device, delay_s=delay_s)
         threads = host_threads() if threads is None else threads

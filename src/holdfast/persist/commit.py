@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from holdfast.catalogue import (
@@ -37,7 +37,7 @@ from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, se
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch
 from holdfast.persist.pins import pinned
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, settle_s
 from holdfast.storage.files import may_be_same
 
 #: Publications from when nothing names a file until it is removed: readers finish meanwhile.
@@ -243,26 +243,47 @@ class Sweeper:
     between two publications, under the root's lock: so nothing it examines is about to be named. A
     layout is removed as images are, and a later checkpoint that needs it writes it again
     (``write_layout`` comes first in every publication).
+
+    In a bucket a request may take effect long after it was sent, and an earlier holder of the lock
+    may still publish what it had begun. There only what this sweeper saw named, or was told of
+    (``know``), is removed, when no request of then can land any more; the rest is for ``holdfast
+    prune``. A layout has one name for all who need it, so none is removed there.
     """
 
     store: Store
+    clock: Callable[[], float] = time.monotonic
     seen: dict[str, int] = field(default_factory=dict)
     leases: LeaseWatch = field(init=False)
+    _since_s: dict[str, float] = field(default_factory=dict)
+    _known: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.leases = LeaseWatch(self.store)
+
+    def know(self, directories: Iterable[str]) -> None:
+        """Notes directories of this run's own, named by a manifest or not."""
+        self._known.update(directories)
 
     def sweep(self, manifests: Iterable[Manifest]) -> list[str]:
         """Called after each publication with all manifests that are left; returns the removed
         paths.
         """
         manifests = list(manifests)
-        layouts = unnamed_layouts(self.store, manifests)
+        settle = settle_s(self.store)
+        layouts = [] if settle else unnamed_layouts(self.store, manifests)
         unnamed = [*unnamed_directories(self.store, manifests), *layouts]
+        if settle:
+            unnamed = [path for path in unnamed if path in self._known]
         held = self.leases.paths() if unnamed else ()  # after their manifests were removed
         unnamed = [path for path in unnamed if path not in held]
         self.seen = {path: self.seen.get(path, -1) + 1 for path in unnamed}
-        removed = [path for path, times in self.seen.items() if times >= SWEPT_AFTER]
+        now_s = self.clock()
+        self._since_s = {path: self._since_s.get(path, now_s) for path in self.seen}
+        removed = [
+            path
+            for path, times in self.seen.items()
+            if times >= SWEPT_AFTER and now_s - self._since_s[path] >= settle
+        ]
         for path in removed:
             remove = self.store.remove if path in layouts else self.store.remove_tree
             remove(path)

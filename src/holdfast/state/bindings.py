@@ -49,6 +49,8 @@ class Binding:
     """The stored leaves this tensor maps to through rules; None where it is stored as one leaf
     under its own name.
     """
+    is_copied_out: bool = False
+    """True if its copy is in host memory, and it is not."""
 
     @property
     def source(self) -> torch.Tensor:
@@ -133,9 +135,11 @@ def is_bound(binding: Binding, found: Found) -> bool:
     )
 
 
-def same_storage_form(there: torch.Tensor | None, local: torch.Tensor) -> bool:
+def same_storage_form(
+    there: torch.Tensor | None, local: torch.Tensor, device: torch.device
+) -> bool:
     return there is not None and (
-        (there.shape, there.dtype, there.device) == (local.shape, local.dtype, local.device)
+        (there.shape, there.dtype, there.device) == (local.shape, local.dtype, device)
     )
 
 

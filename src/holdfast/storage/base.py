@@ -147,6 +147,21 @@ class Store(Protocol):
         ...
 
 
+def settle_s(store: Store) -> float:
+    """Returns for how many seconds a change may still take effect that nobody answered: 0 for a
+    directory, whose process has ended or has its answer.
+    """
+    return float(getattr(store, "settle_s", 0.0))
+
+
+def resume(store: Store, above: str, start: str) -> str:
+    """Returns the name of a directory below ``above`` that begins with ``start`` and whose images
+    can be gone on with; "" where there is none, and in stores that only write anew.
+    """
+    found = getattr(store, "resume", None)
+    return "" if found is None else str(found(above, start))
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")

@@ -24,16 +24,18 @@ from holdfast.storage.base import (
     short_read,
 )
 from holdfast.storage.files import ROOT_FILE
-from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, take_lease
+from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, LeaseView, ObjectLease, take_lease
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.removals import Removals
 from holdfast.storage.s3 import Outcome, S3Bucket
-from holdfast.storage.uploads import PART_BYTES, UploadSink, part_bytes
+from holdfast.storage.uploads import PART_BYTES, ComparingSink, UploadSink, part_bytes
 from holdfast.storage.wrap import Patience
 
 #: A larger range is read by several requests at once.
 _PIECE_BYTES = 16 << 20
 _READERS = 4
+#: The letters at the end of a directory's name that tell one write of an attempt from another.
+_RANDOM = 6
 #: A signed request that is older is refused by the server; nothing of ours can land after that.
 SETTLE_S = 960.0
 
@@ -64,6 +66,8 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._no_files: set[str] = set()
         """Names above others that are known to be no objects."""
+        self._resumed: set[str] = set()
+        """Directories whose unfinished images are gone on with."""
         self._kept: Kept | None = None
         self._held: list[ObjectLease] = []
         self._removals = Removals(self._bucket, self._below)
@@ -79,6 +83,11 @@ class ObjectStore:
     def bucket(self) -> S3Bucket:
         """The bucket, and what was sent to it."""
         return self._bucket
+
+    @property
+    def probe_prefix(self) -> str:
+        """What the names of the objects begin with that a server is probed with."""
+        return f"{self._below}.probe-"
 
     def identity(self) -> str:
         outcome = self._found(self._bucket.head(self._below + ROOT_FILE), ROOT_FILE)
@@ -175,6 +184,7 @@ class ObjectStore:
         self._require_room(path)
         outcome = self._bucket.put(key, [data], if_none=not replace)
         if outcome.is_done:
+            self._require_held()  # else it came after another's take-over, who does not know of it
             return
         if outcome.status == 412 and outcome.is_first_try:
             raise already_published(path, self.url)
@@ -203,8 +213,12 @@ class ObjectStore:
         key = self._key(path)
         self._may_change()
         self._require_room(path)
+        is_resumed = path.split("/")[-2:][0] in self._resumed
         if self.exists(path):
+            if is_resumed and self.size_bytes(path) == size_bytes:
+                return ComparingSink(self, path, size_bytes)
             raise already_published(path, self.url)
+        begun = [one for one in self._bucket.uploads(key) if one.key == key] if is_resumed else []
         return UploadSink(
             self._bucket,
             key,
@@ -212,7 +226,23 @@ class ObjectStore:
             size_bytes,
             self._may_change,
             part_bytes=part_bytes(size_bytes, self._part_bytes),
+            found=(begun[0], self._bucket.parts(begun[0])) if begun else None,
         )
+
+    def resume(self, above: str, start: str) -> str:
+        """Finds a directory below ``above`` that a writer left who has ended since: its images are
+        gone on with. Returns its name, "" for none.
+
+        ``start``: what its name begins with, but for the last six letters.
+        """
+        lease = self._lease()
+        if lease is None or not lease.is_alone:  # who left it may go on with it
+            return ""
+        fit = (name for name in self.list(above) if name[:-_RANDOM] == start)
+        found = min(fit, default="")
+        if found:
+            self._resumed.add(found)
+        return found
 
     def remove(self, path: str) -> None:
         self._key(path)
@@ -246,9 +276,9 @@ class ObjectStore:
             raise
         return lease
 
-    def holder(self, name: str) -> str:
-        """Returns who signed the lock, "" when it is free. Takes nothing."""
-        return ObjectLease.signed_by(self._bucket, self._lock_key(name))
+    def view_lock(self, name: str) -> LeaseView:
+        """Returns the lock as others see it; takes nothing."""
+        return LeaseView(self._bucket, self._lock_key(name), name, self._lease_times)
 
     def _lock_key(self, name: str) -> str:
         before, _, last = check_path(name).rpartition("/")
@@ -259,10 +289,13 @@ class ObjectStore:
 
     def _may_change(self) -> None:
         """Called before each change: it is refused when a lock of this store was lost."""
+        self._require_held()
+        if self._kept is None:
+            self._kept = require_conditions(self._bucket, self.probe_prefix)
+
+    def _require_held(self) -> None:
         for lease in tuple(self._held):
             lease.require_held()
-        if self._kept is None:
-            self._kept = require_conditions(self._bucket, f"{self._below}.probe-")
 
     def _require_room(self, path: str) -> None:
         """Refuses a name below that of an object, as a directory does."""

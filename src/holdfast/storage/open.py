@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, check_path
 from holdfast.storage.files import ROOT_FILE
 from holdfast.storage.local import LocalStore
+
+if TYPE_CHECKING:
+    from holdfast.storage.lease_lock import LeaseView
+    from holdfast.storage.objects import ObjectStore
+    from holdfast.storage.probe import Kept
+
+
+_BUCKETS = ("s3",)
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+
+
+def is_bucket(root: str) -> bool:
+    """True for a root that ``normal_root`` returned for a bucket."""
+    return root.partition("://")[0] in _BUCKETS and "://" in root
 
 
 def normal_root(root: object) -> str:
     """Returns ``root`` in the one form that every process of a run agrees on, independent of the
     working directory.
 
-    Raises UsageError for a value that is no path, a scheme other than ``file://``, and a home
-    nobody has.
+    Raises UsageError for a value that is no path, a scheme other than ``file://`` and ``s3://``,
+    and a home nobody has.
     """
     if not isinstance(root, (str, os.PathLike)):
         raise UsageError(f"{root!r} is no root: give the path of a directory as str or Path")
     text = os.fsdecode(os.fspath(root))
     scheme = text.partition("://")[0]
+    if "://" in text and scheme in _BUCKETS:
+        return _normal_bucket(text)
     if "://" in text and scheme != "file":
         raise UsageError(
-            f"{text!r}: this version stores in directories only; give a path every rank can reach"
+            f"{_without_credentials(text)!r}: this version stores in directories and in buckets "
+            "(s3://bucket/prefix); give a path every rank can reach"
         )
     if not text.removeprefix("file://") or "\0" in text:
         raise UsageError(f"{text!r} is no root: give the path of a directory")
@@ -34,6 +53,31 @@ def normal_root(root: object) -> str:
         raise UsageError(f"{text!r}: {error} Write the path out.") from error
 
 
+def _normal_bucket(text: str) -> str:
+    scheme, _, rest = text.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    if "@" in bucket:
+        raise UsageError(
+            f"{_without_credentials(text)!r} has credentials in it: take them out, and change "
+            "them if others can see where it stood; they come from the environment, a profile or "
+            "a role"
+        )
+    if not _NAME.fullmatch(bucket):
+        raise UsageError(f"{text!r} is no root: {bucket!r} is not the name of a bucket")
+    if "?" in prefix or "#" in prefix or not prefix.isprintable():
+        raise UsageError(f"{text!r} is no root: a prefix has no ?, # or control characters")
+    if prefix:
+        check_path(prefix)
+    return f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
+
+
+def _without_credentials(text: str) -> str:
+    scheme, _, rest = text.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
 def follow(store: Store, root: str) -> None:
     """Makes a store use its root under another name; see ``LocalStore.follow``."""
     if isinstance(store, LocalStore):
@@ -41,8 +85,36 @@ def follow(store: Store, root: str) -> None:
 
 
 def open_store(root: object) -> Store:
-    """Returns the store at ``root``, a directory; it is made at the first write."""
-    return LocalStore(normal_root(root))
+    """Returns the store at ``root``, which is made at the first write."""
+    found = normal_root(root)
+    return _open_bucket(found) if is_bucket(found) else LocalStore(found)
+
+
+def _open_bucket(root: str) -> ObjectStore:
+    from holdfast.storage.objects import ObjectStore  # what speaks to servers is loaded late
+
+    bucket, _, prefix = root.partition("://")[2].partition("/")
+    return ObjectStore(bucket, prefix)
+
+
+def probe_bucket(root: str) -> Kept:
+    """Returns what the server of a bucket keeps; it is tried out there. StorageError."""
+    from holdfast.storage.probe import probe
+
+    store = _open_bucket(root)
+    return probe(store.bucket, store.probe_prefix)
+
+
+def is_place(root: object) -> bool:
+    """True if there is a directory of this name, or ``root`` names a bucket."""
+    found = normal_root(root)
+    return is_bucket(found) or Path(found).is_dir()
+
+
+def open_lock(root: object, name: str) -> LeaseView | None:
+    """Returns the lock of a bucket, to look at and to free; None for a root that is none."""
+    found = normal_root(root)
+    return _open_bucket(found).view_lock(name) if is_bucket(found) else None
 
 
 # Describes in words a directory that is no root, for errors that suggest a remedy.
@@ -53,6 +125,8 @@ _SHOWN = 3
 
 def what_is_at(url: str) -> str:
     """Returns one sentence on a directory that is no root, and on which path to use instead."""
+    if is_bucket(url):
+        return "Look for a misspelt bucket or prefix: nothing was saved there yet."
     path = Path(url.removeprefix("file://"))
     if near := _near(path):
         return f"{near} is one: give that path."

@@ -31,6 +31,17 @@ class Kept:
     """A part that is not what its checksum says is refused."""
 
     @property
+    def table(self) -> tuple[tuple[str, bool], ...]:
+        """Returns what was tried, in words, and whether it is kept."""
+        return (
+            ("refuses a create under a taken name", self.create),
+            ("refuses to replace what was replaced meanwhile", self.replace),
+            ("lists what was written", self.list_after_put),
+            ("reads ranges", self.ranges),
+            ("refuses a part that is not what its checksum says", self.part_checksums),
+        )
+
+    @property
     def lacks(self) -> tuple[str, ...]:
         """Returns what a root needs and this server does not keep."""
         needed = {

@@ -14,7 +14,6 @@ import urllib.parse
 import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
 from holdfast.errors import StorageError
 from holdfast.storage.credentials import CredentialSource, region, server_of
@@ -23,13 +22,12 @@ from holdfast.storage.signing import (
     UNSIGNED,
     Body,
     checksum_algorithm,
-    checksum_header,
     encoded_path,
     encoded_query,
     sha256,
     signed_headers,
 )
-from holdfast.storage.wrap import BUSY, Patience, RateLimit, Traffic
+from holdfast.storage.wrap import BUSY, Patience, RateLimit, RequestCounts
 
 UNSIGNED_VARIABLE = "HOLDFAST_BUCKET_UNSIGNED"
 RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
@@ -106,7 +104,7 @@ class S3Bucket:
     ) -> None:
         self.name, self.url = bucket, url
         self.patience = patience or Patience()
-        self.traffic = Traffic(url)
+        self.traffic = RequestCounts(url)
         self._region = region()
         server, self._before = server_of(bucket, self._region)
         self._connections = Connections(server, answer_s=answer_s)
@@ -145,7 +143,7 @@ class S3Bucket:
         """Removes objects, a thousand by one request. StorageError names the first that stays."""
         for start in range(0, len(keys), _BULK):
             some = keys[start : start + _BULK]
-            objects = "".join(f"<Object><Key>{escape(key)}</Key></Object>" for key in some)
+            objects = "".join(f"<Object><Key>{_escaped(key)}</Key></Object>" for key in some)
             body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
             md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
             query, headers = {"delete": ""}, {"content-md5": md5, "content-type": "text/xml"}
@@ -193,15 +191,17 @@ class S3Bucket:
         self.require(outcome, "create", key)
         return _text(_parsed(outcome.body), "UploadId")
 
-    def put_part(self, key: str, upload: str, number: int, body: Body) -> Outcome:
-        """Sends one part with its checksum."""
+    def put_part(
+        self, key: str, upload: str, number: int, body: Body, checksum: tuple[str, str]
+    ) -> Outcome:
+        """Sends one part; ``checksum`` is what ``checksum_header`` returned for it."""
         query = {"partNumber": str(number), "uploadId": upload}
-        return self.send("PUT", key, query=query, headers=dict([checksum_header(body)]), body=body)
+        return self.send("PUT", key, query=query, headers=dict([checksum]), body=body)
 
     def end_upload(self, key: str, upload: str, parts: Iterable[Part]) -> Outcome:
         """Makes the object of its parts, where there is none of this name."""
         listed = "".join(
-            f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(part.etag)}</ETag>"
+            f"<Part><PartNumber>{part.number}</PartNumber><ETag>{_escaped(part.etag)}</ETag>"
             f"{_checksum_element(part)}</Part>"
             for part in parts
         )
@@ -346,6 +346,10 @@ class S3Bucket:
 
 
 _BY_STATUS = {301: "PermanentRedirect", 401: "AccessDenied", 403: "AccessDenied"}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _with(outcome: Outcome, **changed: object) -> Outcome:

@@ -12,7 +12,8 @@ import hashlib
 import hmac
 import importlib.metadata
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from urllib.parse import quote
@@ -131,7 +132,7 @@ def checksum_algorithm() -> str:
 
 
 class _Crc64:
-    """CRC64NVME by ISA-L; a memory of any kind, without a copy."""
+    """CRC64NVME by ISA-L, of any contiguous memory, without a copy."""
 
     def __init__(self, load: str) -> None:
         function = ctypes.CDLL(load).crc64_rocksoft_refl
@@ -142,13 +143,37 @@ class _Crc64:
     def __call__(self, before: int, piece: memoryview | bytes) -> int:
         if not len(piece):
             return before
-        if isinstance(piece, memoryview):
-            # Read-only memory has no address for ctypes; numpy has one for every buffer.
-            import numpy as np
+        with _address_of(piece) as address:
+            return int(self._function(before, address, len(piece)))
 
-            array = np.frombuffer(piece, dtype=np.uint8)
-            return int(self._function(before, array.ctypes.data, array.nbytes))
-        return int(self._function(before, piece, len(piece)))
+
+class _Buffer(ctypes.Structure):
+    """A Py_buffer: the one way to the address of memory that is read only."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+@contextmanager
+def _address_of(piece: memoryview | bytes) -> Iterator[int | None]:
+    """Yields the address of contiguous memory, which stays where it is meanwhile."""
+    found = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(piece), ctypes.byref(found), 0)
+    try:
+        yield found.buf
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
 
 
 @cache

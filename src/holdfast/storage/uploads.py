@@ -7,14 +7,15 @@ an unfinished part is copied. An image of one part is one object, put when it is
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage.base import SinkFill, already_published, flat
+from holdfast.storage.base import SinkFill, Store, already_published, flat
 from holdfast.storage.s3 import Outcome, Part, S3Bucket, Upload
-from holdfast.storage.signing import checksum_header
+from holdfast.storage.signing import Body, checksum_header
 
 #: As the writer's chunks, so that a part is a chunk but for the header before the first.
 PART_BYTES = 8 << 20
@@ -127,16 +128,16 @@ class UploadSink:
             return
         body = filling.body()
         there = self._there.get(number)
-        is_as_long = there is not None and there.size_bytes == filling.size_bytes
-        if there is not None and is_as_long and checksum_header(body) == there.checksum:
+        checksum = checksum_header(body)
+        if there is not None and _is_same(there, filling.size_bytes, checksum, body):
             self._sent[number] = there
             self.resumed_bytes += filling.size_bytes
             return
         self._may_change()
         upload = self._begun()
-        outcome = self._bucket.put_part(self._key, upload, number, body)
+        outcome = self._bucket.put_part(self._key, upload, number, body, checksum)
         self._bucket.require(outcome, "write", self._path)
-        self._sent[number] = Part(number, outcome.header("etag"), checksum=checksum_header(body))
+        self._sent[number] = Part(number, outcome.header("etag"), checksum=checksum)
 
     def _begun(self) -> str:
         with self._lock:
@@ -205,3 +206,45 @@ class UploadSink:
                 self._bucket.abort_upload(self._key, self._upload)
             if self._may_exist:
                 self._bucket.delete(self._key)
+
+
+class ComparingSink:
+    """Takes an image that is stored already, whole: what is written is compared with it."""
+
+    def __init__(self, store: Store, path: str, size_bytes: int) -> None:
+        self._store, self._path = store, path
+        self._filling = SinkFill(path, size_bytes, lambda: None)
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        source = flat(data)
+        with self._filling.writing(offset_bytes, len(source)):
+            if self._store.read(self._path, offset_bytes, len(source)) != source:
+                raise StorageError(
+                    f"{self._path} in {self._store.url} was stored by an earlier try, with other "
+                    "bytes: it is written anew",
+                    operation="write",
+                    path=self._path,
+                    url=self._store.url,
+                    errno=0,
+                )
+
+    def finish(self) -> None:
+        with self._filling.finishing():
+            pass
+
+    def abort(self) -> None:
+        if self._filling.abort():
+            with contextlib.suppress(HoldfastError):
+                self._store.remove(self._path)
+
+
+def _is_same(there: Part, size_bytes: int, checksum: tuple[str, str], body: Body) -> bool:
+    """True if the server has this very part: by its checksum, else by the MD5 that is its tag."""
+    if there.size_bytes != size_bytes:
+        return False
+    if there.checksum[0]:
+        return there.checksum == checksum
+    found = hashlib.md5(usedforsecurity=False)
+    for piece in body:
+        found.update(piece)
+    return there.etag.strip('"') == found.hexdigest()

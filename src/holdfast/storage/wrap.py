@@ -75,7 +75,7 @@ class RateLimit:
 
 
 @dataclass(slots=True)
-class Traffic:
+class RequestCounts:
     """What was sent and tried again, by kind of request; safe from several threads."""
 
     url: str

@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -25,10 +26,10 @@ PAGE = PROJECT / "docs" / "invariants.md"
 BEGIN, END = "<!-- mutants: written by `make docs` -->\n", "<!-- end of mutants -->\n"
 _SOURCES = Path("src", "holdfast")
 _COPIED = ("src", "tests", "pyproject.toml")
-#: Tests that need an accelerator.
-_ON_DEVICES = ("tests/gpu/", "tests/device/")
 #: A mutant may make its test wait for ever: pytest ends a test after two minutes.
 _TEST_S = 600.0
+#: Tests in these folders run on the simulated device, which no other test shares a process with.
+_ON_DEVICE = ("tests/gpu/", "tests/device/")
 _PASSED, _FAILED = 0, 1  # as pytest exits; whatever else there is tells nothing of the mutant
 
 
@@ -37,6 +38,7 @@ class Mutant:
     """One fault: ``old`` becomes ``new`` in ``file``, and ``test`` must fail.
 
     ``promise``: the number of the broken promise. ``breaks``: what would happen to a run.
+    ``device``: the simulated device, if the test needs it.
     """
 
     name: str
@@ -46,6 +48,13 @@ class Mutant:
     old: str
     new: str
     test: str
+    device: str = ""
+
+    @property
+    def tests(self) -> list[str]:
+        """The test, and the options that it needs."""
+        options = [f"--device={self.device}", "--profiles=every", "--seeds=2"]
+        return [self.test, *(options if self.device else [])]
 
     def source(self, project: Path) -> Path:
         """Returns the file to be changed."""
@@ -96,8 +105,8 @@ def copy_project(to: Path) -> Path:
 def run_tests(project: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Runs tests of a copy against the sources of that copy, also in the processes they start."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    if any(test.startswith(_ON_DEVICES) for test in tests):
-        command += ["--device=sim", "--profiles=down"]
+    if tests[0].startswith(_ON_DEVICE):
+        command += ["--device=sim", "--profiles=every"]
     there = os.environ | {"PYTHONPATH": str(project / "src"), "COLUMNS": "400"}
     return subprocess.run(
         command, cwd=project, env=there, capture_output=True, text=True, timeout=_TEST_S
@@ -112,7 +121,7 @@ def try_mutant(mutant: Mutant, directory: Path) -> tuple[bool, str]:
     project = copy_project(directory / mutant.name)
     mutant.apply(project)
     try:
-        done = run_tests(project, [mutant.test])
+        done = run_tests(project, mutant.tests)
     except subprocess.TimeoutExpired:
         return False, f"not applicable: {mutant.test} did not end within {_TEST_S:.0f} s"
     finally:
@@ -158,12 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _try_all(mutants: Sequence[Mutant]) -> int:
     width = max(len(one.name) for one in mutants)
     with tempfile.TemporaryDirectory(prefix="holdfast-mutants-") as name:
-        unchanged = run_tests(
-            copy_project(Path(name, "unchanged")), sorted({m.test for m in mutants})
-        )
-        if unchanged.returncode != _PASSED:
-            print(f"the tests fail without any mutant:\n{unchanged.stdout}{unchanged.stderr}")
-            return 2
+        project = copy_project(Path(name, "unchanged"))
+        tests = sorted({m.test for m in mutants}, key=lambda test: test.startswith(_ON_DEVICE))
+        for _, some in groupby(tests, key=lambda test: test.startswith(_ON_DEVICE)):
+            unchanged = run_tests(project, list(some))
+            if unchanged.returncode != _PASSED:
+                print(f"the tests fail without any mutant:\n{unchanged.stdout}{unchanged.stderr}")
+                return 2
         caught = 0
         for mutant in mutants:
             started_s = time.monotonic()

@@ -16,7 +16,7 @@ from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.doctor.accelerator import probe_near, probe_torch
 from holdfast.cli.doctor.arena import clean, probe_arenas
 from holdfast.cli.doctor.host import measure, probe_host, probe_place, settings
-from holdfast.cli.doctor.root import probe_meetings, probe_root
+from holdfast.cli.doctor.root import probe_meetings, probe_root, probe_storage
 from holdfast.cli.doctor.rules.findings import Facts, Finding, Torch, worst
 from holdfast.cli.doctor.rules.host_rules import judge_host
 from holdfast.cli.doctor.rules.run_rules import judge_arenas, judge_run, judge_storage
@@ -110,7 +110,7 @@ def examine(
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Facts:
     """Runs all probes. ``quick``: without measuring speed and without loading torch."""
-    storage = probe_place(normal_root(root or "."))
+    storage = probe_storage(normal_root(root or "."))
     found = None if root is None else probe_root(root, keeps=keeps)
     facts = Facts(
         host=probe_host(),

@@ -46,7 +46,7 @@ from holdfast.protocol.arena import (
 from holdfast.protocol.client import connect_socket
 from holdfast.storage.base import Store
 from holdfast.storage.files import views
-from holdfast.storage.open import open_store
+from holdfast.storage.open import is_place, open_store
 
 ANSWER_TIMEOUT_S = 2.0
 NEWS = "it holds a snapshot that storage is not known to have, or a newer one"
@@ -93,7 +93,7 @@ def _look_into(path: Path) -> Arena:
         keeper_state=_state(keeper_pid) if keeper_pid else "",
         answers=_answers(path, run_id, root),
         root=root,
-        root_exists=Path(root).is_dir() if root else None,
+        root_exists=is_place(root) if root else None,
         is_its_root=storage.is_its_root,
         newest="" if newest is None else str(newest.generation),
         newest_is_durable=None if newest is None else storage.has(newest),
@@ -392,7 +392,7 @@ class Contents:
 
 def contents(root: str, run_id: str, key: str) -> Contents:
     """Returns the checkpoints of the run that are at ``root`` now, for the root with this key."""
-    if not root or not Path(root).is_dir():
+    if not root or not is_place(root):
         return Contents()
     store = open_store(root)
     try:

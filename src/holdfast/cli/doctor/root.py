@@ -12,7 +12,9 @@ from pathlib import Path
 from holdfast.catalogue import ROOT, Catalogue, catalogue, is_root, read_document
 from holdfast.cli.checkpoints import root_holder
 from holdfast.cli.doctor.arena import root_keys
-from holdfast.cli.doctor.rules.findings import ProtectedFacts, Rendezvous, RootFacts
+from holdfast.cli.doctor.host import probe_place
+from holdfast.cli.doctor.rules.findings import PlaceFacts, ProtectedFacts, Rendezvous, RootFacts
+from holdfast.cli.doctor.rules.run_rules import BUCKET
 from holdfast.errors import HoldfastError
 from holdfast.events import (
     ProtectionPlanned,
@@ -27,7 +29,7 @@ from holdfast.persist.commit import unnamed_directories
 from holdfast.persist.pins import read_pins
 from holdfast.persist.removal import leftover
 from holdfast.storage.base import Store
-from holdfast.storage.open import normal_root, open_store
+from holdfast.storage.open import is_bucket, normal_root, open_store, probe_bucket
 
 
 def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
@@ -48,6 +50,17 @@ def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
         hosts=probe_hosts(path),
         protected=probe_protected(path),
     )
+
+
+def probe_storage(root: str) -> PlaceFacts:
+    """Reads the facts about the place of ``root``: a file system, or the server of a bucket."""
+    if not is_bucket(root):
+        return probe_place(root)
+    try:
+        kept = probe_bucket(root)
+    except HoldfastError as error:
+        return PlaceFacts(root, BUCKET, fault=str(error))
+    return PlaceFacts(root, BUCKET, kept.server, kept=kept.table, fault="; ".join(kept.lacks))
 
 
 def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFacts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
@@ -72,6 +73,7 @@ class PowerRecorder:
         self._directories = {_ROOT}
         self._lengths: dict[int, int] = {}
         self._held: list[int] = []
+        self._one_at_a_time = threading.RLock()
         self._real: dict[str, Callable[..., Any]] = {}
 
     def promise(self, said: str) -> None:
@@ -97,8 +99,12 @@ class PowerRecorder:
             os.close(self._held.pop())
 
     def _install(self, name: str, recording: Callable[..., Any]) -> None:
+        def record(*arguments: Any, **options: Any) -> Any:
+            with self._one_at_a_time:  # noted in the order in which they were made
+                return recording(*arguments, **options)
+
         self._real[name] = getattr(os, name)
-        setattr(os, name, recording)
+        setattr(os, name, record)
 
     # ── calls with names ─────────────────────────────────────────────────────────────────────────
 

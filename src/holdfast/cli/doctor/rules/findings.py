@@ -47,6 +47,8 @@ class PlaceFacts:
     links: bool | None = None
     locks: bool | None = None
     fault: str = ""
+    kept: tuple[tuple[str, bool], ...] = ()
+    """Of a bucket: what was tried at its server, and whether the server keeps it."""
 
 
 @dataclass(frozen=True, slots=True)

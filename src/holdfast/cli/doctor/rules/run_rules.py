@@ -240,18 +240,37 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "glusterfs")
 #: after.
 SPARE = 3
 _FILES = 1000
+BUCKET = "bucket"
 
 
 def judge_storage(facts: Facts) -> Iterator[Finding]:
     """Yields findings about the directory of checkpoints, or the place where one would be made."""
     place, root = facts.storage, facts.root
-    yield from _kind(place)
-    yield from _abilities(place)
-    if not place.fault:
-        yield _room(place, root)
+    if place.kind == BUCKET:
+        yield _bucket(place)
+    else:
+        yield from _kind(place)
+        yield from _abilities(place)
+        if not place.fault:
+            yield _room(place, root)
     yield from _speeds(facts.speeds, root)
     if root is not None:
         yield from _root(root)
+
+
+def _bucket(place: PlaceFacts) -> Finding:
+    if place.fault:
+        return Finding("bad", "storage", place.fault, "Do what the message says.")
+    table = ", ".join(f"{what}: {'yes' if is_kept else 'no'}" for what, is_kept in place.kept)
+    lacks_all = not all(is_kept for _, is_kept in place.kept)
+    return Finding(
+        "warn" if lacks_all else "ok",
+        "storage",
+        f"{place.path} is a bucket of {place.mount}: {table}",
+        "docs/operations/object-stores.md says what each server lacks and what that costs."
+        if lacks_all
+        else "",
+    )
 
 
 def _kind(place: PlaceFacts) -> Iterator[Finding]:

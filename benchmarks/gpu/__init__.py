@@ -1,0 +1,1 @@
+"""One command for a day with a GPU."""

@@ -1,0 +1,157 @@
+"""Says where the events of a root are written and read: below it, or on the host for a bucket.
+
+Nothing appends to an object. So the ranks and the keeper of a host write into a spool there, as
+into a directory; the keeper, and no trainer, uploads whole lines of it now and then as objects that
+are never changed. Who reads the events of a bucket reads these, and what this host has not uploaded
+yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.catalogue import ROOT, is_root
+from holdfast.errors import HoldfastError
+from holdfast.format.checksum import checksum, text
+from holdfast.storage.base import Store
+from holdfast.storage.open import is_bucket, open_store
+
+EVENTS = "events"
+UPLOAD_S = 60.0
+#: The most that one object holds; what is longer goes into several.
+OBJECT_BYTES = 8 << 20
+_MARKS, _FETCHED = ".uploaded.json", ".fetched"
+
+
+@dataclass(frozen=True, slots=True)
+class EventPlace:
+    """The directory of the events of a root, on this host."""
+
+    root: str
+    directory: Path
+    is_spool: bool
+
+    @property
+    def only_beside(self) -> Path | None:
+        """The file without which nothing is written; a spool is not below the root."""
+        return None if self.is_spool else Path(self.root, ROOT)
+
+    def file(self, writer: str) -> Path:
+        """Returns the file of a writer."""
+        return self.directory / f"{writer}.jsonl"
+
+    def read_from(self) -> Path:
+        """Returns a directory with all events that can be had; those of a bucket are fetched."""
+        return _fetch(self) if self.is_spool else self.directory
+
+
+def event_place(root: str | Path) -> EventPlace:
+    """Returns the place of the events of ``root``."""
+    if not is_bucket(str(root)):
+        return EventPlace(str(root), Path(root, EVENTS), is_spool=False)
+    name = f"holdfast-events-{os.getuid()}"
+    directory = Path(tempfile.gettempdir(), name, text(checksum(str(root).encode())))
+    return EventPlace(str(root), directory, is_spool=True)
+
+
+class EventUploader:
+    """Uploads what is new in a spool, on a thread of its own until ``close``."""
+
+    def __init__(self, place: EventPlace, store: Store, *, every_s: float = UPLOAD_S) -> None:
+        self._place, self._store, self._every_s = place, store, every_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="holdfast-spool", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._stopping.wait(self._every_s):
+            with contextlib.suppress(HoldfastError, OSError):  # they wait in the spool
+                upload(self._place, self._store)
+
+    def close(self, *, deadline_s: float = 10.0) -> None:
+        """Uploads what is left, and stops; gives up after ``deadline_s``."""
+        self._stopping.set()
+        last = threading.Thread(target=self._last, name="holdfast-spool-end", daemon=True)
+        last.start()
+        last.join(deadline_s)
+
+    def _last(self) -> None:
+        self._thread.join()
+        with contextlib.suppress(HoldfastError, OSError):
+            upload(self._place, self._store)
+
+
+def follow_events(place: EventPlace, store: Store) -> Callable[[], None]:
+    """Has the events of a bucket uploaded; returns a function that ends it."""
+    return EventUploader(place, store).close if place.is_spool else lambda: None
+
+
+def upload(place: EventPlace, store: Store) -> int:
+    """Uploads the whole lines that are new in the spool; returns how many objects were made."""
+    if not is_root(store):
+        return 0
+    made, marks = 0, _read_marks(place)
+    for file in sorted(place.directory.glob("*.jsonl")):
+        with file.open("rb") as opened:
+            inode = str(os.fstat(opened.fileno()).st_ino)
+            while lines := _new_lines(opened.read, opened.seek, marks.get(inode, 0)):
+                moment = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
+                store.publish(f"{EVENTS}/{_host()}-{moment}.jsonl", lines)
+                marks[inode] = marks.get(inode, 0) + len(lines)
+                _write_marks(place, marks)
+                made += 1
+    return made
+
+
+def _new_lines(read: Callable[[int], bytes], seek: Callable[[int], int], start: int) -> bytes:
+    seek(start)
+    data = read(OBJECT_BYTES)
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _host() -> str:
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname()) or "host"
+
+
+def _read_marks(place: EventPlace) -> dict[str, int]:
+    """Returns how much of each file, by its inode, was uploaded; files are renamed when full."""
+    try:
+        found = json.loads((place.directory / _MARKS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    there = {str(file.stat().st_ino) for file in place.directory.glob("*.jsonl")}
+    return {inode: int(size) for inode, size in found.items() if inode in there}
+
+
+def _write_marks(place: EventPlace, marks: dict[str, int]) -> None:
+    temporary = place.directory / f"{_MARKS}.new"
+    temporary.write_text(json.dumps(marks))
+    temporary.replace(place.directory / _MARKS)
+
+
+def _fetch(place: EventPlace) -> Path:
+    """Fills a directory with the uploaded objects, and with what is only in the spool."""
+    into = place.directory / _FETCHED
+    into.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = open_store(place.root)
+    for name in store.list(EVENTS):
+        if name.endswith(".jsonl") and not (into / name).exists():
+            temporary = into / f".{name}"
+            temporary.write_bytes(store.read(f"{EVENTS}/{name}"))
+            temporary.replace(into / name)
+    marks = _read_marks(place)
+    for file in place.directory.glob("*.jsonl"):
+        with file.open("rb") as opened:
+            opened.seek(marks.get(str(os.fstat(opened.fileno()).st_ino), 0))
+            (into / f"here-{file.stem.replace('.', '-')}.jsonl").write_bytes(opened.read())
+    return into

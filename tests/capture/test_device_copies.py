@@ -1,0 +1,261 @@
+"""Copies from a device that land as late as they may: in pinned memory or pieces, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from capture.test_through_ring import bits, form
+from holdfast.capture import staging, transfers
+from holdfast.capture.copy_plan import CopyPlan, SlotTarget, TensorCopy
+from holdfast.capture.copy_slot import copy_image
+from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.progress import CopyCancelled, CopyProgress, GpuCopyStuck
+from holdfast.capture.transfers import SmallTensors, Transfer, plan_transfers
+from holdfast.format.checksum import BLOCK_BYTES
+from holdfast.protocol.arena import IMAGE_START
+from holdfast.state.bindings import Bindings
+from support.models.late_devices import HOST, LateDevice, late_device
+from support.runs.ring_runs import Through
+
+
+class Pins:
+    """Pins of which the first bytes of a slot are there."""
+
+    def __init__(self, pinned_bytes: int, piece_bytes: int) -> None:
+        self.pinned_bytes, self.piece_bytes = pinned_bytes, piece_bytes
+
+
+late = late_device
+
+
+def run(
+    through: Through,
+    late: LateDevice,
+    pins: Any = None,
+    check: Callable[[], None] = lambda: None,
+    ready: Any = None,
+) -> tuple[bytes, Any]:
+    memory = memoryview(bytearray(through.image.size_bytes))
+    enqueued: list[int] = []
+    told: list[int] = []
+
+    def copied(size_bytes: int) -> None:
+        assert not told or told[-1] <= size_bytes
+        told.append(size_bytes)
+
+    progress = CopyProgress(
+        check=check, copied=copied, enqueued=lambda _: enqueued.append(len(late.work))
+    )
+    target = SlotTarget(memory, through.plan)
+    target.pins = pins
+    detector = OvertakeDetector(Bindings())
+    seal = copy_image(target, through.image, through.values, detector, progress, 0, {HOST: ready})
+    assert enqueued == [len(late.work)] == [late.landed], "the fence opened too early"
+    return bytes(memory), seal
+
+
+_counts = st.one_of(
+    st.integers(0, 40),
+    st.integers(0, 20_000),
+    st.integers(100_000, 700_000),
+    st.sampled_from([BLOCK_BYTES, BLOCK_BYTES // 4, BLOCK_BYTES + 1, 6 * 40_000, 24 * 30_000]),
+)
+_dtypes = st.sampled_from(
+    [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64, torch.float64]
+)
+_forms = st.sampled_from(["plain", "strided", "transposed", "conjugate", "negative", "cube"])
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    leaves=st.lists(st.tuples(_counts, _dtypes, _forms), min_size=1, max_size=9),
+    pinned=st.sampled_from([0, 1, 3, 100]),
+    border=st.sampled_from([4096 * 77, BLOCK_BYTES, 5 * BLOCK_BYTES + 4096, 1 << 30]),
+)
+def test_any_state_arrives_bit_for_bit_whatever_of_the_slot_is_pinned(
+    late: LateDevice, leaves: list[tuple[int, torch.dtype, str]], pinned: int, border: int
+) -> None:
+    late.work.clear()
+    late.landed = 0
+    tensors = {
+        f"{n}": form(bits(size, dtype, n), how) for n, (size, dtype, how) in enumerate(leaves)
+    }
+    through = Through(tensors)
+    whole, sealed = through.whole()
+    for copy in through.plan.copies:  # as they lie, not as they were staged
+        copy.source = tensors[copy.leaf]
+    found, seal = run(through, late, Pins(pinned * BLOCK_BYTES, border))
+    assert found == whole
+    assert seal == sealed
+
+
+def large() -> Through:
+    return Through({"w": bits(12 * BLOCK_BYTES, torch.uint8, 1)})
+
+
+def test_a_state_larger_than_all_pieces_passes_through_them(late: LateDevice) -> None:
+    through = large()
+    assert run(through, late) == through.whole()
+    assert 1 < staging.pieces._made <= 4
+
+
+def test_copies_in_flight_end_before_a_cancelled_copy_gives_back_its_pieces(
+    late: LateDevice,
+) -> None:
+    is_cancelled = False
+
+    def cancelled() -> None:
+        nonlocal is_cancelled
+        is_cancelled |= len(late.work) > 3 and late.landed < len(late.work)
+        if is_cancelled:
+            raise CopyCancelled("no more")
+
+    back = staging.pieces.give_back
+
+    def give_back(pieces: Any) -> None:
+        given = list(pieces)
+        assert not (given and is_cancelled) or late.landed == len(late.work), "still in flight"
+        back(given)
+
+    staging.pieces.give_back = give_back  # type: ignore[method-assign]
+    with pytest.raises(CopyCancelled, match="no more"):
+        run(large(), late, check=cancelled)
+    assert late.landed == len(late.work) > 3
+
+
+def test_pieces_that_a_stuck_device_may_still_write_to_are_never_lent_again(
+    late: LateDevice,
+) -> None:
+    def broken() -> None:
+        if late.work:
+            late.is_broken = True
+            raise CopyCancelled("no more")
+
+    before = len(staging._abandoned)
+    with pytest.raises(GpuCopyStuck, match="illegal memory access"):
+        run(Through({"w": bits(5 * BLOCK_BYTES, torch.uint8, 1)}), late, check=broken)
+    assert staging._abandoned[before:]
+    assert all(one is not other for one in staging._abandoned for other in staging.pieces._free)
+    del staging._abandoned[before:]
+
+
+def test_large_tensors_are_one_copy_for_each_group_and_border_and_small_ones_one_for_all(
+    late: LateDevice,
+) -> None:
+    large = bits(16 * BLOCK_BYTES, torch.uint8, 1)
+    through = Through({"w": large})
+    run(through, late, Pins(1 << 40, 1 << 40))
+    assert len(late.work) == 4  # groups of four blocks
+    late.work.clear()
+    late.landed = 0
+    many = {f"{n:04}": bits(100, torch.float32, n) for n in range(1000)}
+    run(Through(many), late, Pins(1 << 40, 1 << 40))
+    assert len(late.work) == 1
+
+
+def test_no_transfer_gathers_more_than_a_piece_at_once() -> None:
+    apart = torch.empty(3, 40 << 20, dtype=torch.uint8).t()
+    copy = TensorCopy("w", apart, 0, apart.nbytes, lazy=True)
+    plan = CopyPlan(Any, (copy,))  # type: ignore[arg-type]
+    plan.image = type("Image", (), {"tensor_bytes": apart.nbytes})()
+    (groups,) = (plan_transfers(plan, [HOST]),)
+    assert all(
+        one.is_gathered and one.source.nbytes <= staging.PIECE_BYTES
+        for group in groups
+        for one in group.transfers
+    )
+    assert sum(one.size_bytes for group in groups for one in group.transfers) == apart.nbytes
+
+
+def test_the_gathering_and_its_copy_are_enqueued_together(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's gathering between them would be copied instead."""
+    buffers, copied = staging.gathered, torch.Tensor.copy_
+    held: list[bool] = []
+
+    def of(_: torch.device) -> torch.Tensor:
+        held.append(buffers.lock.locked())
+        return torch.empty(staging.PIECE_BYTES, dtype=torch.uint8)
+
+    def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        held.append(buffers.lock.locked())
+        return copied(into, source)
+
+    monkeypatch.setattr(buffers, "of", of)
+    apart = torch.ones(300, 400).t()
+    whole = TensorCopy("w", apart, 0, apart.nbytes, lazy=True)
+    (gathered,) = transfers.transfers_of(whole)
+    small = SmallTensors(HOST)
+    small.copies.append(TensorCopy("s", torch.ones(7), 0, 28, lazy=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", copy)
+        gathered.enqueue(torch.empty(apart.nbytes, dtype=torch.uint8))
+        small.enqueue(torch.empty(28, dtype=torch.uint8))
+        for work in late.work:
+            work()
+    assert len(held) >= 5 and all(held)
+
+
+def test_host_memory_is_copied_beside_and_summed_after_it(late: LateDevice) -> None:
+    """A group with bytes of both is not summed before the host's are there."""
+    through = Through({f"{n}": bits(700_001 + n, torch.uint8, n) for n in range(8)})
+    whole, sealed = through.whole()
+    meta = torch.device("meta")
+    for copy in through.plan.copies[::2]:
+        copy.source = _Elsewhere(copy.source, meta)
+    assert run(through, late, Pins(3 * BLOCK_BYTES, 1 << 30)) == (whole, sealed)
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor that says of itself that it is on a device without streams."""
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, _: torch.device) -> _Elsewhere:
+        return tensor.as_subclass(cls)
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self._where = device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return getattr(self, "_where", HOST)
+
+
+def test_no_copy_crosses_what_was_pinned_by_two_calls(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through = Through({"w": bits(6 * BLOCK_BYTES, torch.uint8, 1)})
+    first = IMAGE_START + through.image.data_start
+    found: list[tuple[int, int]] = []
+    enqueue = Transfer.enqueue
+
+    def seen(self: Transfer, into: torch.Tensor) -> None:
+        found.append((first + self.offset, first + self.stop - 1))
+        enqueue(self, into)
+
+    monkeypatch.setattr(Transfer, "enqueue", seen)
+    border = BLOCK_BYTES + 4096
+    run(through, late, Pins(1 << 40, border))
+    assert found and all(start // border == last // border for start, last in found)
+
+
+def test_what_is_copied_out_is_read_when_it_is_there(late: LateDevice) -> None:
+    through = Through({"w": bits(3 * BLOCK_BYTES, torch.uint8, 1)})
+    whole, sealed = through.whole()
+    through.plan.has_copied_out = True
+    (copy,) = through.plan.copies
+    source = copy.source.clone()
+    copy.source.zero_()
+    copy.source = _Elsewhere(copy.source, torch.device("meta"))
+    ready: Any = SimpleNamespace(synchronize=lambda: copy.source.copy_(source))
+    assert run(through, late, ready=ready) == (whole, sealed)

@@ -1,0 +1,115 @@
+"""What waits for what: restores onto a device, captures through a ring, captures that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.accelerator import devices
+from holdfast.capture.device_copies import side_stream
+from holdfast.events import Event, ImagePassed, subscribe
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+def build(seed: int, device: str, *, width: int, layers: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).to(device)
+
+
+def content(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.promise
+def test_a_restore_writes_behind_what_reads_and_before_what_follows(
+    tmp_path: Path, device: str
+) -> None:
+    model = build(0, device, width=1200, layers=4)
+    expected = content(model)
+    holdfast.save(tmp_path, {"model": model})
+    again = build(1, device, width=1200, layers=4)
+    before = content(again)
+    there = torch.device(device, 0)
+    devices.delay(there, 0.1)
+    copies = [parameter.detach().clone() for parameter in again.parameters()]
+    holdfast.load(tmp_path, {"model": again})
+    after = [parameter.detach().clone() for parameter in again.parameters()]
+    assert all(map(torch.equal, content(again), expected))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(copies, before, strict=True))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(after, expected, strict=True))
+
+
+@pytest.mark.promise
+def test_an_image_that_passes_a_ring_is_of_the_step_it_names(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_ARENA_BYTES", str(24 * MIB))
+    model = build(0, device, width=1000, layers=8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    passed: list[Event] = []
+    end = subscribe(
+        lambda event, _: passed.append(event) if isinstance(event, ImagePassed) else None
+    )
+    with holdfast.Checkpointer(
+        tmp_path, {"model": model, "optimizer": optimizer}, storage=None
+    ) as ckpt:
+        for step in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            expected = [parameter.detach().clone() for parameter in model.parameters()]
+            handle = ckpt.save(step, durable=True)
+            optimizer.step()
+            handle.wait_durable(60)
+            again = build(1, "cpu", width=1000, layers=8)
+            holdfast.load(tmp_path, {"model": again}, step)
+            assert all(map(torch.equal, content(again), [one.cpu() for one in expected]))
+    end()
+    assert passed
+
+
+@pytest.mark.unordered("aten::(add|cat) .* stream")  # the update that overtakes
+@pytest.mark.promise
+def test_no_copy_is_under_way_when_a_capture_has_failed(tmp_path: Path, device: str) -> None:
+    model = build(0, device, width=1000, layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
+        ckpt.save(0).wait_captured(60)
+        stream = side_stream(torch.device(device, 0))
+        with devices.use_stream(stream):
+            devices.delay(torch.device(device, 0), 0.3)
+        handle = ckpt.save(1)
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        with pytest.raises(holdfast.CaptureOvertaken):
+            handle.wait_captured(60)
+        assert stream.query()
+
+
+@pytest.mark.promise
+def test_pieces_are_lent_again_behind_their_copies(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "register", lambda *_: 2)  # all goes through pinned pieces
+    model = build(0, device, width=1000, layers=8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
+        for step in range(2):
+            expected = content(model)
+            handle = ckpt.save(step, durable=True)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            handle.wait_durable(60)
+            again = build(1, "cpu", width=1000, layers=8)
+            holdfast.load(tmp_path, {"model": again}, step)
+            assert all(map(torch.equal, content(again), expected))

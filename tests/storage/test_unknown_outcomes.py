@@ -1,0 +1,230 @@
+"""A request that nobody answered is read back: the same is success, different is taken, absent is
+unknown."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from holdfast.errors import AlreadyPublished, RootBusy, StorageError
+from holdfast.persist.commit import Sweeper
+from holdfast.storage import Store
+from holdfast.storage.base import settle_s
+from holdfast.storage.lease_lock import ONE_WRITER, ObjectLease
+from holdfast.testing.store_suite import StoreSuite
+from support.servers.bucket_model import World, model_store
+from support.servers.object_servers import TIMES
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+class TestModel(StoreSuite):
+    """The model is a server like the others: what is proven with it holds for them."""
+
+    @pytest.fixture(autouse=True)
+    def patched(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world, self.patch, self.made = world, monkeypatch, 0
+
+    def make_store(self, tmp_path: object) -> Store:
+        self.made += 1
+        return model_store(self.world, self.patch, f"root-{self.made}", tries_s=5.0, lease=TIMES)
+
+
+def puts(world: World, fault: str, times: int = 1) -> None:
+    """Has the next requests to publish "name" end so."""
+    left = [times]
+
+    def chosen(kind: str, key: str) -> str:
+        if kind == "PUT" and key == "root/name" and left[0]:
+            left[0] -= 1
+            return fault
+        return ""
+
+    world.fault = chosen
+
+
+@pytest.mark.promise
+def test_a_publication_whose_answer_was_lost_has_succeeded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    for times in (1, 1000):  # its second try finds the first; or no try is answered at all
+        world.objects.pop("root/name", None)
+        puts(world, "lost", times)
+        store.publish("name", b"mine")
+        assert world.objects["root/name"] == b"mine"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("fault", ["late", "busy"])
+def test_a_publication_that_found_anothers_content_after_a_lost_answer_was_beaten(
+    world: World, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    store = model_store(world, monkeypatch)
+    store.publish("other", b"")
+    world.objects["root/name"] = b"theirs"
+    puts(world, fault, 1)
+    with pytest.raises(AlreadyPublished):
+        store.publish("name", b"mine")
+    assert world.objects["root/name"] == b"theirs"
+
+
+@pytest.mark.promise
+def test_a_publication_that_is_neither_answered_nor_there_is_unknown_and_may_land(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    puts(world, "late", 1000)
+    with pytest.raises(
+        StorageError, match="is not known: it is not there now, and may be"
+    ) as raised:
+        store.publish("name", b"mine")
+    assert raised.value.retryable and not isinstance(raised.value, AlreadyPublished)
+    world.land()
+    world.fault = lambda kind, key: ""
+    assert store.read("name") == b"mine"
+
+
+def test_a_conflict_of_the_moment_is_tried_again_and_no_taken_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, tries_s=1.0)
+    puts(world, "busy", 3)
+    store.publish("name", b"mine")
+    assert store.bucket.traffic.retries["PUT"] == 3
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("size_bytes", [1000, 5 << 20])
+@pytest.mark.parametrize("fault", ["lost", "busy"])
+def test_an_image_is_whole_whichever_request_of_it_was_not_answered(
+    world: World, monkeypatch: pytest.MonkeyPatch, size_bytes: int, fault: str
+) -> None:
+    content = bytes(range(256)) * (size_bytes // 256 + 1)
+    content = content[:size_bytes]
+    store = model_store(world, monkeypatch, tries_s=1.0)
+    store.publish("other", b"")
+    for number in range(20):
+        path, begun, hit = f"image-{number}", len(world.log), [False]
+
+        def chosen(kind: str, key: str, number: int = number, begun: int = begun) -> str:
+            is_it = len(world.log) - begun == number + 1
+            hit[0] = hit[0] or is_it  # noqa: B023
+            return fault if is_it else ""
+
+        world.fault = chosen
+        sink = store.create(path, size_bytes)
+        with memoryview(content) as view:
+            for start in range(0, size_bytes, 700_000):
+                sink.write(start, view[start : start + 700_000])
+        sink.finish()
+        world.fault = lambda kind, key: ""
+        assert store.read(path) == content
+        if not hit[0]:
+            assert number > 1
+            return
+    raise AssertionError("more requests than an image takes")
+
+
+@pytest.mark.promise
+def test_a_server_that_ignores_conditions_is_refused_by_name_and_nothing_is_written(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.ignores_conditions = True
+    store = model_store(world, monkeypatch)
+    for change in (
+        lambda: store.publish("name", b""),
+        lambda: store.create("image", 1),
+        lambda: store.lock("writer", "me"),
+    ):
+        with pytest.raises(StorageError, match=r"without a name.*If-None-Match") as raised:
+            change()
+        assert not raised.value.retryable
+    assert world.objects == {}
+
+
+def test_an_upload_that_nobody_ends_is_listed_and_goes_with_its_directory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    sink = store.create("steps/1-2-x/live", 3 << 20)
+    sink.write(0, memoryview(bytes(2 << 20)))
+    assert store.list("steps") == ["1-2-x"] and not store.exists("steps/1-2-x/live")
+    store.remove_tree("steps/1-2-x")
+    assert store.list("steps") == [] and not world.parts
+
+
+def test_a_lock_of_a_lost_holder_is_freed_by_hand_and_one_that_is_renewed_is_not(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, lease=TIMES)
+    assert store.view_lock("writer").holder() is None
+    lease = store.lock("writer", "run blue")
+    assert isinstance(lease, ObjectLease)
+    view = store.view_lock("writer")
+    found = view.holder()
+    assert found is not None and (found.owner, found.pid) == ("run blue", os.getpid())
+    with pytest.raises(RootBusy, match=r"run blue.*renewed a moment ago"):
+        view.require_silent()
+    lease._ended.set()  # its process is lost
+    assert view.require_silent() is not None
+    view.free()
+    assert view.holder() is None
+    store.lock("writer", "run green").release()
+
+
+def test_without_compare_and_swap_a_root_has_one_writer_only_by_an_option(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    store.publish("name", b"")
+    assert store._kept is not None
+    store._kept = replace(store._kept, replace=False)
+    with pytest.raises(StorageError, match=rf"set {ONE_WRITER}=1"):
+        store.lock("writer", "me")
+    monkeypatch.setenv(ONE_WRITER, "1")
+    store.lock("writer", "me").release()
+
+
+@pytest.mark.promise
+def test_a_holder_that_could_not_renew_changes_nothing_until_it_can(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, lease=TIMES)
+    lease = store.lock("writer", "me")
+    assert isinstance(lease, ObjectLease)
+    world.fault = lambda kind, key: "busy" if key.endswith(".lock") else ""
+    time.sleep(TIMES.stop_s + 0.1)
+    for change in (
+        lambda: store.publish("name", b""),
+        lambda: store.create("image", 1),
+        lambda: store.remove_tree("steps/1"),
+    ):
+        with pytest.raises(StorageError, match="could not be renewed for"):
+            change()
+    world.fault = lambda kind, key: ""
+    time.sleep(2 * TIMES.renew_s)
+    store.publish("name", b"")
+    lease.release()
+
+
+@pytest.mark.promise
+def test_in_a_bucket_only_what_was_known_is_swept_and_not_before_no_request_can_land(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = model_store(world, monkeypatch), [0.0]
+    sweeper = Sweeper(store, clock=lambda: now[0])
+    for path in ("steps/1-1-mine/image", "steps/1-1-theirs/image", "layouts/00ff.json"):
+        store.publish(path, b"")
+    sweeper.know(["steps/1-1-mine"])
+    for _ in range(4):
+        assert sweeper.sweep([]) == []
+    now[0] += settle_s(store)
+    assert sweeper.sweep([]) == ["steps/1-1-mine"]
+    assert store.list("steps") == ["1-1-theirs"] and store.list("layouts") == ["00ff.json"]

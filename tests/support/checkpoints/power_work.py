@@ -1,0 +1,81 @@
+"""A run's storage at work in one directory, and what must hold of it after the power failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.catalogue import ROOT, catalogue
+from holdfast.errors import HoldfastError
+from holdfast.format.manifest import Generation, Incarnation
+from holdfast.geometry.layout import Layout
+from holdfast.keeper.persister import Persister
+from holdfast.persist import commit
+from holdfast.persist.pins import mend, pin, pinned
+from holdfast.persist.removal import plan, remove
+from holdfast.policy.when import Keep
+from holdfast.restore.reading.verify import verify
+from holdfast.storage.local import LocalStore
+from support.checkpoints.images import split_leaf
+from support.runs.keeper_jobs import job_of
+
+LAYOUT = Layout(2, (split_leaf("b", "I64", (3,), 2), split_leaf("w", "F32", (520, 3), 2)))
+GROWN = Layout(2, (*LAYOUT.leaves, split_leaf("x", "F32", (4,), 2)))
+
+
+def work(root: Path, promise: Callable[[str], None]) -> None:
+    """Save, prune, pin, change the layout, remove by hand and start again, in one directory."""
+    store = LocalStore(root)
+    told: list[str] = []
+
+    def tell(attempt: str, reason: str | None) -> None:
+        told.append(reason or "")
+        if reason is None:
+            promise(f"durable {attempt}")
+
+    for n, steps, keep in ((1, range(6), Keep(last=2)), (2, range(10, 14), Keep(last=1))):
+        commit.open_root(store, "run")
+        with store.lock(ROOT, "keeper"):
+            parent = (1, 5) if n == 2 else None
+            record = Incarnation(run_id="run", n=n, nonce=f"n{n}", parent=parent)
+            persister = Persister(store, keep, tell)
+            for step in steps:
+                layout = GROWN if step in (2, 12) else LAYOUT
+                persister.work_one(job_of(Generation(n, step), record, layout=layout))
+                if step == 1:
+                    pin(store, Generation(1, 1))
+                    promise("pinned a1x1")
+            persister.stop()
+        remove(store, plan(store, Keep(last=1), abandoned=False))
+    assert told == [""] * 10
+
+
+def wrong_in(directory: Path, promises: Sequence[str]) -> str:
+    """Open a root after a loss of power; return what was promised and is not so, "" for nothing."""
+    store = LocalStore(directory)
+    try:
+        mend(store, catalogue(store))
+        found = catalogue(store)
+        if found.broken:
+            return f"cannot be read: {found.broken}"
+        for manifest in found.manifests:
+            faults = verify(store, manifest, deep=True).faults
+            if faults:
+                return f"{manifest.generation}: {faults}"
+        held = {f"a{g.incarnation}x{g.step}" for g in (m.generation for m in found.manifests)}
+        durable = [said.split()[1] for said in promises if said.startswith("durable")]
+        if durable and durable[-1] not in held:
+            newer = [one for one in held if _order(one) > _order(durable[-1])]
+            if not newer:
+                return f"{durable[-1]} was told durable; there are {sorted(held)}"
+        if "pinned a1x1" in promises and (
+            "a1x1" not in held or Generation(1, 1) not in pinned(store)
+        ):
+            return f"the pinned checkpoint is gone; there are {sorted(held)}"
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _order(attempt: str) -> tuple[int, ...]:
+    return tuple(map(int, attempt[1:].split("x")))

@@ -1,0 +1,209 @@
+"""A bucket in memory behind the real client: requests are answered, lost, late, refused or stepped.
+
+Everything above single tries is the code that speaks to servers; only the way to one is replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from xml.sax.saxutils import escape
+
+import pytest
+
+from holdfast.storage import objects
+from holdfast.storage.lease_lock import LeaseTimes
+from holdfast.storage.objects import ObjectStore
+from holdfast.storage.s3 import Outcome, S3Bucket
+from holdfast.storage.signing import Body
+from holdfast.storage.wrap import Patience
+
+#: What happens to a request: done and answered; done, and the answer lost; lost, and done when
+#: ``land`` is called; refused because the server is busy.
+FAULTS = ("lost", "late", "busy")
+
+
+@dataclass
+class World:
+    """What the server has, and what is to happen to which request."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    parts: dict[tuple[str, str], dict[int, bytes]] = field(default_factory=dict)
+    log: list[tuple[str, str]] = field(default_factory=list)
+    fault: Callable[[str, str], str] = lambda method, key: ""
+    before: Callable[[], None] = lambda: None
+    late: list[Callable[[], object]] = field(default_factory=list)
+    ignores_conditions: bool = False
+    lock: Any = field(default_factory=threading.RLock)
+
+    def land(self) -> None:
+        """Has late requests take their effect now."""
+        late, self.late = self.late, []
+        for request in late:
+            request()
+
+
+class ModelBucket(S3Bucket):
+    """The client of a ``World``."""
+
+    def __init__(self, world: World, name: str, url: str, patience: Patience) -> None:
+        super().__init__(name, url, patience=patience)
+        self.world = world
+        self.server = f"model-{id(world)}"
+
+    def _try(
+        self,
+        kind: str,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: Body,
+        into: memoryview | None,
+    ) -> tuple[Outcome, bool]:
+        world, data = self.world, b"".join(body)
+        world.before()
+        with world.lock:
+            world.log.append((kind, key))
+            fault = world.fault(kind, key)
+            if fault == "busy":
+                return Outcome(503, "SlowDown", "slow down"), True
+            if fault == "late":
+                world.late.append(lambda: self._answer(method, key, query, headers, data))
+                return Outcome(0, "", "no answer"), True
+            outcome = self._answer(method, key, query, headers, data)
+            if fault == "lost":
+                return Outcome(0, "", "no answer"), True
+        if into is not None and outcome.is_done:
+            into[: len(outcome.body)] = outcome.body
+            outcome = Outcome(206, headers=outcome.headers, size_bytes=len(outcome.body))
+        return outcome, False
+
+    def _answer(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        data: bytes,
+    ) -> Outcome:
+        there = self.world.objects
+        if "uploadId" in query or "uploads" in query:
+            return self._upload(method, key, query, data)
+        if method == "POST":
+            for one in data.split(b"<Key>")[1:]:
+                there.pop(one.split(b"</Key>")[0].decode(), None)
+            return Outcome(200, body=b"<DeleteResult/>")
+        if "list-type" in query:
+            return self._list(query)
+        if method in ("PUT", "DELETE"):
+            refused = not self.world.ignores_conditions and (
+                ("if-none-match" in headers and key in there)
+                or ("if-match" in headers and headers["if-match"] != _tag(there.get(key)))
+            )
+            if refused:
+                return Outcome(412, "PreconditionFailed")
+            if method == "PUT":
+                there[key] = data
+                return Outcome(200, headers={"etag": _tag(data)})
+            there.pop(key, None)
+            return Outcome(204)
+        if key not in there:
+            return Outcome(404, "NoSuchKey")
+        return _content(there[key], headers.get("range", ""), is_head=method == "HEAD")
+
+    def _list(self, query: Mapping[str, str]) -> Outcome:
+        prefix, found = query["prefix"], sorted(self.world.objects)
+        keys = [key for key in found if key.startswith(prefix)]
+        if "delimiter" in query:
+            below = {key[len(prefix) :].partition("/") for key in keys}
+            keys = [prefix + name for name, slash, _ in below if not slash]
+            above = "".join(
+                f"<CommonPrefixes><Prefix>{escape(prefix + name)}/</Prefix></CommonPrefixes>"
+                for name, slash, _ in below
+                if slash
+            )
+        else:
+            above = ""
+        listed = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys)
+        return Outcome(200, body=f"<R>{listed}{above}</R>".encode())
+
+    def _upload(self, method: str, key: str, query: Mapping[str, str], data: bytes) -> Outcome:
+        parts = self.world.parts
+        if "uploads" in query:
+            if method == "POST":
+                id_ = f"upload-{len(self.world.log)}"
+                parts[key, id_] = {}
+                return Outcome(200, body=f"<R><UploadId>{id_}</UploadId></R>".encode())
+            listed = "".join(
+                f"<Upload><Key>{escape(one)}</Key><UploadId>{id_}</UploadId></Upload>"
+                for one, id_ in parts
+                if one.startswith(query["prefix"])
+            )
+            return Outcome(200, body=f"<R>{listed}</R>".encode())
+        there = key, query["uploadId"]
+        if there not in parts:
+            return Outcome(404, "NoSuchUpload")
+        if method == "PUT":
+            parts[there][int(query["partNumber"])] = data
+            return Outcome(200, headers={"etag": _tag(data)})
+        if method == "DELETE":
+            del parts[there]
+            return Outcome(204)
+        if method == "GET":
+            listed = "".join(
+                f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(_tag(one))}</ETag>"
+                f"<Size>{len(one)}</Size></Part>"
+                for n, one in sorted(parts[there].items())
+            )
+            return Outcome(200, body=f"<R>{listed}</R>".encode())
+        if key in self.world.objects:
+            return Outcome(412, "PreconditionFailed")
+        found = parts.pop(there)
+        self.world.objects[key] = b"".join(found[number] for number in sorted(found))
+        return Outcome(200, body=b"<R/>")
+
+
+def _tag(data: bytes | None) -> str:
+    return "" if data is None else f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
+def _content(data: bytes, range_: str, *, is_head: bool) -> Outcome:
+    headers = {
+        "etag": _tag(data),
+        "content-length": str(len(data)),
+        "last-modified": "Mon, 23 Nov 2026 18:35:33 GMT",
+    }
+    if not range_ or is_head:
+        return Outcome(200, headers=headers, body=b"" if is_head else data)
+    first, _, last = range_.removeprefix("bytes=").partition("-")
+    if int(first) >= len(data):
+        return Outcome(416, "InvalidRange")
+    part = data[int(first) : int(last) + 1 if last else None]
+    end = int(first) + len(part) - 1
+    headers["content-range"] = f"bytes {first}-{end}/{len(data)}"
+    return Outcome(206, headers=headers, body=part)
+
+
+def model_store(
+    world: World,
+    patch: pytest.MonkeyPatch,
+    prefix: str = "root",
+    *,
+    part_bytes: int = 1 << 20,
+    tries_s: float = 0.02,
+    lease: LeaseTimes | None = None,
+) -> ObjectStore:
+    """Returns a store on the model; requests are tried again for ``tries_s``."""
+    patch.setenv("AWS_ACCESS_KEY_ID", "key")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    patience = Patience(total_s=tries_s, first_s=0.001, longest_s=0.002)
+
+    def bucket(name: str, url: str, **_: object) -> ModelBucket:
+        return ModelBucket(world, name, url, patience)
+
+    patch.setattr(objects, "S3Bucket", bucket)
+    return ObjectStore("model", prefix, least_part_bytes=part_bytes, lease=lease)
