@@ -47,7 +47,11 @@ def _copy_out(leaves: Sequence[Binding]) -> None:
     ready = devices.computation_so_far({leaf.local.device for leaf in leaves})
     direct: list[Pins] = []
     unpinned: list[Pins] = []
-    with landed(memoryview(b""), 0, _nothing) as landing, side_streams(ready) as streams:
+    with (
+        devices.work_beside(ready),
+        landed(memoryview(b""), 0, _nothing) as landing,
+        side_streams(ready) as streams,
+    ):
         for device, stream in streams.items():
             stream.wait_event(ready[device])
         for leaf in leaves:
