@@ -27,6 +27,8 @@ MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts"
 PINS, PINS_LOCK = "pins", "pins"
 PARTS = "parts"
 LEASES = "readers"
+#: Notes of copies under way, and what a repair has put aside.
+COPIES, DAMAGED = "copies", "damaged"
 #: The number of times a root is listed again when a file was removed while it was read.
 NEW_LISTS = 16
 _NUMBER = "(0|[1-9][0-9]{0,15})"
@@ -82,6 +84,11 @@ def part_path(generation: Generation, attempt: str, rank: int) -> str:
 def damage_note(path: str) -> str:
     """Returns the file beside a part that marks it as damaged: it is not named again."""
     return path.removesuffix(".safetensors") + ".damaged"
+
+
+def copy_note_path(generation: Generation, attempt: str) -> str:
+    """Returns the path of the note on the files of a checkpoint that a copy has finished."""
+    return f"{COPIES}/{generation.incarnation}-{generation.step}-{attempt}.json"
 
 
 def layout_path(hash_: str) -> str:

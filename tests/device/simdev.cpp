@@ -479,8 +479,12 @@ bool is_pinned(const void* p, size_t n) {
   auto at = reinterpret_cast<uintptr_t>(p), region = region_of(at);
   return region && at + n <= region + sim.regions[region];
 }
+int status_of(const std::function<void()>& call) {  // what a call of the runtime returns where torch would raise
+  try { call(); } catch (const c10::AcceleratorError& e) { return e.get_error_code(); }
+  return 0;
+}
 int host_register(uintptr_t at, size_t size) {
-  forbidden_in_capture("registration of host memory");
+  if (int status = status_of([] { forbidden_in_capture("registration of host memory"); })) return status;
   Lock l(g_mutex);
   need_context(t_device);
   if (sim.refuse_in && --sim.refuse_in == 0) { if (--sim.refuse_count > 0) sim.refuse_in = 1; return t_refused = OUT_OF_MEMORY; }
@@ -490,7 +494,7 @@ int host_register(uintptr_t at, size_t size) {
   return 0;
 }
 int host_unregister(uintptr_t at) {
-  forbidden_in_capture("registration of host memory");
+  if (int status = status_of([] { forbidden_in_capture("registration of host memory"); })) return status;
   Lock l(g_mutex);
   if (!sim.regions.count(at) || g_pinned.count(reinterpret_cast<char*>(at))) return NOT_REGISTERED;
   for (auto& flight : g_flights)
