@@ -73,6 +73,7 @@ _dtypes = st.sampled_from(
 _forms = st.sampled_from(["plain", "strided", "transposed", "conjugate", "negative", "cube"])
 
 
+@pytest.mark.promise
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -102,6 +103,7 @@ def large() -> Through:
     return Through({"w": bits(12 * BLOCK_BYTES, torch.uint8, 1)})
 
 
+@pytest.mark.promise
 def test_a_state_larger_than_all_pieces_passes_through_them(late: LateDevice) -> None:
     through = large()
     assert run(through, late) == through.whole()
@@ -132,6 +134,7 @@ def test_copies_in_flight_end_before_a_cancelled_copy_gives_back_its_pieces(
     assert late.landed == len(late.work) > 3
 
 
+@pytest.mark.promise
 def test_pieces_that_a_stuck_device_may_still_write_to_are_never_lent_again(
     late: LateDevice,
 ) -> None:
@@ -176,6 +179,7 @@ def test_no_transfer_gathers_more_than_a_piece_at_once() -> None:
     assert sum(one.size_bytes for group in groups for one in group.transfers) == apart.nbytes
 
 
+@pytest.mark.promise
 def test_the_gathering_and_its_copy_are_enqueued_together(
     late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +210,7 @@ def test_the_gathering_and_its_copy_are_enqueued_together(
     assert len(held) >= 5 and all(held)
 
 
+@pytest.mark.promise
 def test_host_memory_is_copied_beside_and_summed_after_it(late: LateDevice) -> None:
     """A group with bytes of both is not summed before the host's are there."""
     through = Through({f"{n}": bits(700_001 + n, torch.uint8, n) for n in range(8)})
@@ -231,6 +236,7 @@ class _Elsewhere(torch.Tensor):
         return getattr(self, "_where", HOST)
 
 
+@pytest.mark.promise
 def test_no_copy_crosses_what_was_pinned_by_two_calls(
     late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +255,7 @@ def test_no_copy_crosses_what_was_pinned_by_two_calls(
     assert found and all(start // border == last // border for start, last in found)
 
 
+@pytest.mark.promise
 def test_what_is_copied_out_is_read_when_it_is_there(late: LateDevice) -> None:
     through = Through({"w": bits(3 * BLOCK_BYTES, torch.uint8, 1)})
     whole, sealed = through.whole()

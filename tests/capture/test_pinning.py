@@ -68,6 +68,7 @@ def heard() -> list[object]:
     return events
 
 
+@pytest.mark.promise
 def test_a_slot_is_pinned_whole_in_pieces_and_said_once(driver: Driver, slot: SlotFile) -> None:
     events = heard()
     pins = Pins(slot, XLA, PIECE)
@@ -97,6 +98,7 @@ def test_what_the_driver_refuses_stays_unpinned_and_is_said_once(
     assert driver.registered == {}
 
 
+@pytest.mark.promise
 def test_a_slot_unmapped_while_it_is_pinned_is_unpinned_first_and_no_more_is_pinned(
     driver: Driver, slot: SlotFile
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_slot_collected_in_the_middle_of_its_pinning_is_closed_when_that_is_ov
     assert slot.map.closed and driver.registered == {} and driver.calls == 1
 
 
+@pytest.mark.promise
 def test_memory_that_a_leaf_is_copied_out_to_is_unpinned_behind_its_last_copy_and_freed(
     driver: Driver,
 ) -> None:
@@ -172,6 +175,8 @@ def test_memory_that_a_leaf_is_copied_out_to_is_unpinned_behind_its_last_copy_an
     waited: list[bool] = []
 
     class Last:
+        device = XLA
+
         def synchronize(self) -> None:
             waited.append(bool(driver.registered))
 

@@ -63,6 +63,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("how", ["plain", "transposed", "conjugate"])
 @pytest.mark.parametrize("pinned_bytes", [0, 3 * BLOCK_BYTES, 1 << 40])
 def test_a_leaf_is_copied_out_bit_for_bit_and_training_goes_on_behind_it(
