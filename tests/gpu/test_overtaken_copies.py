@@ -197,6 +197,7 @@ def test_a_sample_has_every_kind_of_tensor_whose_elements_fill_its_memory(device
 # ── graphs ───────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise
 def test_a_step_is_captured_while_a_save_copies_and_neither_harms_the_other(
     tmp_path: Path, device: str
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_step_is_captured_while_a_save_copies_and_neither_harms_the_other(
     assert all(torch.equal(again.content()[name], truth[name]) for name in truth)
 
 
+@pytest.mark.promise
 def test_what_a_graph_updates_is_copied_at_once_until_its_replays_are_fenced(
     tmp_path: Path, device: str
 ) -> None:
