@@ -28,7 +28,7 @@ from benchmarks.gpu.lab import (
     size_of,
 )
 from holdfast.accelerator import devices
-from holdfast.events import ImageCaptured, ImagePassed, Restored, SaveReturned
+from holdfast.events import ImageCaptured, ImagePassed, MemoryPinned, Restored, SaveReturned
 
 GB = 10**9
 #: Sizes of images in slots, and what copying one may take after the grant.
@@ -137,7 +137,7 @@ def _slot(lab: Lab, what: str, size_bytes: int, most_s: float) -> None:
     with listening() as heard, saving(state_of(module)) as ckpt:
         for step in range(SLOTS_PER_IMAGE):
             save_once(lab, ckpt, step, heard)
-        settle(lab)
+        settle(lab, heard, SLOTS_PER_IMAGE)
         saves = [save_once(lab, ckpt, 10 + n, heard) for n in range(4)]
         held_s = _held_when_enqueued(lab, ckpt, 100, saves[-1].copied_s)
     best = min(saves, key=lambda one: one.copied_s)
@@ -171,9 +171,11 @@ def _held_when_enqueued(lab: Lab, ckpt: holdfast.Checkpointer, step: int, copied
     return max(held)
 
 
-def settle(lab: Lab) -> None:
-    """Give what happens in the background, as pinning, time to end."""
-    time.sleep(0.0 if lab.is_simulated else 2.0)
+def settle(lab: Lab, heard: Heard, count: int) -> None:
+    """Wait until so many slots are pinned, which happens behind the saves."""
+    until_s = time.monotonic() + min(30.0, lab.left_s() / 2)
+    while len(heard.all(MemoryPinned)) < count and time.monotonic() < until_s:
+        time.sleep(0.01)
 
 
 def ring(lab: Lab) -> None:
@@ -236,6 +238,8 @@ def first_saves(lab: Lab) -> None:
         for step in range(4):
             found.append(save_once(lab, ckpt, step, heard))
             launches.append(longest_launch(lab, 1.5))
+        settle(lab, heard, 1)
+        pinned = heard.all(MemoryPinned)
     held = [max(one.returned_s, one.fenced_s) for one in found]
     note = ", ".join(f"{one * 1e3:.1f}" for one in held) + " ms, one after the other"
     lab.tell(
@@ -245,6 +249,12 @@ def first_saves(lab: Lab) -> None:
     target: Target | None = at_least(THROUGH_PIECES) if cores() >= PIECES_CORES else None
     pieces = found[0].rate / plain
     lab.tell("through staging pieces, of a plain copy", pieces, "", target, f"{cores()} cores")
+    if pinned:
+        rate = statistics.median(one.gb_per_s for one in pinned)
+        whole = sum(one.pinned_bytes == one.size_bytes for one in pinned)
+        lab.tell(
+            "pinning behind training", rate, "GB/s", note=f"{whole} of {len(pinned)} slots whole"
+        )
     note = f"without saves {alone_s * 1e3:.2f} ms"
     lab.tell("a launch beside pinning", max(launches) * 1e3, "ms", at_most(LAUNCH_S * 1e3), note)
 

@@ -6,20 +6,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.project import sample
+from support.project import devices, sample
 from support.runs.leftovers import end_keepers
-
-#: None in a tree whose tests know no simulated device.
-devices: Any = None
-if find_spec("support.project.devices"):
-    devices = import_module("support.project.devices")
 
 _CLOSING_GRACE_S = 5.0
 
@@ -27,21 +20,18 @@ _CLOSING_GRACE_S = 5.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of samples and of devices."""
     sample.pytest_addoption(parser)
-    if devices is not None:
-        devices.pytest_addoption(parser)
+    devices.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the simulated device, where it is asked for."""
     sample.pytest_configure(config)
-    if devices is not None:
-        devices.pytest_configure(config)
+    devices.pytest_configure(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test on the chosen device."""
-    if devices is not None:
-        devices.pytest_generate_tests(metafunc)
+    devices.pytest_generate_tests(metafunc)
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +49,6 @@ def arena_dir() -> Iterator[Path]:
 @pytest.fixture
 def device(request: Any) -> Iterator[str]:
     """The type of the accelerator of this run."""
-    if devices is None:
-        yield "cuda"
-        return
     allowed = request.node.get_closest_marker("unordered")
     pattern = str(allowed.args[0]) if allowed else ""
     yield from devices.provide(request.config, request.param, pattern)

@@ -24,6 +24,8 @@ from benchmarks.gpu.findings import at_most
 from benchmarks.gpu.lab import Lab, Unseen, arena, command
 from benchmarks.kit import machine
 from holdfast.accelerator import devices
+from holdfast.accelerator.vendors import vendor_of
+from holdfast.offload import HybridAdamW
 
 GB = 10**9
 _PINNED_BYTES = 4 << 30
@@ -252,18 +254,29 @@ def forks(lab: Lab) -> None:
             f"{what} memory, registered, copied by a fork", copied / size_bytes, "of it", target
         )
 
+    before = _private_bytes()
+    elements = size_bytes // 16  # a master, two moments, and a place for gradients
+    optimizer = HybridAdamW([torch.nn.Parameter(torch.zeros(elements, device=lab.device))])
+    share = (_private_bytes() - before) / size_bytes
+    lab.tell("the state of an optimizer, copied by a fork", share, "of it", at_most(0.1))
+    del optimizer
+
 
 def _private_bytes() -> int:
     """Bytes that a forked process has of its own, besides what it shares with its parent."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writer, Path("/proc/self/smaps_rollup").read_bytes())
-        os._exit(0)
+        try:
+            os.write(writer, Path("/proc/self/smaps_rollup").read_bytes())
+        finally:
+            os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as said:
         lines = said.read().splitlines()
     os.waitpid(child, 0)
+    if not lines:
+        raise Unseen("the kernel does not tell what a process has of its own")
     return sum(int(one.split()[1]) << 10 for one in lines if one.startswith("Private_"))
 
 
@@ -286,8 +299,8 @@ def _calls(lab: Lab) -> dict[str, Callable[[], object]]:
 
     def register() -> None:
         with _memory(1 << 20) as memory:
-            if not devices.register(memory.address, 1 << 20, device):
-                devices.unregister(memory.address, device)
+            if not vendor_of(device).register(memory.address, 1 << 20):
+                vendor_of(device).unregister(memory.address)
 
     event.record(stream)
     return {

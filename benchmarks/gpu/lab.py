@@ -160,8 +160,12 @@ class Lab:
         """Capture what is enqueued, into a graph that is thrown away."""
         if not self.is_cuda():
             raise Unseen(f"graphs of {self.device.type} have no common name in torch")
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
-            yield
+        before = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=mode):
+                yield
+        finally:  # torch stays on the stream of a capture that failed
+            torch.cuda.set_stream(before)
 
     def unordered(self) -> list[str]:
         """Accesses to memory that nothing ordered, as far as the device tells."""
@@ -219,20 +223,14 @@ class SimulatedLab(Lab):
 
 
 def _load_simulated() -> Any:
-    try:
-        from device import simulator  # type: ignore[import-not-found]
-    except ImportError:
-        raise Unseen("the simulated device is not in this tree") from None
+    from device import simulator, vendor
+
     try:
         loaded = simulator.load()
     except simulator.CannotBuild as error:
         raise Unseen(str(error)) from None
     simulator.calm()
-    try:
-        from device.vendor import add_simulated_vendor  # type: ignore[import-not-found]
-    except ImportError:
-        return loaded
-    add_simulated_vendor(loaded)
+    vendor.add_simulated_vendor(loaded)
     return loaded
 
 

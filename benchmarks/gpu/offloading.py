@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from benchmarks import offload as benchmark
 from benchmarks.gpu.findings import at_most
 from benchmarks.gpu.lab import Lab, OutOfTime, Unseen
 from holdfast.offload import HybridAdamW
+from holdfast.offload.bit_sums import checksum
 
 CHECKSUM_S, LAUNCHES = 0.002, 40
 PARAMETERS = 10**9
@@ -24,7 +23,6 @@ _SUBGROUP = 1 << 20
 def sums(lab: Lab) -> None:
     """Checksums of as many elements as a model has, and launches of a whole step."""
     flat = torch.zeros(lab.size(PARAMETERS), dtype=torch.bfloat16, device=lab.device)
-    checksum = _checksum()
     checksum(flat)
     times = []
     for _ in range(5):
@@ -40,16 +38,6 @@ def sums(lab: Lab) -> None:
         lab.tell("launches a subgroup", "unseen", note="counted by torch's profiler of CUDA only")
         return
     lab.tell("launches a subgroup", _launches(lab), "", at_most(LAUNCHES))
-
-
-def _checksum() -> Callable[[torch.Tensor], object]:
-    """The checksum that the optimizer takes of gradients, wherever it is defined."""
-    for name in ("bit_sums", "kernels"):
-        if importlib.util.find_spec(f"holdfast.offload.{name}"):
-            module: Any = importlib.import_module(f"holdfast.offload.{name}")
-            if hasattr(module, "checksum"):
-                return module.checksum  # type: ignore[no-any-return]
-    raise Unseen("the optimizer's checksum is not where it was")
 
 
 def _launches(lab: Lab, subgroups: int = 16) -> float:

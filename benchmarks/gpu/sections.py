@@ -86,6 +86,7 @@ SECTIONS = (
 MINUTES = 9.0
 
 
-def command_of(section: Section) -> str:
-    """The command that runs this section alone."""
-    return f"python -m benchmarks gpu --only {section.name}"
+def page_row(section: Section) -> str:
+    """The section's line on docs/operations/accelerators.md."""
+    needs = "" if section.devices < 2 else f" (needs {section.devices} devices)"
+    return f"| {section.caption}{needs} | `python -m benchmarks gpu --only {section.name}` |"

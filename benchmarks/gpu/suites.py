@@ -8,14 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.findings import at_most
-from benchmarks.gpu.lab import Lab, Unseen, command
+from benchmarks.gpu.lab import Lab, OutOfTime, Unseen, command
 from benchmarks.kit.results import PROJECT
 
 #: The project's own settings name plugins that a machine for a day may not have.
@@ -33,8 +32,6 @@ _COUNTED = re.compile(r"(\d+) (passed|failed|skipped|xfailed|xpassed|errors?)\b"
 
 def tests(lab: Lab) -> None:
     """All of ``tests/gpu``; of it a file, where the device is simulated."""
-    if lab.is_simulated and not find_spec("support.project.devices"):
-        raise Unseen("the tests take no simulated device")
     what = ["tests/gpu/test_rewind.py", "--device=sim"] if lab.is_simulated else ["tests/gpu"]
     with tempfile.TemporaryDirectory() as made:
         settings = Path(made, "pytest.ini")
@@ -57,10 +54,18 @@ def tests(lab: Lab) -> None:
 def _run(
     words: list[str], timeout_s: float, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, capture_output=True, text=True, check=False, cwd=PROJECT,
-        timeout=max(1.0, timeout_s), env=os.environ | environment,
-    )  # fmt: skip
+    try:
+        return subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=PROJECT,
+            timeout=max(1.0, timeout_s),
+            env=os.environ | environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise OutOfTime(f"{words[0]} was not done after {timeout_s:.0f} s") from None
 
 
 def sanitizer(lab: Lab) -> None:

@@ -20,9 +20,9 @@ import msgspec
 from holdfast.accelerator.devices import computation_so_far
 from holdfast.capture.copy_plan import SlotTarget, plan_copies
 from holdfast.capture.copy_slot import copy_image
-from holdfast.capture.device_copies import stage
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress
+from holdfast.capture.volatile_copies import stage
 from holdfast.catalogue import LOCK, attempt_dir, catalogue, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
 from holdfast.format.image import fill_in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,7 +24,8 @@ FIELDS = (
     "section", "name", "value", "unit", "target", "met", "note", "date", "device", "torch", "driver"
 )  # fmt: skip
 needs_simulated = pytest.mark.skipif(
-    not (PROJECT / "tests/device/simulator.py").exists(), reason="this tree has no simulated device"
+    not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
+    reason="the simulated device needs a C++ compiler",
 )
 
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from holdfast.capture.copy_plan import SlotTarget, plan_copies
 from holdfast.capture.copy_slot import copy_image
-from holdfast.capture.device_copies import stage
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress
+from holdfast.capture.volatile_copies import stage
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import fill_in
 from holdfast.geometry.layout import merge, table_from_json

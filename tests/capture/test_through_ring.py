@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast import rules
 from holdfast.capture.copy_plan import plan_copies
-from holdfast.capture.device_copies import stage
 from holdfast.capture.overtaking import OvertakeDetector
+from holdfast.capture.volatile_copies import stage
 from holdfast.errors import CaptureOvertaken, PersistFailed, StorageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import fill_in

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.events import MemoryPinned, Warned, subscribe
+from holdfast.events import ImagePassed, MemoryPinned, Warned, subscribe
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -43,7 +43,7 @@ def copies_down(device: str) -> int:
     return sum(number for name, number in counts.items() if name.startswith("copy down"))
 
 
-def stepped(module: nn.Module) -> torch.optim.Optimizer:
+def stepped(module: nn.Module) -> Any:
     optimizer = torch.optim.AdamW(module.parameters(), 1e-3, fused=True)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -100,7 +100,7 @@ def test_training_goes_on_bit_for_bit_whatever_the_driver_pins(
     events: list[object] = []
     subscribe(lambda event, _: events.append(event))
     model = nn.Linear(2048, 1024).to(device)  # 24 MiB with its optimizer
-    state = {"model": model, "optimizer": stepped(model)}
+    state: dict[str, Any] = {"model": model, "optimizer": stepped(model)}
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
     truth, handles = [], []
     for step in range(6):
@@ -111,7 +111,7 @@ def test_training_goes_on_bit_for_bit_whatever_the_driver_pins(
         state["optimizer"].step()
     for step, handle in enumerate(handles):
         handle.wait_durable(60)
-        again = {"model": nn.Linear(2048, 1024).to(device)}
+        again: dict[str, Any] = {"model": nn.Linear(2048, 1024).to(device)}
         again["optimizer"] = stepped(again["model"])
         holdfast.load(tmp_path, again, step)
         found = again["model"].state_dict()
@@ -124,3 +124,70 @@ def test_training_goes_on_bit_for_bit_whatever_the_driver_pins(
     else:
         assert not warned and all(one.pinned_bytes == one.size_bytes for one in pinned)
     assert len(pinned) >= 3
+
+
+def test_a_large_volatile_leaf_takes_no_memory_of_the_device_and_is_of_the_moment_of_its_save(
+    tmp_path: Path, device: str
+) -> None:
+    model = nn.Linear(4096, 2048).to(device)  # 32 MiB
+    average = torch.optim.swa_utils.AveragedModel(model)
+    apart = torch.arange(4 << 20, device=device, dtype=torch.float32).view(2048, 2048).t()
+    state: dict[str, Any] = {"average": average, "apart": apart}
+    checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
+    truth, handles = [], []
+    with memory_of_saves() as found:
+        for step in range(5):
+            truth.append({name: one.cpu() for name, one in average.state_dict().items()})
+            truth[-1]["apart"] = apart.cpu()
+            handles.append(checkpointer.save(step, durable=True))
+            with torch.no_grad():  # at once, while copies of it are in flight
+                for one in [*average.parameters(), apart]:
+                    one.add_(1.0)
+    for step, handle in enumerate(handles):
+        handle.wait_durable(60)
+        again: dict[str, Any] = {}
+        again["average"] = torch.optim.swa_utils.AveragedModel(nn.Linear(4096, 2048).to(device))
+        again["apart"] = torch.zeros_like(apart)
+        holdfast.load(tmp_path, again, step)
+        loaded = {name: one.cpu() for name, one in again["average"].state_dict().items()}
+        loaded["apart"] = again["apart"].cpu()
+        assert [n for n, one in truth[step].items() if not torch.equal(loaded[n], one)] == []
+    checkpointer.close()
+    kept_bytes, peak_bytes = found
+    assert kept_bytes <= 64 * MIB and peak_bytes <= 128 * MIB
+
+
+def test_many_middling_volatile_leaves_take_a_bounded_part_of_the_device(
+    tmp_path: Path, device: str
+) -> None:
+    buffers = {f"{n:03}": torch.full((200_000,), float(n), device=device) for n in range(128)}
+    checkpointer = holdfast.Checkpointer(tmp_path, {"buffers": buffers}, storage=None)
+    with memory_of_saves() as found:
+        checkpointer.save(0, durable=True).wait_durable(60)
+    checkpointer.close()
+    assert found[0] <= 64 * MIB and found[1] <= 128 * MIB
+    again = {"buffers": {name: torch.zeros_like(one) for name, one in buffers.items()}}
+    holdfast.load(tmp_path, again)
+    assert all(torch.equal(one, buffers[name]) for name, one in again["buffers"].items())
+
+
+def test_small_tensors_that_pass_through_a_ring_are_a_few_copies(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_ARENA_BYTES", str(5 * MIB))
+    model = nn.ModuleList([nn.LayerNorm(512) for _ in range(500)]).to(device)
+    state = {"model": model, "optimizer": stepped(model)}  # 6 MiB
+    truth = {name: one.cpu() for name, one in model.state_dict().items()}
+    events: list[object] = []
+    subscribe(lambda event, _: events.append(event))
+    checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
+    copies_down(device)
+    checkpointer.save(0, durable=True).wait_durable(60)
+    assert copies_down(device) <= 20
+    assert [one for one in events if isinstance(one, ImagePassed)]
+    checkpointer.close()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    holdfast.load(tmp_path, state)
+    assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())

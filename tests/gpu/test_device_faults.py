@@ -160,6 +160,7 @@ def test_a_device_that_fails_harms_no_snapshot_that_was_captured(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pinning.SlotPins.__init__, "__defaults__", (1 << 18,))
+    monkeypatch.setattr("holdfast.capture.copier.PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(pinning.Pins.__init__, "__defaults__", (1 << 18,))
     delays = request.node.callspec.params["device"]
     check(tmp_path, device, fault, 1000 * (delays.seed if delays else 0) + run)

@@ -106,6 +106,7 @@ def test_what_is_not_pinned_is_in_a_forked_child_too(driver: Registering) -> Non
     assert _child_has(made)
 
 
+@pytest.mark.promise
 def test_a_forked_child_has_no_pinned_page(driver: Registering) -> None:
     made = pinned(10_000, torch.float32, CPU, [])
     made.fill_(3)
@@ -121,6 +122,7 @@ def _child_has(made: torch.Tensor) -> bool:
     return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+@pytest.mark.promise
 def test_a_forked_child_frees_nothing_of_its_parent_and_nothing_of_its_own(
     driver: Registering,
 ) -> None:

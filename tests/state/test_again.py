@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 from holdfast.capture.copy_plan import CopyPlan, plan_copies
-from holdfast.capture.device_copies import stage
+from holdfast.capture.volatile_copies import stage
 from holdfast.format.values import from_bytes
 from holdfast.geometry.layout import merge, table_from_json
 from holdfast.state import describe as describe_module

@@ -3,10 +3,17 @@ unknown."""
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import replace
+
 import pytest
 
-from holdfast.errors import AlreadyPublished, StorageError
+from holdfast.errors import AlreadyPublished, RootBusy, StorageError
+from holdfast.persist.commit import Sweeper
 from holdfast.storage import Store
+from holdfast.storage.base import settle_s
+from holdfast.storage.lease_lock import ONE_WRITER, ObjectLease
 from holdfast.testing.store_suite import StoreSuite
 from support.servers.bucket_model import World, model_store
 from support.servers.object_servers import TIMES
@@ -151,3 +158,73 @@ def test_an_upload_that_nobody_ends_is_listed_and_goes_with_its_directory(
     assert store.list("steps") == ["1-2-x"] and not store.exists("steps/1-2-x/live")
     store.remove_tree("steps/1-2-x")
     assert store.list("steps") == [] and not world.parts
+
+
+def test_a_lock_of_a_lost_holder_is_freed_by_hand_and_one_that_is_renewed_is_not(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, lease=TIMES)
+    assert store.view_lock("writer").holder() is None
+    lease = store.lock("writer", "run blue")
+    assert isinstance(lease, ObjectLease)
+    view = store.view_lock("writer")
+    found = view.holder()
+    assert found is not None and (found.owner, found.pid) == ("run blue", os.getpid())
+    with pytest.raises(RootBusy, match=r"run blue.*renewed a moment ago"):
+        view.require_silent()
+    lease._ended.set()  # its process is lost
+    assert view.require_silent() is not None
+    view.free()
+    assert view.holder() is None
+    store.lock("writer", "run green").release()
+
+
+def test_without_compare_and_swap_a_root_has_one_writer_only_by_an_option(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    store.publish("name", b"")
+    assert store._kept is not None
+    store._kept = replace(store._kept, replace=False)
+    with pytest.raises(StorageError, match=rf"set {ONE_WRITER}=1"):
+        store.lock("writer", "me")
+    monkeypatch.setenv(ONE_WRITER, "1")
+    store.lock("writer", "me").release()
+
+
+@pytest.mark.promise
+def test_a_holder_that_could_not_renew_changes_nothing_until_it_can(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, lease=TIMES)
+    lease = store.lock("writer", "me")
+    assert isinstance(lease, ObjectLease)
+    world.fault = lambda kind, key: "busy" if key.endswith(".lock") else ""
+    time.sleep(TIMES.stop_s + 0.1)
+    for change in (
+        lambda: store.publish("name", b""),
+        lambda: store.create("image", 1),
+        lambda: store.remove_tree("steps/1"),
+    ):
+        with pytest.raises(StorageError, match="could not be renewed for"):
+            change()
+    world.fault = lambda kind, key: ""
+    time.sleep(2 * TIMES.renew_s)
+    store.publish("name", b"")
+    lease.release()
+
+
+@pytest.mark.promise
+def test_in_a_bucket_only_what_was_known_is_swept_and_not_before_no_request_can_land(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = model_store(world, monkeypatch), [0.0]
+    sweeper = Sweeper(store, clock=lambda: now[0])
+    for path in ("steps/1-1-mine/image", "steps/1-1-theirs/image", "layouts/00ff.json"):
+        store.publish(path, b"")
+    sweeper.know(["steps/1-1-mine"])
+    for _ in range(4):
+        assert sweeper.sweep([]) == []
+    now[0] += settle_s(store)
+    assert sweeper.sweep([]) == ["steps/1-1-mine"]
+    assert store.list("steps") == ["1-1-theirs"] and store.list("layouts") == ["00ff.json"]

@@ -170,6 +170,12 @@ def work_beside(used: Iterable[torch.device]) -> Iterator[None]:
         yield
 
 
+def await_event(event: torch.Event) -> None:
+    """Wait until the device is past ``event``, on a thread beside the one that trains."""
+    with work_beside([event.device]):
+        event.synchronize()
+
+
 def delay(device: torch.device, seconds: float) -> None:
     """Keep the current stream of ``device`` busy for about so long, where it can be."""
     vendor_of(device).delay(seconds)

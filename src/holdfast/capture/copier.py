@@ -14,7 +14,7 @@ import torch
 from holdfast.capture.copy_plan import CopyPlan, SlotTarget, plan_copies
 from holdfast.capture.copy_ring import RingTarget, copy_through_ring
 from holdfast.capture.copy_slot import copy_image
-from holdfast.capture.pinning import PIECE_BYTES, SlotPins
+from holdfast.capture.pinning import PIECE_BYTES, Pins, pin_beside
 from holdfast.capture.progress import CopyCancelled, CopyProgress, GpuCopyStuck, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample, ReplicaSampler, sum_of
 from holdfast.capture.task import CaptureTask, RankIdentity
@@ -238,7 +238,7 @@ class SlotCache:
 
     def __init__(self) -> None:
         self.files: dict[str, SlotFile] = {}
-        self._pins: dict[str, SlotPins] = {}
+        self._pins: dict[str, Pins] = {}
         self._one_at_a_time = threading.Lock()
         self._targets: dict[str, SlotTarget | RingTarget] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
@@ -313,8 +313,8 @@ class SlotCache:
             if device is None:
                 slot.populate()
         if device is not None and path not in self._pins:
-            self._pins[path] = SlotPins(slot, device, piece_bytes or PIECE_BYTES)
-            self._pins[path].start(self._one_at_a_time)
+            self._pins[path] = Pins(slot, device, piece_bytes or PIECE_BYTES)
+            pin_beside([self._pins[path]], self._one_at_a_time)
         return slot
 
     def close(self) -> None:

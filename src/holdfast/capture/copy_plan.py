@@ -23,7 +23,7 @@ from holdfast.protocol.image_plan import image_items, plan_rank
 from holdfast.state.bindings import Bindings, LeafSource
 
 if TYPE_CHECKING:
-    from holdfast.capture.pinning import SlotPins
+    from holdfast.capture.pinning import Pins
     from holdfast.capture.transfers import TransferGroup
 
 #: Tensors smaller than this are copied together in one call.
@@ -79,6 +79,8 @@ class CopyPlan:
     _spans_of: tuple[frozenset[str], list[tuple[int, int]]] = (frozenset(), [])
     transfers: tuple[frozenset[torch.device], list[TransferGroup]] | None = None
     """The transfers from these devices, planned by the first save that makes them."""
+    has_copied_out: bool = False
+    """True if host memory that is copied from is filled by copies from a device."""
 
     def spans(self, leaves: frozenset[str]) -> list[tuple[int, int]]:
         """Return the byte ranges of these leaves in the image's data, adjacent ones merged."""
@@ -114,7 +116,8 @@ def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
             )
         )
     copies.sort(key=lambda copy: copy.offset)
-    return CopyPlan(image, tuple(copies))
+    has_copied_out = any(binding.is_copied_out for binding in bindings)
+    return CopyPlan(image, tuple(copies), has_copied_out=has_copied_out)
 
 
 def _require_originals(layout: Layout, bindings: Bindings) -> None:
@@ -334,7 +337,7 @@ class SlotTarget:
     by_leaf: dict[str, list[TensorCopy]] = field(init=False)
     segments: list[Segment] = field(init=False)
     """Host data copied without conversion, by the blocks that it fills."""
-    pins: SlotPins | None = None
+    pins: Pins | None = None
     """What of the memory is pinned; None: nothing ever is."""
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from holdfast.capture.device_copies import enqueue_beside, side_streams
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample
-from holdfast.capture.transfers import is_in_a_row, parts_of
+from holdfast.capture.transfers import SmallTensors, is_in_a_row, parts_of
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.protocol.image_plan import chunk_bytes
@@ -55,6 +55,22 @@ class BatchedSmall:
 
     def run(self) -> None:
         torch._foreach_copy_(self.into, self.sources, non_blocking=self.device.type != "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredSmall:
+    """Several small tensors that follow each other, gathered on their device and copied at once."""
+
+    stop: int
+    into: torch.Tensor
+    tensors: SmallTensors
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors.device
+
+    def run(self) -> None:
+        self.tensors.enqueue(self.into)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +131,7 @@ class RingTarget:
     def __init__(self, memory: memoryview, ring_bytes: int, plan: CopyPlan) -> None:
         self.ring_bytes = ring_bytes
         self.chunk_bytes = chunk_bytes(ring_bytes)
+        self.has_copied_out = plan.has_copied_out
         self.head = memory[: plan.image.data_start]
         self.ring = memory[len(memory) - ring_bytes :]
         self.data = torch.frombuffer(self.ring, dtype=torch.uint8)
@@ -174,6 +191,10 @@ class RingTarget:
         return same_chunk and is_near and first.source.device == copy.source.device
 
     def _together(self, batch: list[TensorCopy]) -> Move:
+        tensors = SmallTensors(batch[0].source.device, batch)
+        if devices.is_streamed(tensors.device) and tensors.is_in_order:
+            start, size = batch[0].offset, tensors.size_bytes
+            return GatheredSmall(start + size, self.at(start, size), tensors)
         into = [
             self.at(c.offset, c.size_bytes).view(c.source.dtype).view(c.source.shape) for c in batch
         ]
@@ -294,6 +315,9 @@ def _move_from_gpu(
     with side_streams(ready) as streams:
         for device, stream in streams.items():
             stream.wait_event(ready[device])
+        if target.has_copied_out:
+            for event in ready.values():
+                event.synchronize()
         for move in target.moves:
             progress.check()
             while arriving and not progress.has_room(filling.needs(move.stop)):

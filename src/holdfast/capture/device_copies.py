@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,6 @@ from holdfast.capture.transfers import (
 )
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Image
-from holdfast.state.bindings import Binding
 
 
 @contextmanager
@@ -73,7 +72,7 @@ def copy_from_devices(
         for device, stream in streams.items():
             stream.wait_event(ready[device])
         enqueuing.enqueue_all(plan_transfers(target.plan, streams))
-        _copy_on_host(target, streams, progress)
+        _copy_on_host(target, ready, streams, progress)
         last = enqueue_beside(sample, overtaking, streams)
         progress.check()
         overtaking.check(target, turn)
@@ -211,9 +210,15 @@ def _within(transfers: list[Transfer], segment: TransferSegment) -> list[Transfe
 
 
 def _copy_on_host(
-    target: SlotTarget, streams: Mapping[torch.device, torch.Stream], progress: CopyProgress
+    target: SlotTarget,
+    ready: Mapping[torch.device, torch.Event],
+    streams: Mapping[torch.device, torch.Stream],
+    progress: CopyProgress,
 ) -> None:
     """Copy what lies in host memory, as optimizer states do, while copies are in flight."""
+    if target.plan.has_copied_out:
+        for event in ready.values():
+            event.synchronize()
     for to, source in zip(*target.small, strict=True):
         if source.device not in streams:
             to.copy_(source)
@@ -248,12 +253,3 @@ def side_stream(device: torch.device) -> torch.Stream:
     if device not in _streams:
         _streams[device] = devices.make_stream(device)
     return _streams[device]
-
-
-def stage(volatile: Sequence[Binding]) -> None:
-    """Copy volatile leaves to a staging buffer, so that the training thread may change them
-    again.
-    """
-    pairs = [(leaf.staged, leaf.local) for leaf in volatile if leaf.staged is not None]
-    if pairs:  # leaves stored as part of another tensor are not staged
-        torch._foreach_copy_([into for into, _ in pairs], [local for _, local in pairs])

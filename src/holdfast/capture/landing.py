@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.accelerator import devices
 from holdfast.capture import staging
 from holdfast.capture.copy_plan import Segment, copy_segment
 
@@ -142,7 +143,7 @@ class Landing:
 
     def _do(self, job: LandingJob) -> None:
         for event in job.events:
-            event.synchronize()
+            devices.await_event(event)
         self._check()
         sums = copy_segment(job.segment, self._data, self._base, is_summed=job.is_summed)
         with self._changed:

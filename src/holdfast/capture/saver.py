@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from holdfast.accelerator import devices
 from holdfast.capture.copier import Copier
-from holdfast.capture.device_copies import stage
 from holdfast.capture.handles import PendingHandles, SaveHandle
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyCancelled
@@ -45,6 +44,7 @@ from holdfast.capture.task import (
     stop_worker,
     weakly,
 )
+from holdfast.capture.volatile_copies import stage
 from holdfast.errors import (
     CaptureOvertaken,
     Fenced,

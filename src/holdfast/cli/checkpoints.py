@@ -19,7 +19,7 @@ from holdfast.restore.planning.candidates import choose as choose_candidates
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.stored import require_whole_line
 from holdfast.storage.base import Store
-from holdfast.storage.open import is_bucket, is_place, normal_root, open_store, signer_of
+from holdfast.storage.open import is_place, normal_root, open_lock, open_store
 
 STEP_HELP = "a step as restore() takes it, or INCARNATION-STEP for any that `holdfast ls` shows"
 #: A step has no more digits; Python itself refuses to read numbers of thousands of digits.
@@ -183,9 +183,9 @@ class Holder:
 
 def root_holder(root: str) -> Holder | None:
     """Returns who holds the lock of a root; None when it is free."""
-    if is_bucket(normal_root(root)):
-        signed = signer_of(root, LOCK)
-        return Holder(0, signed) if signed else None
+    if (lock := open_lock(root, LOCK)) is not None:
+        there = lock.holder()
+        return None if there is None else Holder(there.pid, there.owner)
     path = Path(normal_root(root)) / f".{LOCK}.lock"  # as LocalStore names it
     try:
         signed = path.read_text(errors="replace").strip("\0\n ")

@@ -17,6 +17,8 @@ from typing import Any
 
 from holdfast.catalogue import (
     EMPTY,
+    PARTS,
+    STEPS,
     Catalogue,
     attempt_dir,
     catalogue,
@@ -38,7 +40,7 @@ from holdfast.keeper.jobs import write_all
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, resume
 
 Outcome = Callable[[str, str | None], None]
 _PLACES = attempt_dir, part_dir
@@ -69,6 +71,7 @@ class Persister:
         self._remembered = remembered
         self._recorded: set[int] = set()
         self._jobs: queue.SimpleQueue[PersistJob | None] = queue.SimpleQueue()
+        self._may_resume = True
         self._sweeper = commit.Sweeper(store)
         self._known = EMPTY
         self._images = ImageWriter(store)
@@ -117,6 +120,7 @@ class Persister:
         if self._is_published(job):
             return
         started_s = time.monotonic()
+        self._resume(job)
         self._sweeper.know(place(job.generation, job.directory) for place in _PLACES)
         self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
@@ -155,6 +159,19 @@ class Persister:
                 elapsed_s=time.monotonic() - started_s,
             )
         )
+
+    def _resume(self, job: PersistJob) -> None:
+        """Go on with what a keeper that was killed had stored of this attempt, where that is
+        possible: of images that are all on this host.
+        """
+        if job.shares or not self._may_resume:
+            return
+        self._may_resume = False  # what is left is of the newest attempt, which comes first
+        start = f"{job.generation.incarnation}-{job.generation.step}-{job.attempt}"
+        for above in (STEPS, PARTS):
+            if found := resume(self.store, above, start):
+                job.directory = job.attempt + found[len(start) :]
+                return
 
     def _record(self, incarnation: Incarnation) -> None:
         """Record the incarnation and its ancestors, before anything is published."""

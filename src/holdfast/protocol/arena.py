@@ -261,8 +261,9 @@ class SlotFile:
         self.path = path
         self.capacity_bytes = size - IMAGE_START
         self.inode = os.fstat(descriptor).st_ino
-        self.unpin: Callable[[], None] = _nothing
-        """Undoes what pinned its pages; called before they are unmapped."""
+        self.size_bytes = size
+        self.unpin: Callable[[], bool] = lambda: True
+        """Undoes what pinned its pages, before they are unmapped; False: they must not be now."""
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
             self.map = mmap.mmap(descriptor, size, access=access)
@@ -273,6 +274,8 @@ class SlotFile:
             ) from error
         finally:
             os.close(descriptor)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) if writable else 0
+        """Address of the mapping; 0: not known of one that is only read."""
         self.image = memoryview(self.map)[IMAGE_START:]
 
     @classmethod
@@ -330,16 +333,6 @@ class SlotFile:
                 f"{stat.filemode(found.st_mode)})"
             )
         return cls(path, descriptor, found.st_size, writable=writable)
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of the mapping, with the records."""
-        return self.capacity_bytes + IMAGE_START
-
-    @property
-    def address(self) -> int:
-        """Return the address of the mapping."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
     def populate(self) -> None:
         """Map every page now, without holding the GIL, so that no copy waits for a page fault.
@@ -404,16 +397,13 @@ class SlotFile:
 
     def close(self) -> None:
         """Unmap the memory as soon as no view of it is in use."""
-        self.unpin()
+        if not self.unpin():
+            return  # closed again by who pins it
         try:
             self.image.release()
             self.map.close()
         except BufferError:
             return  # a reader still holds a view; the mapping is freed with the last view
-
-
-def _nothing() -> None:
-    """Unpin nothing: no page of the slot is pinned."""
 
 
 def _advise(address: int, size_bytes: int, advice: int) -> int:

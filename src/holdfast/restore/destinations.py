@@ -253,7 +253,7 @@ class StreamCopies:
 
         def wait() -> None:
             for event in events:
-                event.synchronize()
+                devices.await_event(event)
 
         return wait
 

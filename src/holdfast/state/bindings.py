@@ -49,6 +49,8 @@ class Binding:
     """The stored leaves this tensor maps to through rules; None where it is stored as one leaf
     under its own name.
     """
+    is_copied_out: bool = False
+    """True if its copy is in host memory, and it is not."""
 
     @property
     def source(self) -> torch.Tensor:
@@ -88,8 +90,18 @@ class Bindings(list[Binding]):
         save.
         """
         self.lazy = [binding for binding in self if binding.lazy]
-        self.watched = [_here(binding.tensor) for binding in self.lazy]
-        """Tensors whose version counters show that a lazy leaf was written to."""
+        self.watched = [
+            *self.lazy,
+            *(one for one in self.lazy if one.tensor is not _here(one.tensor)),
+        ]
+        """Lazy leaves, each as often as it has version counters that show it was written to."""
+        self.counted = [
+            *(_here(one.tensor) for one in self.lazy),
+            *(one.tensor for one in self.watched[len(self.lazy) :]),
+        ]
+        """The tensors of these counters: what is done to a DTensor moves its own, and what is done
+        to its local tensor that one's.
+        """
         self.volatile = [binding for binding in self if not binding.lazy]
         self.gpus = streamed_devices(binding.local for binding in self)
         self.sampled = [
@@ -123,9 +135,11 @@ def is_bound(binding: Binding, found: Found) -> bool:
     )
 
 
-def same_storage_form(there: torch.Tensor | None, local: torch.Tensor) -> bool:
+def same_storage_form(
+    there: torch.Tensor | None, local: torch.Tensor, device: torch.device
+) -> bool:
     return there is not None and (
-        (there.shape, there.dtype, there.device) == (local.shape, local.dtype, local.device)
+        (there.shape, there.dtype, there.device) == (local.shape, local.dtype, device)
     )
 
 

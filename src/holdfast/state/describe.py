@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from holdfast.accelerator.devices import is_on_device, is_streamed
+from holdfast.accelerator.host_memory import allocate
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.geometry.layout import table_hash, table_to_json
 from holdfast.rules import Rules
@@ -39,6 +41,8 @@ from holdfast.state.tensors import check_in_place, leaf_entry, local_of
 from holdfast.state.unchanged import CachedWalk, again_after
 from holdfast.state.walk import Found, Walk
 
+#: Volatile leaves of a device up to this size are copied there, as long as the copies are few.
+_CLONED_BYTES, _CLONES_BYTES = 1 << 20, 16 << 20
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
 
 
@@ -80,6 +84,7 @@ class Describer:
         self._last: Description | None = None
         self._again: CachedWalk | None = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._clones_bytes = 0
         self._checked: list[int] = []
         self._declarations = 0
         self._parts: dict[str, torch.Size] = {}
@@ -127,7 +132,9 @@ class Describer:
         if leaf_entry(binding.name, tensor, self.rank, "lowest") != binding.entry:
             return False
         local = local_of(tensor)
-        if not same_storage_form(binding.staged, local):
+        if binding.staged is None or local.device != binding.local.device:
+            return False
+        if not same_storage_form(binding.staged, local, binding.staged.device):
             return False
         binding.tensor, binding.local, binding.signature = tensor, local, signature(tensor)
         return True
@@ -152,6 +159,7 @@ class Describer:
         last = self._last
         self._check_once(objects, len(walk.leaves))
         known = {} if last is None else {binding.name: binding for binding in last.bindings}
+        self._clones_bytes = 0
         bindings = Bindings(self._bind(walk, *leaf, known.get(leaf[0])) for leaf in walk.leaves)
         self._require_declared_copies(bindings)
         self._declarations = declarations()
@@ -187,6 +195,8 @@ class Describer:
         before: Binding | None,
     ) -> Binding:
         if before is not None and is_bound(before, (name, tensor, hooked, spread, frozen)):
+            if before.staged is not None and is_on_device(before.staged):
+                self._clones_bytes += before.staged.nbytes
             return before
         entry = leaf_entry(name, tensor, self.rank, spread, is_frozen=frozen)
         self._require_declared(name, tensor)
@@ -197,8 +207,19 @@ class Describer:
         sight = self._sight(walk, name, tensor)
         is_stored = sight is None or not sight.is_copy
         staged = self._staging(name, local) if is_stored and not lazy else None
+        is_out = staged is not None and staged.device != local.device
         return Binding(
-            name, tensor, local, signature(tensor), spread, hooked, lazy, entry, staged, sight
+            name,
+            tensor,
+            local,
+            signature(tensor),
+            spread,
+            hooked,
+            lazy,
+            entry,
+            staged,
+            sight,
+            is_out,
         )
 
     def _require_declared(self, name: str, tensor: torch.Tensor) -> None:
@@ -261,13 +282,27 @@ class Describer:
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Returns the memory a volatile leaf is copied to; memory that was used before is reused if
         it fits, because touched pages are fast.
+
+        Large ones of a device are copied out to the host: the device may have no room for others.
         """
+        device = self._staging_device(local)
         there = self._staged.get(name)
-        if there is None or not same_storage_form(there, local):
-            with torch.inference_mode(False):  # it is written to later, outside of any
-                there = torch.empty_like(local, memory_format=torch.contiguous_format)
+        if there is None or not same_storage_form(there, local, device):
+            if device == local.device:
+                with torch.inference_mode(False):  # it is written to later, outside of any
+                    there = torch.empty_like(local, memory_format=torch.contiguous_format)
+            else:
+                there = allocate(local.shape, local.dtype)
             self._staged[name] = there
         return there
+
+    def _staging_device(self, local: torch.Tensor) -> torch.device:
+        if not is_streamed(local.device):
+            return local.device
+        if local.nbytes > _CLONED_BYTES or self._clones_bytes + local.nbytes > _CLONES_BYTES:
+            return torch.device("cpu")
+        self._clones_bytes += local.nbytes
+        return local.device
 
 
 def _check_unbroken(objects: Objects) -> None:

@@ -154,6 +154,24 @@ def settle_s(store: Store) -> float:
     return float(getattr(store, "settle_s", 0.0))
 
 
+def resume(store: Store, above: str, start: str) -> str:
+    """Returns the name of a directory below ``above`` that begins with ``start`` and whose images
+    can be gone on with; "" where there is none, and in stores that only write anew.
+    """
+    found = getattr(store, "resume", None)
+    return "" if found is None else str(found(above, start))
+
+
+def read_at_most(store: Store, path: str, limit_bytes: int) -> bytes | int:
+    """Returns a whole file; its size, before memory is taken for it, beyond ``limit_bytes``."""
+    found = getattr(store, "read_at_most", None)
+    if found is not None:
+        result: bytes | int = found(path, limit_bytes)
+        return result
+    size_bytes = store.size_bytes(path)
+    return size_bytes if size_bytes > limit_bytes else store.read(path)
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")

@@ -70,6 +70,8 @@ class ObjectLease:
     def __init__(
         self, bucket: S3Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
         times: LeaseTimes,
+        *,
+        is_alone: bool = True,
     ) -> None:  # fmt: skip
         self._bucket, self.key, self.name = bucket, key, name
         self._said, self._etag, self._renewed_s = said, etag, begun_s
@@ -78,6 +80,8 @@ class ObjectLease:
         self._ended = threading.Event()
         self._turn = threading.Lock()
         self._taken_by: str | None = None
+        self.is_alone = is_alone
+        """True if the holder before is known to have ended: nothing of it is under way."""
         arguments = weakref.ref(self), self._ended, times.renew_s
         self._thread = threading.Thread(
             target=_keep_renewing, args=arguments, name="holdfast-root-lease", daemon=True
@@ -175,12 +179,6 @@ class ObjectLease:
     ) -> None:
         self.release()
 
-    @staticmethod
-    def signed_by(bucket: S3Bucket, key: str) -> str:
-        """Returns the owner that an object of a lease names, "" when it is free."""
-        found = bucket.get(key)
-        return _parsed(found.body).owner if found.is_done else ""
-
 
 def _keep_renewing(
     to_lease: weakref.ref[ObjectLease], ended: threading.Event, renew_s: float
@@ -200,38 +198,84 @@ def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTi
     has the lease, that is watched for as long as a take-over needs.
     """
     said = _Written(owner, secrets.token_hex(16), process_name())
-    watched, since_s, begun_s = "", time.monotonic(), time.monotonic()
+    watched, since_s, begun_s, is_alone = "", time.monotonic(), time.monotonic(), True
     outcome = bucket.put(key, [said.data()], if_none=True)
     while True:
         if outcome.is_done:
-            return ObjectLease(bucket, key, name, said, outcome.header("etag"), begun_s, times)
+            etag = outcome.header("etag")
+            return ObjectLease(bucket, key, name, said, etag, begun_s, times, is_alone=is_alone)
         if outcome.status not in (0, 412):
             bucket.require(outcome, "lock", name)
         found = bucket.get(key)
         bucket.require(found, "lock", name)
         there, etag = _parsed(found.body), found.header("etag")
         if there.nonce == said.nonce:  # the answer to our own request was lost
-            return ObjectLease(bucket, key, name, said, etag, begun_s, times)
+            return ObjectLease(bucket, key, name, said, etag, begun_s, times, is_alone=is_alone)
         if watched and there.nonce and etag != watched:
             raise _busy(name, bucket.url, there.owner)
         if not watched:
             watched, since_s = etag, time.monotonic()
         is_over = time.monotonic() - since_s >= times.take_over_s
-        if not there.nonce or is_over or is_dead(there.process):
-            watched, begun_s = "", time.monotonic()
+        has_ended = not there.nonce or is_dead(there.process)
+        if has_ended or is_over:
+            watched, begun_s, is_alone = "", time.monotonic(), has_ended
             outcome = bucket.put(key, [said.data()], if_match=etag)
         else:
             time.sleep(min(1.0, times.renew_s / 4))
 
 
-def force_lease(bucket: S3Bucket, key: str) -> None:
-    """Frees a lease whose holder is known to be gone: a person says so."""
-    bucket.require(bucket.put(key, [_Written().data()]), "unlock", key)
+@dataclass(frozen=True, slots=True)
+class LeaseHolder:
+    """Who has a lease. ``pid``: its process, where that is one of this machine and lives, else 0.
+    ``renewed``: when the object was last written, as its server says.
+    """
+
+    owner: str
+    pid: int
+    renewed: str
+
+
+class LeaseView:
+    """A lease as others see it."""
+
+    def __init__(self, bucket: S3Bucket, key: str, name: str, times: LeaseTimes) -> None:
+        self._bucket, self._key, self._name, self._times = bucket, key, name, times
+        self._etag = ""
+
+    def holder(self) -> LeaseHolder | None:
+        """Returns who has it now; None when it is free."""
+        found = self._bucket.get(self._key)
+        if found.status == 404:
+            return None
+        self._bucket.require(found, "look-up", self._name)
+        self._etag, there = found.header("etag"), _parsed(found.body)
+        if not there.nonce:
+            return None
+        parts = there.process.split("/")
+        is_here = parts[:2] == process_name().split("/")[:2] and not is_dead(there.process)
+        pid = int(parts[2]) if is_here and len(parts) == 4 and parts[2].isdecimal() else 0
+        return LeaseHolder(there.owner, pid, found.header("last-modified"))
+
+    def require_silent(self) -> LeaseHolder | None:
+        """Waits for as long as two renewals take; RootBusy when there is one."""
+        before = self._etag
+        time.sleep(2 * self._times.renew_s)
+        there = self.holder()
+        if there is not None and self._etag != before:
+            raise _busy(self._name, self._bucket.url, there.owner)
+        return there
+
+    def free(self) -> None:
+        """Frees it, unless it was renewed since ``holder`` was called: RootBusy."""
+        outcome = self._bucket.put(self._key, [_Written().data()], if_match=self._etag)
+        if outcome.status == 412:
+            raise _busy(self._name, self._bucket.url, "somebody who renewed it just now")
+        self._bucket.require(outcome, "unlock", self._name)
 
 
 def _busy(name: str, url: str, owner: str) -> RootBusy:
     error = root_busy(name, url, owner)
-    return RootBusy(f"{error} It was renewed a moment ago.", **error.fields)
+    return RootBusy(f"{error} Its lease was renewed a moment ago.", **error.fields)
 
 
 def process_name() -> str:

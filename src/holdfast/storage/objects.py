@@ -24,16 +24,18 @@ from holdfast.storage.base import (
     short_read,
 )
 from holdfast.storage.files import ROOT_FILE
-from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, take_lease
+from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, LeaseView, ObjectLease, take_lease
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.removals import Removals
 from holdfast.storage.s3 import Outcome, S3Bucket
-from holdfast.storage.uploads import PART_BYTES, UploadSink, part_bytes
+from holdfast.storage.uploads import PART_BYTES, ComparingSink, UploadSink, part_bytes
 from holdfast.storage.wrap import Patience
 
 #: A larger range is read by several requests at once.
 _PIECE_BYTES = 16 << 20
 _READERS = 4
+#: The letters at the end of a directory's name that tell one write of an attempt from another.
+_RANDOM = 6
 #: A signed request that is older is refused by the server; nothing of ours can land after that.
 SETTLE_S = 960.0
 
@@ -64,6 +66,9 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._no_files: set[str] = set()
         """Names above others that are known to be no objects."""
+        self._uploads: frozenset[str] | None = None
+        self._resumed: set[str] = set()
+        """Directories whose unfinished images are gone on with."""
         self._kept: Kept | None = None
         self._held: list[ObjectLease] = []
         self._removals = Removals(self._bucket, self._below)
@@ -160,6 +165,16 @@ class ObjectStore:
     def size_bytes(self, path: str) -> int:
         return int(self._found(self._bucket.head(self._key(path)), path).header("content-length"))
 
+    def read_at_most(self, path: str, limit_bytes: int) -> bytes | int:
+        """Returns a whole object, by one request; its size where that is beyond ``limit_bytes``."""
+        outcome = self._bucket.get(self._key(path), 0, limit_bytes)
+        if outcome.status == 416:  # it is empty
+            return b""
+        data = self._found(outcome, path).body
+        self._require_range(outcome, path, 0, True)
+        have = int(outcome.header("content-range").rpartition("/")[2])
+        return data if len(data) == have else have
+
     def exists(self, path: str) -> bool:
         outcome = self._bucket.head(self._key(path))
         if outcome.status != 404:
@@ -170,9 +185,16 @@ class ObjectStore:
         below = self._prefix(prefix)
         found = set(self._bucket.names(below))
         # An image that was begun and never finished is in no list of objects.
-        for upload in self._bucket.uploads(below):
-            found.add(upload.key[len(below) :].partition("/")[0])
+        for key in self._unfinished():
+            if key.startswith(below):
+                found.add(key[len(below) :].partition("/")[0])
         return sorted(name for name in found if name and not name.startswith("."))
+
+    def _unfinished(self) -> frozenset[str]:
+        """Returns the keys of unfinished uploads: listed once, and again after each of our own."""
+        if self._uploads is None:
+            self._uploads = frozenset(one.key for one in self._bucket.uploads(self._below))
+        return self._uploads
 
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         key = self._key(path)
@@ -209,8 +231,14 @@ class ObjectStore:
         key = self._key(path)
         self._may_change()
         self._require_room(path)
+        is_resumed = path.split("/")[-2:][0] in self._resumed
         if self.exists(path):
+            if is_resumed and self.size_bytes(path) == size_bytes:
+                return ComparingSink(self, path, size_bytes)
             raise already_published(path, self.url)
+        if size_bytes > self._part_bytes:
+            self._uploads = None
+        begun = [one for one in self._bucket.uploads(key) if one.key == key] if is_resumed else []
         return UploadSink(
             self._bucket,
             key,
@@ -218,7 +246,23 @@ class ObjectStore:
             size_bytes,
             self._may_change,
             part_bytes=part_bytes(size_bytes, self._part_bytes),
+            found=(begun[0], self._bucket.parts(begun[0])) if begun else None,
         )
+
+    def resume(self, above: str, start: str) -> str:
+        """Finds a directory below ``above`` that a writer left who has ended since: its images are
+        gone on with. Returns its name, "" for none.
+
+        ``start``: what its name begins with, but for the last six letters.
+        """
+        lease = self._lease()
+        if lease is None or not lease.is_alone:  # who left it may go on with it
+            return ""
+        fit = (name for name in self.list(above) if name[:-_RANDOM] == start)
+        found = min(fit, default="")
+        if found:
+            self._resumed.add(found)
+        return found
 
     def remove(self, path: str) -> None:
         self._key(path)
@@ -229,6 +273,7 @@ class ObjectStore:
         check_path(prefix)
         self._may_change()
         self._removals.remove(prefix, is_tree=True, lease=self._lease())
+        self._uploads = None
 
     def lock(self, name: str, owner: str) -> Lock:
         key = self._lock_key(name)
@@ -252,9 +297,9 @@ class ObjectStore:
             raise
         return lease
 
-    def holder(self, name: str) -> str:
-        """Returns who signed the lock, "" when it is free. Takes nothing."""
-        return ObjectLease.signed_by(self._bucket, self._lock_key(name))
+    def view_lock(self, name: str) -> LeaseView:
+        """Returns the lock as others see it; takes nothing."""
+        return LeaseView(self._bucket, self._lock_key(name), name, self._lease_times)
 
     def _lock_key(self, name: str) -> str:
         before, _, last = check_path(name).rpartition("/")

@@ -13,6 +13,7 @@ from holdfast.storage.files import ROOT_FILE
 from holdfast.storage.local import LocalStore
 
 if TYPE_CHECKING:
+    from holdfast.storage.lease_lock import LeaseView
     from holdfast.storage.objects import ObjectStore
     from holdfast.storage.probe import Kept
 
@@ -110,11 +111,10 @@ def is_place(root: object) -> bool:
     return is_bucket(found) or Path(found).is_dir()
 
 
-def signer_of(root: object, lock: str) -> str | None:
-    """Returns who signed a lock of a bucket, "" when it is free; None for a root that is none."""
-    if not is_bucket(normal_root(root)):
-        return None
-    return _open_bucket(normal_root(root)).holder(lock)
+def open_lock(root: object, name: str) -> LeaseView | None:
+    """Returns the lock of a bucket, to look at and to free; None for a root that is none."""
+    found = normal_root(root)
+    return _open_bucket(found).view_lock(name) if is_bucket(found) else None
 
 
 # Describes in words a directory that is no root, for errors that suggest a remedy.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage.base import SinkFill, already_published, flat
+from holdfast.storage.base import SinkFill, Store, already_published, flat
 from holdfast.storage.s3 import Outcome, Part, S3Bucket, Upload
 from holdfast.storage.signing import Body, checksum_header
 
@@ -206,6 +206,36 @@ class UploadSink:
                 self._bucket.abort_upload(self._key, self._upload)
             if self._may_exist:
                 self._bucket.delete(self._key)
+
+
+class ComparingSink:
+    """Takes an image that is stored already, whole: what is written is compared with it."""
+
+    def __init__(self, store: Store, path: str, size_bytes: int) -> None:
+        self._store, self._path = store, path
+        self._filling = SinkFill(path, size_bytes, lambda: None)
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        source = flat(data)
+        with self._filling.writing(offset_bytes, len(source)):
+            if self._store.read(self._path, offset_bytes, len(source)) != source:
+                raise StorageError(
+                    f"{self._path} in {self._store.url} was stored by an earlier try, with other "
+                    "bytes: it is written anew",
+                    operation="write",
+                    path=self._path,
+                    url=self._store.url,
+                    errno=0,
+                )
+
+    def finish(self) -> None:
+        with self._filling.finishing():
+            pass
+
+    def abort(self) -> None:
+        if self._filling.abort():
+            with contextlib.suppress(HoldfastError):
+                self._store.remove(self._path)
 
 
 def _is_same(there: Part, size_bytes: int, checksum: tuple[str, str], body: Body) -> bool:

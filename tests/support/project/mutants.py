@@ -38,6 +38,7 @@ class Mutant:
     """One fault: ``old`` becomes ``new`` in ``file``, and ``test`` must fail.
 
     ``promise``: the number of the broken promise. ``breaks``: what would happen to a run.
+    ``device``: the simulated device, if the test needs it.
     """
 
     name: str
@@ -47,6 +48,13 @@ class Mutant:
     old: str
     new: str
     test: str
+    device: str = ""
+
+    @property
+    def tests(self) -> list[str]:
+        """The test, and the options that it needs."""
+        options = [f"--device={self.device}", "--profiles=every", "--seeds=2"]
+        return [self.test, *(options if self.device else [])]
 
     def source(self, project: Path) -> Path:
         """Returns the file to be changed."""
@@ -113,7 +121,7 @@ def try_mutant(mutant: Mutant, directory: Path) -> tuple[bool, str]:
     project = copy_project(directory / mutant.name)
     mutant.apply(project)
     try:
-        done = run_tests(project, [mutant.test])
+        done = run_tests(project, mutant.tests)
     except subprocess.TimeoutExpired:
         return False, f"not applicable: {mutant.test} did not end within {_TEST_S:.0f} s"
     finally:

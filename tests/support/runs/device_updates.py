@@ -50,8 +50,9 @@ class UpdatedRun:
         self.device, self.model = device, nn.Sequential(*layers).to(device)
         self.parameters = list(self.model.parameters())
         self.optimizers = self._optimizers(way)
-        for parameter in self.parameters:
-            parameter.grad = torch.full_like(parameter, 0.5)
+        self.gradients = [torch.full_like(one, 0.5) for one in self.parameters]
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
         for optimizer in self.optimizers.values():
             optimizer.step()
         self.others = [torch.full_like(one, 0.25) for one in self.parameters]
@@ -61,7 +62,7 @@ class UpdatedRun:
     def _optimizers(self, way: str) -> dict[str, torch.optim.Optimizer]:
         if way == "in backward":
             return {
-                f"optimizer{n}": torch.optim.SGD([one], 0.1, momentum=0.5)
+                f"optimizer{n}": torch.optim.SGD([one], 0.001, momentum=0.5)
                 for n, one in enumerate(self.parameters)
             }
         is_fused, on_device = way == "fused", self.device != "cpu"
@@ -80,20 +81,25 @@ class UpdatedRun:
 
     @torch.no_grad()
     def loop(self) -> None:
-        for parameter in self.parameters:
-            parameter.add_(parameter.grad, alpha=-0.1)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.add_(gradient, alpha=-0.1)
 
     def content(self) -> dict[str, torch.Tensor]:
-        found = {name: one.detach().cpu().clone() for name, one in self.model.named_parameters()}
+        """The bytes of all leaves."""
+        found = {name: _bytes(one.detach()) for name, one in self.model.named_parameters()}
         for optimizer in self.optimizers.values():
             for number, state in enumerate(optimizer.state.values()):
                 for kind, one in state.items():
-                    found[f"{kind} {len(found)} {number}"] = one.cpu().clone()
+                    found[f"{kind} {len(found)} {number}"] = _bytes(one)
         return found
 
     def fence(self) -> None:
         if self.checkpointer is not None:
             self.checkpointer.before_update()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().clone().reshape(-1).view(torch.uint8)
 
 
 def _in_backward(run: UpdatedRun) -> Callable[[], object]:
@@ -109,8 +115,8 @@ def _in_backward(run: UpdatedRun) -> Callable[[], object]:
 
 def _by_data(run: UpdatedRun) -> Callable[[], object]:
     def update() -> None:
-        for parameter in run.parameters:
-            parameter.data.add_(parameter.grad, alpha=-0.1)
+        for parameter, gradient in zip(run.parameters, run.gradients, strict=True):
+            parameter.data.add_(gradient, alpha=-0.1)
 
     return update
 

@@ -9,10 +9,10 @@ import torch
 from holdfast.accelerator.devices import computation_so_far
 from holdfast.capture.copy_plan import SlotTarget, plan_copies
 from holdfast.capture.copy_slot import copy_image
-from holdfast.capture.device_copies import stage
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress
 from holdfast.capture.replica_samples import ReplicaSample, ReplicaSampler
+from holdfast.capture.volatile_copies import stage
 from holdfast.format.image import fill_in
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.state.describe import Describer, Description

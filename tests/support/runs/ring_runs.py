@@ -12,10 +12,10 @@ import torch
 from holdfast.capture.copy_plan import CopyPlan, SlotTarget, plan_copies
 from holdfast.capture.copy_ring import Move, RingTarget, copy_through_ring
 from holdfast.capture.copy_slot import copy_image
-from holdfast.capture.device_copies import stage
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyCancelled, CopyProgress, ImageSeal
 from holdfast.capture.task import RingCredit
+from holdfast.capture.volatile_copies import stage
 from holdfast.format.image import Image, fill_in
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.persist.writer import Arrival, RingImage, WrittenImage, write_image

@@ -1,0 +1,206 @@
+"""Runs of real processes whose root is a bucket on SeaweedFS: saved, killed, resumed, pruned."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalogue import catalogue
+from holdfast.storage.s3 import RATE_VARIABLE
+from support.servers.object_servers import (
+    BUCKET,
+    SECRET_KEY,
+    ObjectServer,
+    object_store,
+    use,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TRAIN = """
+import os, signal, sys, torch, holdfast
+root, steps, die_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.Adam(model.parameters())
+state = {"model": model, "optimizer": optimizer}
+policies = {"storage": holdfast.Every(steps=2), "keep": holdfast.Keep(last=2)}
+with holdfast.Checkpointer(root, state, **policies) as ckpt:
+    restored = ckpt.restore()
+    print("restored", restored and (restored.step, restored.source), flush=True)
+    for step in range(restored.step + 1 if restored else 0, steps):
+        optimizer.zero_grad()
+        (model(torch.full((1, 64), step / 7)) ** 2).sum().backward()
+        optimizer.step()
+        handle = ckpt.step(step)
+        if step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+print("weights", model.weight.double().sum().item().hex())
+"""
+
+FORK = """
+import multiprocessing, sys, torch, holdfast, obstore
+from obstore.store import S3Store
+import os
+def work(root):  # as a data loader's worker: another client, and this one, in a forked child
+    store = S3Store("holdfast-tests", endpoint=os.environ["AWS_ENDPOINT_URL"], region="us-east-1",
+                    client_options={"allow_http": True}, virtual_hosted_style_request=False)
+    data = bytes(obstore.get(store, root.split("/", 3)[3] + "/holdfast.json").bytes())
+    with holdfast.open(root) as found:
+        print("forked", len(data) > 0, found.step, flush=True)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.Adam(model.parameters())
+print(holdfast.load(sys.argv[1], {"model": model}))
+child = multiprocessing.get_context("fork").Process(target=work, args=(sys.argv[1],))
+child.start(); child.join(60)
+print("exit", child.exitcode)
+"""
+
+
+@pytest.fixture
+def environment(
+    seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> dict[str, str]:
+    use(seaweedfs_server, monkeypatch)
+    spool = tmp_path / "tmp"
+    spool.mkdir()
+    monkeypatch.setenv("TMPDIR", str(spool))
+    monkeypatch.setenv("HOLDFAST_KEEPER_IDLE_S", "30")
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+def run(command: list[str], environment: Mapping[str, str], code: int | None = 0) -> str:
+    """Runs a process; returns all that it printed."""
+    found = subprocess.run(
+        command,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+        check=False,
+    )
+    said = found.stdout.decode()
+    assert code is None or found.returncode == code, said
+    return said
+
+
+def train(root: str, environment: Mapping[str, str], steps: int, die_at: int = -1) -> str:
+    code = -signal.SIGKILL if die_at >= 0 else 0
+    return run([sys.executable, "-c", TRAIN, root, str(steps), str(die_at)], environment, code)
+
+
+def holdfast(environment: Mapping[str, str], *words: str, code: int | None = 0) -> str:
+    return run([sys.executable, "-m", "holdfast.cli", *words], environment, code)
+
+
+def keepers(arena: Path) -> list[int]:
+    """Returns the processes whose environment names this test's arena, but this one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                if str(arena).encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def test_a_run_in_a_bucket_is_killed_and_goes_on_bit_for_bit_and_is_pruned(
+    environment: dict[str, str], arena_dir: Path
+) -> None:
+    name = f"runs/{uuid.uuid4().hex}"
+    root, whole = f"s3://{BUCKET}/{name}", f"s3://{BUCKET}/{name}-whole"
+    expected = train(whole, environment, 12).split()[-1]
+    train(root, environment, 12, die_at=5)
+    for keeper in keepers(arena_dir):  # the host is lost, with all that was in memory
+        os.kill(keeper, signal.SIGKILL)
+    for slot in arena_dir.iterdir():
+        subprocess.run(["rm", "-rf", str(slot)], check=True)
+    assert "'storage')" in train(root, environment, 9, die_at=8)
+    assert "'memory')" in (said := train(root, environment, 12))  # the keeper lived on
+    assert said.split()[-1] == expected
+    store = object_store(name)
+    found = catalogue(store)
+    assert [one.step for one in found.lineage[-1:]] == [11] and not found.broken
+    listed = json.loads(holdfast(environment, "ls", root, "--json"))
+    assert listed["checkpoints"][-1]["step"] == 11
+    holdfast(environment, "verify", "--deep", root)
+    sink = store.create("steps/1-0-broken/live-00000", 30 << 20)
+    sink.write(0, memoryview(bytes(9 << 20)))  # of an upload that nobody ends
+    assert "broken" in holdfast(environment, "prune", root, "--dry-run")
+    holdfast(environment, "prune", root, "--last", "1", "--abandoned", "--yes")
+    assert store.bucket.uploads(name) == []
+    assert len(store.list("manifests")) == 1 and len(store.list("steps")) == 1
+    holdfast(environment, "pin", root, "11")
+    holdfast(environment, "report", root)
+    assert "is a bucket of SeaweedFS" in holdfast(environment, "doctor", "--quick", root)
+    assert "11" in holdfast(environment, "completion", "--words", "show", root, "--step", "")
+
+
+def test_no_secret_is_in_anything_that_a_run_leaves(
+    environment: dict[str, str], arena_dir: Path, tmp_path: Path
+) -> None:
+    name = f"runs/{uuid.uuid4().hex}"
+    root = f"s3://{BUCKET}/{name}"
+    said = [train(root, environment | {"HOLDFAST_LOG": "debug"}, 4, die_at=3)]
+    for pid in keepers(arena_dir):
+        said.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"))
+    said.append(train(root, environment, 6))
+    for words in (["ls"], ["show"], ["verify"], ["report"], ["doctor", "--quick"], ["prune"]):
+        said.append(holdfast(environment, words[0], root, *words[1:], "--json", code=None))
+    wrong = environment | {"AWS_ACCESS_KEY_ID": "another", "AWS_SESSION_TOKEN": f"t{SECRET_KEY}"}
+    said.append(holdfast(wrong, "ls", root, code=5))
+    said.append(run([sys.executable, "-c", TRAIN, root, "9", "-1"], wrong, 1))
+    inside = root.replace("s3://", f"s3://another:{SECRET_KEY.replace('/', '')}@")
+    said.append(holdfast(environment, "ls", inside, code=2))
+    store = object_store(name)
+    said += [store.bucket.get(key).body.decode(errors="replace") for key in store.bucket.keys(name)]
+    for above in (tmp_path, arena_dir):
+        for file in above.rglob("*"):
+            if file.is_file() and "seaweedfs" not in str(file):
+                said.append(file.read_bytes().decode(errors="replace"))
+    assert len(said) > 20 and "InvalidAccessKeyId" in "".join(said)
+    for secret in (SECRET_KEY, SECRET_KEY.replace("/", "")):
+        assert not any(secret in one for one in said)
+
+
+def test_a_trainer_that_restored_from_a_bucket_forks_workers_that_use_buckets(
+    environment: dict[str, str],
+) -> None:
+    pytest.importorskip("obstore", reason="no obstore: pip install obstore")
+    root = f"s3://{BUCKET}/runs/{uuid.uuid4().hex}"
+    train(root, environment, 4)
+    said = run([sys.executable, "-c", FORK, root], environment)
+    assert "forked True 3" in said and "exit 0" in said, said
+
+
+def test_a_server_that_is_killed_and_comes_back_loses_no_checkpoint_and_no_training(
+    seaweedfs_server: ObjectServer, environment: dict[str, str]
+) -> None:
+    name = f"runs/{uuid.uuid4().hex}"
+    root = f"s3://{BUCKET}/{name}"
+    slow = environment | {RATE_VARIABLE: "200000"}
+    running = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, root, "20", "-1"], env=slow, stdout=subprocess.PIPE
+    )
+    until_s = time.monotonic() + 60
+    while not object_store(name).list("manifests") and time.monotonic() < until_s:
+        time.sleep(0.1)
+    seaweedfs_server.kill()
+    time.sleep(1)
+    seaweedfs_server.start()
+    said = running.communicate(timeout=120)[0].decode()
+    assert running.returncode == 0, said
+    found = catalogue(object_store(name))
+    assert [one.step for one in found.lineage[-1:]] == [19] and not found.broken
+    holdfast(environment, "verify", "--deep", root)
