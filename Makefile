@@ -41,7 +41,7 @@ demo: $(READY) ## a training run is killed, and resumes exactly
 	$(BIN)/holdfast demo
 
 test: lint types layers tests device-tests ## what every change must pass
-test-all: lint types layers tests-all device-tests-all coverage ## the same, with the slow tests and the coverage
+test-all: lint types layers tests-all device-tests-all device-coverage coverage ## the same, with the slow tests and the coverage
 
 lint: $(READY) ## style and formatting
 	$(BIN)/ruff check .
@@ -62,12 +62,17 @@ tests-all: $(READY)
 # A run of its own, as the simulated device is the accelerator of its whole process. It takes a C++
 # compiler, once for each torch; without one it skips, unless REQUIRE_SIMULATED_DEVICE is set.
 DEVICE_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --device=sim tests/device tests/gpu
-.PHONY: device-tests device-tests-all
+.PHONY: device-tests device-tests-all device-coverage
 device-tests: $(READY) ## what needs an accelerator, on a simulated one: what is late is chosen by the day
 	$(DEVICE_TESTS) -m "not slow"
 
 device-tests-all: $(READY)
 	$(DEVICE_TESTS) --profiles=every --seeds=5
+
+device-coverage: $(READY) ## lines that name a stream, an event or pinned memory: 95 % run on the simulated device
+	$(BIN)/python -m pytest tests/accelerator -m "not slow" --cov --cov-report=
+	$(DEVICE_TESTS) -m "not slow" --profiles=all --cov --cov-append --cov-report=
+	$(BIN)/python tests/support/project/device_lines.py
 
 # One seed: what is reached does not change from run to run.
 coverage: $(READY) ## every line and branch of the pure modules is reached by their tests

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         if one.name not in ended and (not options.only or one.name in options.only)
     ]  # fmt: skip
     kept = [one for one in found if one.section in ended]
-    with _memory(options.simulated):
+    with _places(options.simulated):
         new = _run_all(wanted, options)
     _keep([*kept, *new], options)
     return int(any(one.met is False or one.value in ("failed", "out of time") for one in new))
@@ -90,19 +90,24 @@ def _make_importable() -> None:
 
 
 @contextmanager
-def _memory(is_simulated: bool) -> Iterator[Path]:
-    """A directory in shared memory for all arenas; emptied at the end, keepers and all."""
+def _places(is_simulated: bool) -> Iterator[None]:
+    """A directory in shared memory for all arenas, and one on the disk for all else that sections
+    make; both are removed at the end, keepers and all.
+    """
     directory = Path(tempfile.mkdtemp(prefix="hf-gpu-", dir="/dev/shm"))
     is_mounted = not is_simulated and _mount_larger(directory)
     before = {name: os.environ.pop(name) for name in list(os.environ) if name[:9] == "HOLDFAST_"}
-    os.environ["HOLDFAST_ARENA_DIR"] = str(directory)
+    disk = Path(tempfile.mkdtemp(prefix="hf-gpu-"))
+    before["TMPDIR"] = os.environ.get("TMPDIR", tempfile.gettempdir())
+    os.environ.update(HOLDFAST_ARENA_DIR=str(directory), TMPDIR=str(disk))
     try:
-        yield directory
+        yield
     finally:
-        _clear(directory)
+        _clear()
         if is_mounted:
             subprocess.run(["umount", str(directory)], check=False)
-        directory.rmdir()
+        for path in (disk, directory):
+            shutil.rmtree(path, ignore_errors=True)
         del os.environ["HOLDFAST_ARENA_DIR"]
         os.environ.update(before)
 
@@ -116,14 +121,18 @@ def _mount_larger(directory: Path) -> bool:
     return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
-def _clear(directory: Path) -> None:
-    """End the keepers of a section, and give its memory back."""
+def _clear() -> None:
+    """End the keepers of a section, and give back the memory and the disk that it took."""
     from holdfast.testing.runs.processes import HeldProcesses, find
 
+    directory, disk = Path(os.environ["HOLDFAST_ARENA_DIR"]), Path(os.environ["TMPDIR"])
     keepers = HeldProcesses(one.pid for one in find(lambda one: one.is_keeper(directory)))
     keepers.kill()
-    for path in directory.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in (*directory.iterdir(), *disk.iterdir()):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 # ── sections ─────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +156,7 @@ def _run_all(wanted: list[Section], options: argparse.Namespace) -> list[Finding
             left_s = until_s - time.monotonic()
             seconds = max(min(section.budget_s, left_s), left_s - later_s)
             _run_one(context, section, seconds, options.simulated, take)
-            _clear(Path(os.environ["HOLDFAST_ARENA_DIR"]))
+            _clear()
     return found
 
 

@@ -24,6 +24,7 @@ from benchmarks.gpu.findings import at_most
 from benchmarks.gpu.lab import Lab, Unseen, arena, command
 from benchmarks.kit import machine
 from holdfast.accelerator import devices
+from holdfast.accelerator.vendors import vendor_of
 from holdfast.offload import HybridAdamW
 
 GB = 10**9
@@ -298,8 +299,8 @@ def _calls(lab: Lab) -> dict[str, Callable[[], object]]:
 
     def register() -> None:
         with _memory(1 << 20) as memory:
-            if not devices.register(memory.address, 1 << 20, device):
-                devices.unregister(memory.address, device)
+            if not vendor_of(device).register(memory.address, 1 << 20):
+                vendor_of(device).unregister(memory.address)
 
     event.record(stream)
     return {

@@ -20,13 +20,15 @@ from holdfast.format.manifest import (
     checksum_in,
     unseal,
 )
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, read_at_most
 
 ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
 PINS, PINS_LOCK = "pins", "pins"
 PARTS = "parts"
 LEASES = "readers"
+#: Notes of copies under way, and what a repair has put aside.
+COPIES, DAMAGED = "copies", "damaged"
 #: The number of times a root is listed again when a file was removed while it was read.
 NEW_LISTS = 16
 _NUMBER = "(0|[1-9][0-9]{0,15})"
@@ -84,6 +86,11 @@ def damage_note(path: str) -> str:
     return path.removesuffix(".safetensors") + ".damaged"
 
 
+def copy_note_path(generation: Generation, attempt: str) -> str:
+    """Returns the path of the note on the files of a checkpoint that a copy has finished."""
+    return f"{COPIES}/{generation.incarnation}-{generation.step}-{attempt}.json"
+
+
 def layout_path(hash_: str) -> str:
     """Returns the path of a layout; its name is the hash of its content."""
     return f"{LAYOUTS}/{hash_}.json"
@@ -98,13 +105,13 @@ def read_bounded(store: Store, path: str, limit_bytes: int) -> bytes:
     """Reads a whole file of at most this size; FormatError, before memory is allocated, for a
     larger one.
     """
-    size_bytes = store.size_bytes(path)
-    if size_bytes > limit_bytes:
+    found = read_at_most(store, path, limit_bytes)
+    if isinstance(found, int):
         raise FormatError(
-            f"{store.url}/{path} has {size_bytes} bytes, more than any of ours ({limit_bytes})",
+            f"{store.url}/{path} has {found} bytes, more than any of ours ({limit_bytes})",
             path=path,
         )
-    return store.read(path)
+    return found
 
 
 def read_document(store: Store, kind: type[D], path: str) -> D:

@@ -162,6 +162,8 @@ def test_the_whole_day_runs_on_the_simulated_device(bench: Bench) -> None:
     how = {one["section"]: one["value"] for one in lines(ended.stdout) if one["name"] == "ended"}
     assert set(how.values()) <= {"done", "unseen"}, ended.stdout + ended.stderr
     assert len([one for one in how.values() if one == "done"]) >= 16
+    missed = [one for one in lines(ended.stdout) if one["met"] is False]
+    assert not missed and ended.returncode == 0  # of captures, contexts, accesses: counts
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

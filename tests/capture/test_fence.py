@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from holdfast.capture import copier as copier_module
@@ -80,6 +84,35 @@ def test_bytes_that_changed_between_the_save_and_their_copy_are_noticed_without_
     with pytest.raises(CaptureOvertaken) as caught:
         capture.copy()
     assert caught.value.fields["leaf"] in capture.sampled
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("of_local", [False, True])
+def test_a_sharded_tensor_is_known_to_have_changed_by_its_own_version_or_its_local_tensors(
+    of_local: bool, mesh: DeviceMesh
+) -> None:
+    model = many_small()
+    for name, parameter in list(model.named_parameters()):
+        sharded = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        model.register_parameter(name, nn.Parameter(sharded))
+    capture = Capture(model)
+    name = next(n for n, _ in model.named_parameters() if f"model.{n}" not in capture.sampled)
+    with torch.no_grad():
+        parameter = model.get_parameter(name)
+        assert isinstance(parameter, DTensor)
+        (parameter._local_tensor if of_local else parameter).add_(1)
+    with pytest.raises(CaptureOvertaken) as caught:
+        capture.copy()
+    assert caught.value.fields["leaf"] == f"model.{name}"
 
 
 def test_what_did_not_change_is_captured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.accelerator import devices, vendors
+from holdfast.accelerator.host_memory import allocate, memory_of
 from holdfast.capture import pinning
 from holdfast.capture.copier import SlotCache
 from holdfast.capture.pinning import Pins, pin_all, pin_beside
@@ -67,6 +69,7 @@ def heard() -> list[object]:
     return events
 
 
+@pytest.mark.promise
 def test_a_slot_is_pinned_whole_in_pieces_and_said_once(driver: Driver, slot: SlotFile) -> None:
     events = heard()
     pins = Pins(slot, XLA, PIECE)
@@ -96,6 +99,7 @@ def test_what_the_driver_refuses_stays_unpinned_and_is_said_once(
     assert driver.registered == {}
 
 
+@pytest.mark.promise
 def test_a_slot_unmapped_while_it_is_pinned_is_unpinned_first_and_no_more_is_pinned(
     driver: Driver, slot: SlotFile
 ) -> None:
@@ -166,21 +170,88 @@ def test_an_exit_waits_until_no_thread_is_in_the_driver_and_none_goes_there_agai
     assert driver.registered == {}
 
 
-def test_a_slot_closed_by_the_thread_that_pins_it_is_unmapped_when_that_has_ended(
-    driver: Driver, slot: SlotFile
+def test_a_slot_collected_in_the_middle_of_its_pinning_is_closed_when_that_is_over(
+    driver: Driver, slot: SlotFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a collection of garbage does it, which may come in the middle of any call."""
-    pins = Pins(slot, XLA, PIECE)
+    """As a collection of garbage does on whatever thread it runs on."""
     register = driver.register
 
-    def closing(address: int, size_bytes: int) -> int:
+    def collected(address: int, size_bytes: int) -> int:
         slot.close()
         assert not slot.map.closed, "unmapped under the driver"
         return register(address, size_bytes)
 
-    driver.register = closing  # type: ignore[method-assign]
-    pinning_thread = threading.Thread(target=pin_all, args=([pins], threading.Lock()), daemon=True)
-    pinning_thread.start()
-    pinning_thread.join(20)
-    assert not pinning_thread.is_alive(), "it waits for itself"
+    monkeypatch.setattr(driver, "register", collected)
+    pin_all([Pins(slot, XLA, PIECE)], threading.Lock())
     assert slot.map.closed and driver.registered == {} and driver.calls == 1
+
+
+@pytest.mark.promise
+def test_memory_that_a_leaf_is_copied_out_to_is_unpinned_behind_its_last_copy_and_freed(
+    driver: Driver,
+) -> None:
+    tensor = allocate(torch.Size((PIECE,)), torch.uint8)
+    memory = memory_of(tensor)
+    pins = Pins(memory, XLA, PIECE)
+    pin_all([pins], threading.Lock())
+    assert driver.registered == {memory.address: PIECE}
+    waited: list[bool] = []
+
+    class Last:
+        device = XLA
+
+        def synchronize(self) -> None:
+            waited.append(bool(driver.registered))
+
+    pins.last = Last()  # type: ignore[assignment]
+    view = tensor[5:]
+    del tensor
+    gc.collect()
+    assert driver.registered
+    del view
+    gc.collect()
+    assert waited == [True] and driver.registered == {}
+
+
+def test_a_forked_child_has_no_part_of_memory_that_a_leaf_is_copied_out_to(
+    driver: Driver,
+) -> None:
+    tensor = allocate(torch.Size((PIECE,)), torch.uint8)
+    memory = memory_of(tensor)
+    memory.place(0, PIECE, -1)
+    pin_all([Pins(memory, XLA, PIECE)], threading.Lock())
+    child = os.fork()
+    if not child:
+        memory.close()
+        mapped = Path("/proc/self/maps").read_text()
+        os._exit(f"{memory.address:x}-" in mapped or not driver.registered)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert driver.registered
+    tensor.fill_(1)
+
+
+def test_pages_that_are_placed_keep_what_is_in_them(slot: SlotFile) -> None:
+    slot.map[5 * PIECE // 2] = 77
+    for node in (-1, 0, 1023, 1024):  # the last ones are of no machine
+        slot.place(PIECE, 2 * PIECE, node)
+    assert slot.map[5 * PIECE // 2] == 77
+    slot.close()
+
+
+def test_the_memory_node_of_a_device_is_read_where_there_are_several(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, bus = tmp_path / "node", tmp_path / "pci"
+    (nodes / "node0").mkdir(parents=True)
+    (bus / "0000:3b:00.0").mkdir(parents=True)
+    (bus / "0000:3b:00.0" / "numa_node").write_text("1\n")
+    monkeypatch.setattr(devices, "_NODES", nodes)
+    monkeypatch.setattr(devices, "_PCI", bus)
+    monkeypatch.setattr(driver, "pci_address", lambda _: "0000:3b:00.0")
+    assert devices.numa_node(XLA) == -1
+    (nodes / "node1").mkdir()
+    assert devices.numa_node(XLA) == 1
+    monkeypatch.setattr(driver, "pci_address", lambda _: "0000:ff:00.0")
+    assert devices.numa_node(XLA) == -1
+    monkeypatch.setattr(driver, "pci_address", lambda _: "")
+    assert devices.numa_node(XLA) == -1

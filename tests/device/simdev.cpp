@@ -60,6 +60,7 @@ struct Simulation {
   int fault_kind = -1, hung = -1;       // `hung`: the device that no longer answers
   long fault_in = 0, oom_in = 0, refuse_in = 0, refuse_count = 0;
   bool fault_hangs = false;
+  bool strict = false;                  // report memory that is freed while other streams may use it
   size_t limit[DEVICES] = {ARENA_BYTES, ARENA_BYTES}, used[DEVICES] = {}, peak[DEVICES] = {};
   std::set<Graph*> captures;
   Clock host;                           // behind what the host has waited for
@@ -375,6 +376,11 @@ void free_block(void* p) {
   Lock l(g_mutex);
   g_live.erase(block);
   sim.used[block->owner->device] -= block->size;
+  if (sim.strict && block->users.empty() && !block->owner->graph) {  // whoever gets it next may write to it at once
+    auto at = reinterpret_cast<uintptr_t>(block->at);
+    join(block->owner->clock, sim.host);
+    compare(block->owner, ++block->owner->clock[block->owner], {at, at + block->size, true}, "the next owner");
+  }
   for (auto* queue : block->users) block->in_use.push_back(queue->mark());
   block->users.clear();
   if (block->in_use.empty()) spare_like(block).push_back(block); else g_freed.push_back(block);
@@ -479,8 +485,12 @@ bool is_pinned(const void* p, size_t n) {
   auto at = reinterpret_cast<uintptr_t>(p), region = region_of(at);
   return region && at + n <= region + sim.regions[region];
 }
+int status_of(const std::function<void()>& call) {  // what a call of the runtime returns where torch would raise
+  try { call(); } catch (const c10::AcceleratorError& e) { return e.get_error_code(); }
+  return 0;
+}
 int host_register(uintptr_t at, size_t size) {
-  forbidden_in_capture("registration of host memory");
+  if (int status = status_of([] { forbidden_in_capture("registration of host memory"); })) return status;
   Lock l(g_mutex);
   need_context(t_device);
   if (sim.refuse_in && --sim.refuse_in == 0) { if (--sim.refuse_count > 0) sim.refuse_in = 1; return t_refused = OUT_OF_MEMORY; }
@@ -490,7 +500,7 @@ int host_register(uintptr_t at, size_t size) {
   return 0;
 }
 int host_unregister(uintptr_t at) {
-  forbidden_in_capture("registration of host memory");
+  if (int status = status_of([] { forbidden_in_capture("registration of host memory"); })) return status;
   Lock l(g_mutex);
   if (!sim.regions.count(at) || g_pinned.count(reinterpret_cast<char*>(at))) return NOT_REGISTERED;
   for (auto& flight : g_flights)
@@ -898,6 +908,7 @@ PYBIND11_MODULE(simdev, m) {
   m.def("fault_at", [](int kind, long n, bool hangs) { Lock l(g_mutex); sim.fault_kind = kind, sim.fault_in = n, sim.fault_hangs = hangs; });
   m.def("out_of_memory_at", [](long n) { Lock l(g_mutex); sim.oom_in = n; });
   m.def("refuse_registration", [](long from, long count) { Lock l(g_mutex); sim.refuse_in = from, sim.refuse_count = count; });
+  m.def("strict", [](bool on) { Lock l(g_mutex); sim.strict = on; });
   m.def("limit", [](int device, size_t bytes) { Lock l(g_mutex); sim.limit[device] = bytes; });
   m.def("recover", &recover);
   m.def("rng", [](int device) { auto& own = seeds_of(device); return std::make_pair(own.seed, own.offset); });

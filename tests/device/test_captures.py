@@ -116,10 +116,9 @@ def test_streams_that_wait_for_captured_work_are_captured_with_it(sim: Any) -> N
         lambda sim: EVENTS[-1].query(),
         lambda sim: torch.empty(7_777, pin_memory=True).new_empty(1),
         lambda sim: torch.empty(77_777, device=SIM),
-        lambda sim: sim.host_register(1 << 30, 4096),
         lambda sim: torch.ones(3).to(SIM),
     ],
-    ids=["synchronize", "event", "query", "pinned", "memory", "register", "pageable"],
+    ids=["synchronize", "event", "query", "pinned", "memory", "pageable"],
 )
 def test_calls_of_another_thread_fail_and_break_a_capture_unless_relaxed(
     sim: Any, work: Callable[[Any], object]
@@ -137,7 +136,12 @@ def test_calls_of_another_thread_fail_and_break_a_capture_unless_relaxed(
     with capture(sim, graphs):
         assert on_another_thread(relaxed) == []
     assert len(graphs) == 1
-    on_another_thread(lambda: sim.host_unregister(1 << 30))
+
+
+def test_a_registration_is_refused_with_a_status_and_breaks_a_capture(sim: Any) -> None:
+    with pytest.raises(RuntimeError, match="registration of host memory"), capture(sim, []):
+        assert sim.host_register(1 << 30, 4096) == 900
+    assert sim.host_unregister(1 << 30) == 713
 
 
 def test_work_that_another_thread_enqueues_breaks_no_capture(sim: Any) -> None:

@@ -61,6 +61,22 @@ def test_memory_freed_under_another_stream_is_kept_by_record_stream_alone(
     assert [("the next owner" in one) for one in sim.reports()] == ([] if is_recorded else [True])
 
 
+def test_memory_freed_under_another_stream_is_reported_before_anybody_gets_it(sim: Any) -> None:
+    sim.strict(True)
+    stream = torch.Stream(SIM)
+    for is_recorded in (True, False):
+        source = torch.ones(ELEMENTS, device=SIM)
+        stream.wait_event(torch.accelerator.current_stream(SIM).record_event())
+        with stream:
+            target = source + 1
+        if is_recorded:
+            source.record_stream(stream)
+        del source
+        assert [("the next owner" in one) for one in sim.reports()] == [True] * (not is_recorded)
+    stream.synchronize()
+    del target
+
+
 def test_memory_kept_by_record_stream_is_lent_again_once_the_stream_is_past_it(sim: Any) -> None:
     source, stream = torch.ones(ELEMENTS, device=SIM), torch.Stream(SIM)
     source.record_stream(stream)

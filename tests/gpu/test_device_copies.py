@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.events import MemoryPinned, Warned, subscribe
+from holdfast.events import ImagePassed, MemoryPinned, Warned, subscribe
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -169,3 +169,25 @@ def test_many_middling_volatile_leaves_take_a_bounded_part_of_the_device(
     again = {"buffers": {name: torch.zeros_like(one) for name, one in buffers.items()}}
     holdfast.load(tmp_path, again)
     assert all(torch.equal(one, buffers[name]) for name, one in again["buffers"].items())
+
+
+def test_small_tensors_that_pass_through_a_ring_are_a_few_copies(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_ARENA_BYTES", str(5 * MIB))
+    model = nn.ModuleList([nn.LayerNorm(512) for _ in range(500)]).to(device)
+    state = {"model": model, "optimizer": stepped(model)}  # 6 MiB
+    truth = {name: one.cpu() for name, one in model.state_dict().items()}
+    events: list[object] = []
+    subscribe(lambda event, _: events.append(event))
+    checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
+    copies_down(device)
+    checkpointer.save(0, durable=True).wait_durable(60)
+    assert copies_down(device) <= 20
+    assert [one for one in events if isinstance(one, ImagePassed)]
+    checkpointer.close()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    holdfast.load(tmp_path, state)
+    assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.accelerator import devices
+from holdfast.accelerator import devices, vendors
 from holdfast.capture.device_copies import side_stream
 from holdfast.events import Event, ImagePassed, subscribe
 
@@ -18,9 +18,10 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 
 
-def build(seed: int, device: str, *, width: int, layers: int) -> nn.Module:
+def build(seed: int, device: str, *, width: int, layers: int, bias: bool = True) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).to(device)
+    layers_ = [nn.Linear(width, width, bias=bias) for _ in range(layers)]
+    return nn.Sequential(*layers_).to(device)
 
 
 def content(model: nn.Module) -> list[torch.Tensor]:
@@ -99,7 +100,7 @@ def test_pieces_are_lent_again_behind_their_copies(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "register", lambda *_: 2)  # all goes through pinned pieces
-    model = build(0, device, width=1000, layers=8)
+    model = build(0, device, width=1000, layers=8, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = {"model": model, "optimizer": optimizer}
     with holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
@@ -110,6 +111,36 @@ def test_pieces_are_lent_again_behind_their_copies(
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             handle.wait_durable(60)
-            again = build(1, "cpu", width=1000, layers=8)
+            again = build(1, "cpu", width=1000, layers=8, bias=False)
             holdfast.load(tmp_path, {"model": again}, step)
             assert all(map(torch.equal, content(again), expected))
+
+
+def test_the_seam_knows_the_memory_node_of_a_device_or_none(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = torch.device(device, 0)
+    for node in ("node0", "node1"):
+        (tmp_path / node).mkdir()
+    monkeypatch.setattr(devices, "_NODES", tmp_path)
+    monkeypatch.setattr(devices, "_PCI", tmp_path)
+    for address, expected in (("", -1), ("0000:00:00.9", -1), ("node1", 1)):
+        (tmp_path / "node1" / "numa_node").write_text("1\n")
+        vendor = type(vendors.vendor_of(there))
+        monkeypatch.setattr(vendor, "pci_address", lambda *_, found=address: found)
+        assert devices.numa_node(there) == expected
+
+
+def test_the_seam_asks_nothing_of_a_device_without_streams_or_of_none(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = torch.device(device, 0)
+    assert devices._probe(there)
+    monkeypatch.setattr(torch, "Stream", refuse)
+    assert not devices._probe(there)
+    with devices.work_beside(()):
+        pass
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise NotImplementedError

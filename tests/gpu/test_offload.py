@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from holdfast.accelerator import devices
+from holdfast.capture.device_copies import side_stream
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW
 from holdfast.offload.bit_sums import sums
@@ -246,11 +248,58 @@ def test_a_forked_worker_has_no_copy_of_the_state(device: str) -> None:
 
 
 @pytest.mark.promise
+def test_a_gradient_that_is_dropped_while_it_is_sent_is_held_until_it_has_arrived(
+    device: str,
+) -> None:
+    model = build(device, torch.float32)
+    optimizer = hybrid(model, 0.0)
+    train(model, optimizer, range(2))
+    for step in range(2, 5):
+        loss_of(model, step).backward()
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = build(device, torch.float32)
+    other = hybrid(plain, 0.0)
+    train(plain, other, range(5))
+    assert hybrids.differences((model, optimizer), (plain, other)) == []
+
+
+@pytest.mark.promise
+def test_new_parameters_arrive_behind_the_capture_of_the_old_ones(
+    tmp_path: Path, device: str
+) -> None:
+    model = build(device, torch.float32)
+    optimizer = hybrid(model, 0.0)
+    there = torch.device(device, 0)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
+        train(model, optimizer, range(2))
+        ckpt.save(0).wait_captured(60)
+        for step in range(1, 3):
+            expected = content(model, optimizer)
+            with devices.use_stream(side_stream(there)):
+                devices.delay(there, 0.4)
+            handle = ckpt.save(step, durable=True)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.wait_durable(60)
+            again = build(device, torch.float32, seed=1)
+            other = hybrid(again, 0.0)
+            holdfast.load(tmp_path, {"model": again, "optimizer": other}, step)
+            found = content(again, other)
+            assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.promise
 def test_memory_of_a_dropped_optimizer_is_freed_behind_its_copies(device: str) -> None:
     for _ in range(4):
         model = build(device, torch.bfloat16)
         optimizer = hybrid(model, 0.0)
-        train(model, optimizer, range(1))
+        loss_of(model, 0).backward()
+        optimizer.step()
         del optimizer
         gc.collect()
 
@@ -268,6 +317,7 @@ def test_its_state_is_pinned_on_the_host_and_what_is_there_after_a_step_is_final
         assert torch.equal(state["master"].bfloat16(), parameter.detach().cpu())
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_snapshots_behind_training_are_of_the_step_they_name(
     tmp_path: Path, dtype: torch.dtype, device: str

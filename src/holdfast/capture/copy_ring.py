@@ -21,7 +21,7 @@ from holdfast.capture.device_copies import enqueue_beside, side_streams
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample
-from holdfast.capture.transfers import is_in_a_row, parts_of
+from holdfast.capture.transfers import SmallTensors, is_in_a_row, parts_of
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.protocol.image_plan import chunk_bytes
@@ -55,6 +55,22 @@ class BatchedSmall:
 
     def run(self) -> None:
         torch._foreach_copy_(self.into, self.sources, non_blocking=self.device.type != "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredSmall:
+    """Several small tensors that follow each other, gathered on their device and copied at once."""
+
+    stop: int
+    into: torch.Tensor
+    tensors: SmallTensors
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors.device
+
+    def run(self) -> None:
+        self.tensors.enqueue(self.into)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +191,10 @@ class RingTarget:
         return same_chunk and is_near and first.source.device == copy.source.device
 
     def _together(self, batch: list[TensorCopy]) -> Move:
+        tensors = SmallTensors(batch[0].source.device, batch)
+        if devices.is_streamed(tensors.device) and tensors.is_in_order:
+            start, size = batch[0].offset, tensors.size_bytes
+            return GatheredSmall(start + size, self.at(start, size), tensors)
         into = [
             self.at(c.offset, c.size_bytes).view(c.source.dtype).view(c.source.shape) for c in batch
         ]

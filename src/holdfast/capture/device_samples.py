@@ -12,20 +12,21 @@ from contextlib import suppress
 import torch
 
 from holdfast.accelerator import devices
+from holdfast.capture.transfers import exact
 from holdfast.state.bindings import Binding
 
 SAMPLE_BYTES, SAMPLES = 64, 32
 
 
 class DeviceSample:
-    """Some bytes of some leaves on one device, in both states."""
+    """Some bytes of some leaves of one device and dtype, in both states."""
 
     def __init__(self, device: torch.device, leaves: Sequence[Binding], number: int) -> None:
         self.device, self.is_streamed = device, devices.is_streamed(device)
         self._names = [leaf.name for leaf in leaves]
-        self._parts = [_part(leaf.local, number) for leaf in leaves]
+        self._parts = [_part(exact(leaf.local), number) for leaf in leaves]
         self._before = torch.cat(self._parts)
-        self._sizes = [part.numel() for part in self._parts]
+        self._sizes = [part.nbytes for part in self._parts]
         self._both: torch.Tensor | None = None
 
     def take_again(self) -> None:
@@ -39,9 +40,12 @@ class DeviceSample:
 
     def find_changed(self) -> str | None:
         """Return the first leaf whose bytes differ, once the second sample has arrived."""
-        if self._both is None or torch.equal(*self._both):
+        if self._both is None:
             return None
-        before, behind = (sample.split(self._sizes) for sample in self._both)
+        both = self._both.view(torch.uint8)  # as numbers, -0 equals 0, and nan not even itself
+        if torch.equal(*both):
+            return None
+        before, behind = (sample.split(self._sizes) for sample in both)
         pairs = zip(self._names, before, behind, strict=True)
         return next(name for name, one, other in pairs if not torch.equal(one, other))
 
@@ -49,14 +53,14 @@ class DeviceSample:
 def sample_devices(
     leaves: tuple[Sequence[Binding], Sequence[Binding]], number: int
 ) -> list[DeviceSample]:
-    """Return the samples of save ``number``, by device: of ``leaves``, which are parameters and
+    """Return the samples of save ``number``: of ``leaves``, which are parameters and
     other leaves, as many of both, and different ones each time.
     """
-    by_device: dict[torch.device, list[Binding]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Binding]] = {}
     for leaf in _chosen(leaves, number):
-        by_device.setdefault(leaf.local.device, []).append(leaf)
+        alike.setdefault((leaf.local.device, exact(leaf.local).dtype), []).append(leaf)
     with suppress(torch.OutOfMemoryError), torch.no_grad():
-        return [DeviceSample(device, some, number) for device, some in by_device.items()]
+        return [DeviceSample(device, some, number) for (device, _), some in alike.items()]
     return []
 
 
@@ -73,5 +77,4 @@ def _chosen(leaves: tuple[Sequence[Binding], Sequence[Binding]], number: int) ->
 def _part(local: torch.Tensor, number: int) -> torch.Tensor:
     count = min(local.numel(), max(1, SAMPLE_BYTES // local.element_size()))
     at = number * 7919 * SAMPLE_BYTES % (local.numel() - count + 1)
-    flat = local.detach().as_strided((count,), (1,), local.storage_offset() + at)
-    return flat.view(torch.uint8)
+    return local.as_strided((count,), (1,), local.storage_offset() + at)

@@ -38,7 +38,7 @@ class OvertakeDetector:
 
     def __init__(self, bindings: Bindings) -> None:
         self.agreeing = ScalarAgreement(bindings.joined)
-        self._lazy, self._watched = bindings.lazy, bindings.watched
+        self._watched, self._counted = bindings.watched, bindings.counted
         self._leaves = bindings.sampled
         self._versions = self._versions_now()
         number = next(_captures)
@@ -49,7 +49,7 @@ class OvertakeDetector:
 
     def _versions_now(self) -> list[int]:
         with plain_looks():
-            return list(map(_version, self._watched))
+            return list(map(_version, self._counted))
 
     def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
         """Yield (leaf, address, current bytes) of some host leaves, different ones each time."""
@@ -71,7 +71,7 @@ class OvertakeDetector:
         if self._at_fence:  # looked at behind the versions: without one they are from before any
             versions = self._at_fence[0]
         if versions != self._versions:
-            for leaf in compress(self._lazy, map(ne, versions, self._versions)):
+            for leaf in compress(self._watched, map(ne, versions, self._versions)):
                 if not has_landed or devices.is_on_device(leaf.local):
                     raise _overtaken(leaf.name)
 

@@ -99,7 +99,7 @@ class Pins:
         with self._lock:
             if self.last is not None:
                 with suppress(RuntimeError):  # of a broken device, which copies nothing more
-                    self.last.synchronize()
+                    devices.await_event(self.last)
             for start in range(0, self.pinned_bytes, self.piece_bytes):
                 devices.unregister(self._address + start, self.device)
             self.pinned_bytes = 0

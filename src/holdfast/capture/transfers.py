@@ -139,9 +139,9 @@ def parts_of(source: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
 class SmallTensors:
     """Small tensors of one device within a segment, gathered there into one range of bytes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copies: Iterable[TensorCopy] = ()) -> None:
         self.device = device
-        self.copies: list[TensorCopy] = []
+        self.copies = list(copies)
         self._buffer: torch.Tensor | None = None
         self._rounds: list[_Round] = []
 
@@ -149,6 +149,12 @@ class SmallTensors:
     def size_bytes(self) -> int:
         """Return the size of the gathered range."""
         return self._places[1]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Return True if the gathered range is what the image holds from the first of them on."""
+        first = self.copies[0].offset
+        return [copy.offset - first for copy in self.copies] == self._places[0]
 
     def enqueue(self, into: torch.Tensor) -> None:
         """Enqueue the gathering and its copy to ``into``, on the device's current stream."""

@@ -58,7 +58,11 @@ def _copy_out(leaves: Sequence[Binding]) -> None:
     ready = devices.computation_so_far({leaf.local.device for leaf in leaves})
     direct: list[Pins] = []
     unpinned: list[Pins] = []
-    with landed(memoryview(b""), 0, _nothing) as landing, side_streams(ready) as streams:
+    with (
+        devices.work_beside(ready),
+        landed(memoryview(b""), 0, _nothing) as landing,
+        side_streams(ready) as streams,
+    ):
         for device, stream in streams.items():
             stream.wait_event(ready[device])
         for leaf in leaves:
@@ -68,7 +72,8 @@ def _copy_out(leaves: Sequence[Binding]) -> None:
                 unpinned.append(pins)
             if pinned_bytes:
                 direct.append(pins)
-            _enqueue(leaf, pinned_bytes, landing, streams[leaf.local.device])
+            unit_bytes = min(GROUP_BYTES, pins.piece_bytes)  # no copy crosses two pinned pieces
+            _enqueue(leaf, pinned_bytes, unit_bytes, landing, streams[leaf.local.device])
         landing.finish()
         for device, stream in streams.items():
             last = devices.record_event(stream)
@@ -91,14 +96,16 @@ def _pins_of(leaf: Binding) -> tuple[Pins, bool]:
     return memory.pins, is_new
 
 
-def _enqueue(leaf: Binding, pinned_bytes: int, landing: Landing, stream: torch.Stream) -> None:
+def _enqueue(
+    leaf: Binding, pinned_bytes: int, unit_bytes: int, landing: Landing, stream: torch.Stream
+) -> None:
     assert leaf.staged is not None
     base = host_address(leaf.staged)
     into = leaf.staged.view(-1).view(torch.uint8)
     source = leaf.local
     size = source.numel() * source.element_size()
     for transfer in transfers_of(TensorCopy(leaf.name, source, 0, size, leaf.lazy)):
-        for part in _cut(transfer, GROUP_BYTES):
+        for part in _cut(transfer, unit_bytes):
             if part.stop <= pinned_bytes:
                 with devices.use_stream(stream):
                     part.enqueue(into[part.offset : part.stop])

@@ -29,6 +29,8 @@ COMMANDS = (
     "pin",
     "prune",
     "unlock",
+    "copy",
+    "sync",
     "doctor",
     "report",
     "demo",

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.catalogue import LOCK
+from holdfast.catalogue import DAMAGED, LOCK
 from holdfast.cli.checkpoints import OpenedRoot, open_root, root_holder
 from holdfast.cli.command import Commands, add_command, confirmed, print_json
 from holdfast.cli.output import SlowProgress, plain_table, stdout
@@ -145,8 +145,13 @@ def _record(removal: Removal) -> dict[str, Any]:
         "directories": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.directories],
         "layouts": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.layouts],
         "parts": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.parts],
+        "others": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.others],
         "size_bytes": removal.size_bytes,
     }
+
+
+def _what(path: str) -> str:
+    return "set aside by repair" if path.startswith(f"{DAMAGED}/") else "note of a copy"
 
 
 def _print(root: str, opened: OpenedRoot, removal: Removal, verb: str) -> None:
@@ -167,6 +172,8 @@ def _print(root: str, opened: OpenedRoot, removal: Removal, verb: str) -> None:
         table.add_row(escape(one.path), "-", "frozen parts of none", size_text(one.size_bytes))
     for one in removal.layouts:
         table.add_row(escape(one.path), "-", "layout of none", size_text(one.size_bytes))
+    for one in removal.others:
+        table.add_row(escape(one.path), "-", _what(one.path), size_text(one.size_bytes))
     console.print(table)
     freed = "would be freed" if verb == "would go" else "freed"
     console.print(f"{size_text(removal.size_bytes)} {freed}")

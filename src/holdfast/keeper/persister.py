@@ -71,6 +71,7 @@ class Persister:
         self._remembered = remembered
         self._recorded: set[int] = set()
         self._jobs: queue.SimpleQueue[PersistJob | None] = queue.SimpleQueue()
+        self._may_resume = True
         self._sweeper = commit.Sweeper(store)
         self._known = EMPTY
         self._images = ImageWriter(store)
@@ -163,8 +164,9 @@ class Persister:
         """Go on with what a keeper that was killed had stored of this attempt, where that is
         possible: of images that are all on this host.
         """
-        if job.shares:
+        if job.shares or not self._may_resume:
             return
+        self._may_resume = False  # what is left is of the newest attempt, which comes first
         start = f"{job.generation.incarnation}-{job.generation.step}-{job.attempt}"
         for above in (STEPS, PARTS):
             if found := resume(self.store, above, start):

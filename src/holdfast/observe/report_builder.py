@@ -42,8 +42,9 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     """
     writers = trails(root)
     if not writers:
+        where = f"{root}/events"
         raise NotFound(
-            f"no events in {root}/events: a run writes them as it trains; "
+            f"no events in {where}: a run writes them as it trains; "
             "is this the directory given to Checkpointer?",
             root=str(root),
         )

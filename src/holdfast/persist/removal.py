@@ -9,10 +9,10 @@ stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast.catalogue import INCARNATIONS, PARTS, Catalogue, catalogue
+from holdfast.catalogue import COPIES, DAMAGED, INCARNATIONS, PARTS, Catalogue, catalogue
 from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.leases import LeaseWatch
@@ -34,22 +34,24 @@ class Leftover:
 class Removal:
     """The plan of a removal: checkpoints with their images, directories of dead attempts, layouts.
 
-    ``parts``: directories of frozen parts that no remaining checkpoint names.
+    ``parts``: directories of frozen parts that no remaining checkpoint names. ``others``: what a
+    repair has set aside, and notes of copies that were broken off.
     """
 
     checkpoints: tuple[Manifest, ...]
     directories: tuple[Leftover, ...]
     layouts: tuple[Leftover, ...]
     parts: tuple[Leftover, ...] = ()
+    others: tuple[Leftover, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Bytes that become free."""
-        leftovers = (*self.directories, *self.layouts, *self.parts)
+        leftovers = (*self.directories, *self.layouts, *self.parts, *self.others)
         return sum(m.image_bytes for m in self.checkpoints) + sum(x.size_bytes for x in leftovers)
 
     def __bool__(self) -> bool:
-        return bool(self.checkpoints or self.directories or self.layouts)
+        return bool(self.checkpoints or self.directories or self.layouts or self.others)
 
 
 def removable(
@@ -97,6 +99,7 @@ def plan(store: Store, keep: Keep, *, abandoned: bool, leases: LeaseWatch | None
         tuple(leftover(store, path) for path in left_behind),
         tuple(leftover(store, path) for path in unnamed_layouts),
         tuple(leftover(store, path) for path in parts),
+        tuple(leftover(store, path) for path in _beside(store)),
     )
 
 
@@ -131,12 +134,30 @@ def remove(
         store.remove_tree(path)
     for path in layouts:
         store.remove(path)
+    others = tuple(one for one in removal.others if store.exists(one.path))
+    for one in others:
+        store.remove(one.path)
     return Removal(
         gone,
         tuple(one for one in removal.directories if one.path in directories),
         tuple(one for one in removal.layouts if one.path in layouts),
         tuple(one for one in removal.parts if one.path in directories),
+        others,
     )
+
+
+def _beside(store: Store) -> list[str]:
+    """Returns the files that no checkpoint ever names: what was set aside, notes of copies."""
+    return [path for above in (DAMAGED, COPIES) for path in _files_below(store, above)]
+
+
+def _files_below(store: Store, directory: str) -> Iterator[str]:
+    for name in store.list(directory):
+        path = f"{directory}/{name}"
+        if store.exists(path):
+            yield path
+        else:
+            yield from _files_below(store, path)
 
 
 def _readable(store: Store) -> Catalogue:

@@ -90,8 +90,18 @@ class Bindings(list[Binding]):
         save.
         """
         self.lazy = [binding for binding in self if binding.lazy]
-        self.watched = [_here(binding.tensor) for binding in self.lazy]
-        """Tensors whose version counters show that a lazy leaf was written to."""
+        self.watched = [
+            *self.lazy,
+            *(one for one in self.lazy if one.tensor is not _here(one.tensor)),
+        ]
+        """Lazy leaves, each as often as it has version counters that show it was written to."""
+        self.counted = [
+            *(_here(one.tensor) for one in self.lazy),
+            *(one.tensor for one in self.watched[len(self.lazy) :]),
+        ]
+        """The tensors of these counters: what is done to a DTensor moves its own, and what is done
+        to its local tensor that one's.
+        """
         self.volatile = [binding for binding in self if not binding.lazy]
         self.gpus = streamed_devices(binding.local for binding in self)
         self.sampled = [

@@ -162,6 +162,16 @@ def resume(store: Store, above: str, start: str) -> str:
     return "" if found is None else str(found(above, start))
 
 
+def read_at_most(store: Store, path: str, limit_bytes: int) -> bytes | int:
+    """Returns a whole file; its size, before memory is taken for it, beyond ``limit_bytes``."""
+    found = getattr(store, "read_at_most", None)
+    if found is not None:
+        result: bytes | int = found(path, limit_bytes)
+        return result
+    size_bytes = store.size_bytes(path)
+    return size_bytes if size_bytes > limit_bytes else store.read(path)
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")

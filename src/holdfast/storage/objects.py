@@ -66,6 +66,7 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._no_files: set[str] = set()
         """Names above others that are known to be no objects."""
+        self._uploads: frozenset[str] | None = None
         self._resumed: set[str] = set()
         """Directories whose unfinished images are gone on with."""
         self._kept: Kept | None = None
@@ -164,6 +165,16 @@ class ObjectStore:
     def size_bytes(self, path: str) -> int:
         return int(self._found(self._bucket.head(self._key(path)), path).header("content-length"))
 
+    def read_at_most(self, path: str, limit_bytes: int) -> bytes | int:
+        """Returns a whole object, by one request; its size where that is beyond ``limit_bytes``."""
+        outcome = self._bucket.get(self._key(path), 0, limit_bytes)
+        if outcome.status == 416:  # it is empty
+            return b""
+        data = self._found(outcome, path).body
+        self._require_range(outcome, path, 0, True)
+        have = int(outcome.header("content-range").rpartition("/")[2])
+        return data if len(data) == have else have
+
     def exists(self, path: str) -> bool:
         outcome = self._bucket.head(self._key(path))
         if outcome.status != 404:
@@ -174,9 +185,16 @@ class ObjectStore:
         below = self._prefix(prefix)
         found = set(self._bucket.names(below))
         # An image that was begun and never finished is in no list of objects.
-        for upload in self._bucket.uploads(below):
-            found.add(upload.key[len(below) :].partition("/")[0])
+        for key in self._unfinished():
+            if key.startswith(below):
+                found.add(key[len(below) :].partition("/")[0])
         return sorted(name for name in found if name and not name.startswith("."))
+
+    def _unfinished(self) -> frozenset[str]:
+        """Returns the keys of unfinished uploads: listed once, and again after each of our own."""
+        if self._uploads is None:
+            self._uploads = frozenset(one.key for one in self._bucket.uploads(self._below))
+        return self._uploads
 
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         key = self._key(path)
@@ -218,6 +236,8 @@ class ObjectStore:
             if is_resumed and self.size_bytes(path) == size_bytes:
                 return ComparingSink(self, path, size_bytes)
             raise already_published(path, self.url)
+        if size_bytes > self._part_bytes:
+            self._uploads = None
         begun = [one for one in self._bucket.uploads(key) if one.key == key] if is_resumed else []
         return UploadSink(
             self._bucket,
@@ -253,6 +273,7 @@ class ObjectStore:
         check_path(prefix)
         self._may_change()
         self._removals.remove(prefix, is_tree=True, lease=self._lease())
+        self._uploads = None
 
     def lock(self, name: str, owner: str) -> Lock:
         key = self._lock_key(name)

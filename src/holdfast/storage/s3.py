@@ -15,7 +15,7 @@ import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import StorageError
+from holdfast.errors import StorageError, UsageError
 from holdfast.storage.credentials import CredentialSource, region, server_of
 from holdfast.storage.http_client import Answer, Connections, NoAnswer
 from holdfast.storage.signing import (
@@ -111,7 +111,7 @@ class S3Bucket:
         self._credentials = CredentialSource()
         self.server = server.name
         self._is_unsigned = server.is_secure or bool(os.environ.get(UNSIGNED_VARIABLE))
-        self._rate = RateLimit(float(os.environ.get(RATE_VARIABLE) or 0))
+        self._rate = RateLimit(_rate())
 
     # Objects.
 
@@ -346,6 +346,13 @@ class S3Bucket:
 
 
 _BY_STATUS = {301: "PermanentRedirect", 401: "AccessDenied", 403: "AccessDenied"}
+
+
+def _rate() -> float:
+    text = os.environ.get(RATE_VARIABLE) or "0"
+    if not text.isdecimal():
+        raise UsageError(f"{RATE_VARIABLE}={text!r} is no number of bytes a second")
+    return float(text)
 
 
 def _escaped(text: str) -> str:

@@ -100,6 +100,7 @@ def provide(config: pytest.Config, delays: Delays | None, allowed: str) -> Itera
     vendor.add_simulated_vendor(sim)
     sim.reports()
     simulator.use_profile(delays.profile, delays.seed)
+    sim.strict(True)
     yield "sim"
     simulator.calm()
     reports = {one for one in sim.reports() if not (allowed and re.search(allowed, one))}

@@ -128,6 +128,8 @@ def try_mutant(mutant: Mutant, directory: Path) -> tuple[bool, str]:
         shutil.rmtree(project)
     if done.returncode == _FAILED:
         return True, f"caught by {mutant.test}{_reason(done.stdout)}"
+    if done.returncode < 0:  # memory was written to that is not there any more
+        return True, f"caught by {mutant.test}: its process ended by signal {-done.returncode}"
     if done.returncode == _PASSED:
         return False, f"SURVIVED {mutant.test}"
     return False, f"not applicable: {mutant.test} could not be run\n{done.stdout}{done.stderr}"

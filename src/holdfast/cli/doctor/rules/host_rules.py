@@ -32,6 +32,9 @@ SETTINGS = (
     "HOLDFAST_KEEPER_IDLE_S",
     "HOLDFAST_KEEPER_SCRUB_S",
     "HOLDFAST_EXCHANGE",
+    "HOLDFAST_BUCKET_BYTES_S",
+    "HOLDFAST_BUCKET_ONE_WRITER",
+    "HOLDFAST_BUCKET_UNSIGNED",
 )
 #: As in ``holdfast.restore.read_once``, which needs torch.
 EXCHANGE_MODES = ("auto", "always", "never")

@@ -1,0 +1,1 @@
+"""Copies checkpoints between roots, and repairs them, by what their manifests name."""

@@ -1,0 +1,335 @@
+"""Copies checkpoints from one root to another: every byte verified, each manifest last of all.
+
+A copy that is broken off goes on where it was: a note in the target names the files that are
+durable. The notes, and the files of a copy that nobody ends, are found by ``holdfast prune``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.catalogue import (
+    COPIES,
+    INCARNATIONS,
+    LOCK,
+    ROOT,
+    Catalogue,
+    catalogue,
+    copy_note_path,
+    layout_path,
+    manifest_path,
+    pin_path,
+    read_bounded,
+    read_document,
+)
+from holdfast.errors import FormatError, HoldfastError, NotFound, RootBusy, UsageError
+from holdfast.format.manifest import (
+    MAX_DOCUMENT_BYTES,
+    Generation,
+    ImageRef,
+    Incarnation,
+    Manifest,
+    Root,
+    unseal,
+)
+from holdfast.geometry.codec import MAX_BYTES
+from holdfast.leases import LeaseWatch, ReadLease
+from holdfast.maintenance.good_bytes import GoodFile, write_good
+from holdfast.persist import commit
+from holdfast.persist.pins import mend, pin, read_pins
+from holdfast.restore.reading.images import StoredImage, decode_layout, read_head
+from holdfast.storage.base import Store
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What is copied, oldest first. ``there``: the target has these already; ``pins``: pinned
+    ones.
+    """
+
+    run_id: str
+    checkpoints: tuple[Manifest, ...]
+    there: tuple[Manifest, ...]
+    records: tuple[Incarnation, ...]
+    pins: dict[Generation, str]
+    broken: tuple[tuple[str, str], ...] = ()
+    """Of the source: manifests and records that cannot be read, and why."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files that are named, whether the target has some of them or not."""
+        return sum({r.path: r.size_bytes for m in self.checkpoints for r in _files(m)}.values())
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """What a copy has done: ``copied`` and, with the reason, ``failed`` checkpoints."""
+
+    copied: list[Generation] = field(default_factory=list)
+    failed: list[tuple[Generation, str]] = field(default_factory=list)
+    size_bytes: int = 0
+    resumed_bytes: int = 0
+    """Bytes that an earlier copy, or another checkpoint of the target, had there already."""
+
+
+def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | None) -> CopyPlan:
+    """Returns what would be copied: the ``wanted`` checkpoints (None: all), their pins and records.
+
+    Raises UsageError for one root in two roles, and FormatError where the two contradict each
+    other. Nothing is written.
+    """
+    run_id = _common_run(source, target)
+    found, there = catalogue(source), catalogue(target)
+    chosen = [m for m in found.manifests if wanted is None or m.generation in wanted]
+    _refuse_another(source, target, chosen, there)
+    records = _records(found, None if wanted is None else chosen)
+    _refuse_other_starts(source, target, records, there)
+    has = {manifest.generation for manifest in there.manifests}
+    named = {m.generation for m in chosen}
+    return CopyPlan(
+        run_id=run_id,
+        checkpoints=tuple(m for m in chosen if m.generation not in has),
+        there=tuple(m for m in chosen if m.generation in has),
+        records=records,
+        pins={g: one.note for g, one in read_pins(source).items() if g in named},
+        broken=found.broken,
+    )
+
+
+def copy(
+    source: Store, target: Store, wanted: Collection[Generation] | None, progress: Progress
+) -> tuple[CopyPlan, CopyReport]:
+    """Copies under the target's lock. Damaged checkpoints of the source are left out, and named.
+
+    Stopped anywhere, every checkpoint of the target is whole, and the next copy goes on.
+    """
+    plan = plan_copy(source, target, wanted)  # before anything is made there
+    lease = ReadLease(source)
+    with target.lock(LOCK, "holdfast copy"):
+        commit.open_root(target, plan.run_id)
+        mend(target, catalogue(target))
+        plan = plan_copy(source, target, wanted)
+        copying = _Copying(source, target, plan, progress)
+        try:
+            for manifest in plan.checkpoints:
+                if lease.take(manifest):  # else retention took it
+                    copying.copy_checkpoint(manifest)
+            copying.copy_records(plan.records)
+            for manifest in plan.there:
+                copying.end_copied(manifest)
+        finally:
+            lease.end()
+    return plan, copying.report
+
+
+def _files(manifest: Manifest) -> tuple[ImageRef, ...]:
+    return (*manifest.images, *manifest.parts)
+
+
+class _Copying:
+    """One copy under way, whose caller holds the target's lock."""
+
+    def __init__(self, source: Store, target: Store, plan: CopyPlan, progress: Progress) -> None:
+        self._source, self._target, self._plan = source, target, plan
+        self._progress = progress
+        self._records = {record.n: record for record in plan.records}
+        found = catalogue(target)
+        self._named = {ref.path: ref for m in found.manifests for ref in _files(m)}
+        self._held = LeaseWatch(target).paths()
+        self._noted = frozenset(target.list(COPIES))
+        self.report = CopyReport()
+
+    def copy_checkpoint(self, manifest: Manifest) -> None:
+        """Copies one checkpoint, its records and its pin; one that is damaged is reported."""
+        generation = manifest.generation
+        try:
+            document = self._document(manifest)
+            layout = read_bounded(self._source, layout_path(manifest.layout), MAX_BYTES)
+            decode_layout(layout, manifest.layout)
+            note = _Note(self._target, manifest)
+            for ref in _files(manifest):
+                self._copy_file(ref, note)
+        except (FormatError, NotFound) as error:
+            self.report.failed.append((generation, str(error)))
+            return
+        commit.write_layout(self._target, manifest.layout, layout)
+        self.copy_records(_line(self._records, generation.incarnation))
+        self._target.publish(manifest_path(generation), document)
+        self._named |= {ref.path: ref for ref in _files(manifest)}
+        self.report.copied.append(generation)
+        self.end_copied(manifest)
+
+    def end_copied(self, manifest: Manifest) -> None:
+        """Pins what is pinned in the source, and removes the note; a pin there keeps its text."""
+        generation = manifest.generation
+        text = self._plan.pins.get(generation)
+        if text is not None and not self._target.exists(pin_path(generation)):
+            pin(self._target, generation, text)
+        path = copy_note_path(generation, manifest.attempt)
+        if path.rpartition("/")[2] in self._noted or generation in self.report.copied:
+            self._target.remove(path)
+
+    def copy_records(self, records: Iterable[Incarnation]) -> None:
+        """Makes the records of starts durable there, the oldest first."""
+        for record in sorted(records, key=lambda one: one.n):
+            there = _record_in(self._target, record.n)
+            if there is None or there.created_s < record.created_s:
+                commit.record_incarnation(self._target, record)
+
+    def _document(self, manifest: Manifest) -> bytes:
+        path = manifest_path(manifest.generation)
+        data = read_bounded(self._source, path, MAX_DOCUMENT_BYTES)
+        if unseal(Manifest, data, f"{self._source.url}/{path}") != manifest:
+            raise FormatError(f"{path} changed while it was copied: copy again", path=path)
+        return data
+
+    def _copy_file(self, ref: ImageRef, note: _Note) -> None:
+        if self._is_there(ref, note):
+            self.report.resumed_bytes += ref.size_bytes
+        else:
+            note.forget(ref.path)
+            if ref.path.rpartition("/")[0] in self._held:
+                raise RootBusy(
+                    f"{ref.path} in {self._target.url} was pruned and is still being read: nothing "
+                    "is written over it. Copy again when the reader has finished.",
+                    name=LOCK,
+                )
+            good = GoodFile(ref, [self._source])
+            self._target.remove(ref.path)  # what a copy left that was broken off
+            write_good(self._target.create(ref.path, ref.size_bytes), good)
+            note.add(ref.path)
+            self.report.size_bytes += ref.size_bytes
+        done = self.report.size_bytes + self.report.resumed_bytes
+        self._progress(done, max(done, self._plan.size_bytes))
+
+    def _is_there(self, ref: ImageRef, note: _Note) -> bool:
+        """True if the target has the file, durable and with this header and table."""
+        named = self._named.get(ref.path)
+        if named is not None and named != ref:
+            raise FormatError(
+                f"{ref.path} is another file in {self._target.url} than in {self._source.url}, and "
+                "a checkpoint there names it. Copy to another root.",
+                path=ref.path,
+            )
+        if named is None and ref.path not in note.paths:
+            return False
+        try:
+            read_head(StoredImage(self._target, ref), {})
+        except HoldfastError as error:
+            if named is None:
+                return False
+            raise FormatError(
+                f"{error} It belongs to a checkpoint of {self._target.url}: `holdfast repair "
+                f"{self._target.url} --from {self._source.url}` mends it.",
+                path=ref.path,
+            ) from error
+        return True
+
+
+class _Note:
+    """The files of one checkpoint that are durable in the target, in a document there."""
+
+    def __init__(self, target: Store, manifest: Manifest) -> None:
+        self._target = target
+        self._path = copy_note_path(manifest.generation, manifest.attempt)
+        self.paths: list[str] = []
+        try:
+            data = read_bounded(target, self._path, MAX_DOCUMENT_BYTES)
+            self.paths = msgspec.json.decode(data, type=list[str])
+        except (HoldfastError, ValueError, RecursionError):
+            pass  # none, or none of ours: all is copied
+
+    def add(self, path: str) -> None:
+        self._write([*self.paths, path])
+
+    def forget(self, path: str) -> None:
+        """Called before a file is written anew."""
+        if path in self.paths:
+            self._write([one for one in self.paths if one != path])
+
+    def _write(self, paths: list[str]) -> None:
+        self._target.publish(self._path, msgspec.json.encode(paths), replace=True)
+        self.paths = paths
+
+
+def _common_run(source: Store, target: Store) -> str:
+    run_id = read_document(source, Root, ROOT).run_id
+    try:
+        other = read_document(target, Root, ROOT).run_id
+    except NotFound:
+        return run_id
+    if source.identity() == target.identity():
+        raise UsageError(f"{source.url} and {target.url} are one root: give another to copy to")
+    if other != run_id:
+        raise UsageError(
+            f"{target.url} is the root of run {other}, {source.url} of run {run_id}: two runs "
+            "never share a root. Copy to an empty one."
+        )
+    return run_id
+
+
+def _refuse_another(
+    source: Store, target: Store, chosen: Iterable[Manifest], there: Catalogue
+) -> None:
+    """Refuses checkpoints that the target has from another attempt, or cannot read."""
+    has = {manifest.generation: manifest for manifest in there.manifests}
+    broken = dict(there.broken)
+    for manifest in chosen:
+        path = manifest_path(manifest.generation)
+        if has.get(manifest.generation, manifest) != manifest:
+            raise FormatError(
+                f"{path} in {target.url} is another checkpoint than in {source.url}: both roots "
+                "were written to since they were one. Copy to an empty root.",
+                path=path,
+            )
+        if path in broken:
+            raise FormatError(
+                f"{path} in {target.url} cannot be read: {broken[path]}. `holdfast repair "
+                f"{target.url} --from {source.url}` mends it.",
+                path=path,
+            )
+
+
+def _refuse_other_starts(
+    source: Store, target: Store, records: Iterable[Incarnation], there: Catalogue
+) -> None:
+    starts = there.starts
+    for record in records:
+        if record.n in starts and starts[record.n][0] != record.nonce:
+            raise FormatError(
+                f"incarnation {record.n} in {target.url} is another start than in {source.url}: "
+                "both were gone on from, so their steps are not those of one run any more. Copy "
+                "to an empty root.",
+                path=f"{INCARNATIONS}/{record.n}.json",
+            )
+
+
+def _records(found: Catalogue, chosen: list[Manifest] | None) -> tuple[Incarnation, ...]:
+    """Returns the records of the starts that ``chosen`` descend from; None: of all."""
+    if chosen is None:
+        return found.incarnations
+    known = {one.n: one for one in found.incarnations}
+    lines = [_line(known, manifest.incarnation) for manifest in chosen]
+    return tuple({one.n: one for line in lines for one in line}.values())
+
+
+def _line(known: dict[int, Incarnation], n: int) -> list[Incarnation]:
+    """Returns the record of incarnation ``n`` and those before it, as far as they are known."""
+    line: list[Incarnation] = []
+    while n in known:
+        line.append(known[n])
+        parent = known[n].parent
+        n = -1 if parent is None else parent[0]
+    return line
+
+
+def _record_in(store: Store, n: int) -> Incarnation | None:
+    try:
+        return read_document(store, Incarnation, f"{INCARNATIONS}/{n}.json")
+    except (NotFound, FormatError):
+        return None

@@ -1,0 +1,166 @@
+"""A device that fails: training goes on or ends by its own error, and older snapshots load.
+
+Every step of the training is known without a look at the device, so that each snapshot that was
+captured is compared whatever has become of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.capture import pinning
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, LAYERS, STEPS = 200, 3, 4
+KERNEL, DOWN = 0, 1
+
+
+def build(device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).to(device)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)}
+
+
+def train(state: dict[str, Any]) -> None:
+    for parameter in state["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state["optimizer"].step()
+
+
+def truths() -> list[list[torch.Tensor]]:
+    """The parameters after each step."""
+    state, found = build("cpu"), []
+    for _ in range(STEPS + 1):
+        train(state)
+        found.append([parameter.detach().clone() for parameter in state["model"].parameters()])
+    return found
+
+
+def break_device(sim: Any, chance: random.Random) -> None:
+    sim.fault_at(chance.choice([KERNEL, DOWN]), chance.randrange(1, 30), False)
+
+
+def hang_device(sim: Any, chance: random.Random) -> None:
+    sim.fault_at(chance.choice([KERNEL, DOWN]), chance.randrange(1, 30), True)
+    threading.Timer(chance.random(), sim.recover).start()
+
+
+def fill_device(sim: Any, chance: random.Random) -> None:
+    sim.out_of_memory_at(chance.randrange(1, 40))
+
+
+def fork(sim: Any, chance: random.Random) -> None:
+    child = os.fork()
+    if not child:
+        time.sleep(chance.random() / 10)
+        os._exit(0)
+    threading.Thread(target=os.waitpid, args=(child, 0)).start()
+
+
+def nothing(sim: Any, chance: random.Random) -> None:
+    """What was refused was refused at the start."""
+
+
+@contextmanager
+def refusing(sim: Any, fault: str, chance: random.Random) -> Iterator[None]:
+    if fault == "refused":
+        sim.refuse_registration(1, 1000)
+    elif fault == "half refused":
+        sim.refuse_registration(chance.randrange(1, 6), 1000)
+    yield
+
+
+FAULTS: dict[str, Callable[[Any, random.Random], None]] = {
+    "broken": break_device,
+    "hung": hang_device,
+    "full": fill_device,
+    "forked": fork,
+    "refused": nothing,
+    "half refused": nothing,
+}
+
+
+def live(root: Path, sim: Any, fault: str, seed: int) -> tuple[list[int], BaseException | None]:
+    """Train with saves while the fault happens; the steps that were captured, and how it ended."""
+    chance, state, ended = random.Random(f"{fault} {seed}"), build("sim"), None
+    handles: dict[int, holdfast.SaveHandle] = {}
+    with refusing(sim, fault, chance):
+        checkpointer = holdfast.Checkpointer(root, state, storage=None)
+        try:
+            for step in range(STEPS):
+                train(state)
+                if step == 1:
+                    FAULTS[fault](sim, chance)
+                handles[step] = checkpointer.save(step, durable=True)
+                if step == 0:
+                    handles[step].wait_durable(60)
+                if chance.random() < 0.5:
+                    time.sleep(chance.random() / 20)
+        except RuntimeError as error:
+            ended = error
+        captured = []
+        for step, handle in handles.items():
+            try:
+                handle.wait_durable(20)
+                captured.append(step)
+            except (holdfast.HoldfastError, RuntimeError):
+                continue
+        sim.recover()
+        with suppress(holdfast.HoldfastError):
+            checkpointer.close(20)
+    return captured, ended
+
+
+def check(root: Path, device: str, fault: str, seed: int) -> None:
+    if device != "sim":
+        pytest.skip("a real device is not broken on purpose")
+    captured, ended = live(root, sys.modules["simdev"], fault, seed)
+    assert 0 in captured
+    if fault in ("forked", "refused", "half refused", "hung"):
+        assert ended is None
+    if fault in ("forked", "refused", "half refused"):
+        assert captured == list(range(STEPS))
+    expected = truths()
+    for step in captured:
+        again = build("cpu")
+        holdfast.load(root, again, step)
+        found = again["model"].parameters()
+        assert all(
+            torch.equal(one.detach(), other)
+            for one, other in zip(found, expected[step], strict=True)
+        )
+
+
+RUNS = [0, *(pytest.param(run, marks=pytest.mark.slow) for run in range(1, 10))]
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_device_that_fails_harms_no_snapshot_that_was_captured(
+    tmp_path: Path,
+    device: str,
+    fault: str,
+    run: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("holdfast.capture.copier.PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(pinning.Pins.__init__, "__defaults__", (1 << 18,))
+    delays = request.node.callspec.params["device"]
+    check(tmp_path, device, fault, 1000 * (delays.seed if delays else 0) + run)

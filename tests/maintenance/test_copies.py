@@ -1,0 +1,265 @@
+"""Copies are bit for bit the same, whole at any moment, and refused where roots contradict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalogue import COPIES, LOCK, MANIFESTS, ROOT, catalogue
+from holdfast.errors import FormatError, HoldfastError, RootBusy, StorageError, UsageError
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, seal
+from holdfast.maintenance.copies import CopyReport, copy, plan_copy
+from holdfast.persist import commit
+from holdfast.persist.pins import pin, read_pins
+from holdfast.persist.removal import plan, remove
+from holdfast.policy.when import Keep
+from holdfast.storage.base import Store
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from support.checkpoints.keeper_roots import all_contents, change, paths_in, save_steps
+from support.checkpoints.roots import whole
+
+TOP = {"holdfast.json", "incarnations", "layouts", "manifests", "parts", "steps"}
+MODES: list[Mode] = ["stop", "torn", "error"]
+
+
+def quiet(_done: int, _total: int) -> None:
+    """Nobody watches."""
+
+
+def sync(source: Store, target: Store) -> CopyReport:
+    return copy(source, target, None, quiet)[1]
+
+
+def fallen_back() -> MemoryStore:
+    """Start 1 saved 10, 20, 30; start 2 went on from 20 and saved 25. 1-30 is abandoned, 1-10
+    pinned.
+    """
+    store = MemoryStore("source")
+    save_steps(store, (10, 20, 30))
+    save_steps(store, (25,), 2, (1, 20))
+    pin(store, Generation(1, 10), "the first")
+    return store
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory"])
+def test_a_copy_has_every_byte_pin_and_record_of_its_source(kind: str, tmp_path: Path) -> None:
+    source = fallen_back()
+    target: Store = MemoryStore("t") if kind == "memory" else LocalStore(tmp_path / "target")
+    report = sync(source, target)
+    assert list(map(str, report.copied)) == whole(target) == ["1-10", "1-20", "1-30", "2-25"]
+    assert all_contents(target) == all_contents(source)
+    for path in (*paths_in(source, MANIFESTS), *paths_in(source, "incarnations")):
+        assert target.read(path) == source.read(path)
+    found, there = catalogue(source), catalogue(target)
+    assert (there.lineage, there.abandoned) == (found.lineage, found.abandoned)
+    assert {g: p.note for g, p in read_pins(target).items()} == {Generation(1, 10): "the first"}
+    assert target.identity() != source.identity()
+    assert paths_in(target, COPIES) == []
+    assert not plan(target, Keep(), abandoned=False)
+
+
+def test_frozen_parts_are_copied_once() -> None:
+    source, target = MemoryStore(), FaultyStore(MemoryStore())
+    save_steps(source, range(3))
+    sync(source, target)
+    made = [path for operation, path in target.changes if operation == "create"]
+    assert len(made) == len(set(made)) == 2 + 3 * 2
+
+
+def test_a_second_copy_copies_nothing_and_a_later_one_what_is_new() -> None:
+    source, target = fallen_back(), MemoryStore()
+    sync(source, target)
+    assert sync(source, target) == CopyReport()
+    save_steps(source, (26,), 2, (1, 20))
+    assert sync(source, target).copied == [(2, 26)]
+    assert whole(target) == whole(source)
+
+
+def test_a_copy_of_one_checkpoint_brings_the_records_that_it_descends_from() -> None:
+    source, target = fallen_back(), MemoryStore()
+    copy(source, target, [Generation(1, 30)], quiet)
+    assert whole(target) == ["1-30"]
+    assert catalogue(target).latest == (1, 30)  # no later start is known here that gave it up
+    copy(source, target, [Generation(2, 25)], quiet)
+    found = catalogue(target)
+    assert (found.latest, found.abandoned, found.gap) == ((2, 25), ((1, 30),), "")
+
+
+def image_of(store: Store, n: int, step: int) -> ImageRef:
+    found = catalogue(store).find(Generation(n, step))
+    assert found is not None
+    return found.images[1]
+
+
+def broken_off(k: int, mode: Mode, source: Store) -> MemoryStore:
+    target = MemoryStore()
+    with suppress(Stopped, StorageError):
+        sync(source, FaultyStore(target, fail_at=k, mode=mode))
+    return target
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("mode", MODES)
+def test_stopped_anywhere_a_target_is_whole_and_the_next_copy_ends_it(mode: Mode) -> None:
+    source = MemoryStore()
+    save_steps(source, (10, 20))
+    counted = FaultyStore(MemoryStore())
+    sync(source, counted)
+    for k in range(1, len(counted.changes) + 1):
+        target = broken_off(k, mode, source)
+        assert whole(target) in ([], ["1-10"], ["1-10", "1-20"])
+        before = set(paths_in(target))
+        removal = plan(target, Keep(), abandoned=False)
+        report = sync(source, target)
+        assert whole(target) == ["1-10", "1-20"]
+        assert all_contents(target) == all_contents(source)
+        assert paths_in(target, COPIES) == []
+        assert not plan(target, Keep(), abandoned=False), "the copy leaves nothing behind"
+        assert report.failed == []
+        assert {name for name in target.list("") if name != "pins"} == TOP
+        # And if nobody goes on: prune finds whatever lies there beside whole checkpoints.
+        target = broken_off(k, mode, source)
+        assert plan(target, Keep(), abandoned=False) == removal
+        remove(target, removal)
+        left = {ref for m in catalogue(target).manifests for ref in m.directories}
+        for path in set(paths_in(target)) & before:
+            if path.startswith(("steps/", "parts/", "copies/")):
+                assert path.rpartition("/")[0] in left, (k, path)
+
+
+def test_what_was_copied_when_a_copy_broke_off_is_not_copied_again() -> None:
+    source = MemoryStore()
+    save_steps(source, (10,))
+    counted = FaultyStore(MemoryStore())
+    sync(source, counted)
+    images = [k for k, (operation, _) in enumerate(counted.changes, 1) if operation == "finish"]
+    target = MemoryStore()
+    with pytest.raises(Stopped):
+        sync(source, FaultyStore(target, fail_at=images[-1], mode="stop"))
+    report = sync(source, target)
+    sizes = {path: len(data) for path, data in all_contents(source).items()}
+    last = counted.changes[images[-1] - 1][1]
+    assert (report.size_bytes, report.resumed_bytes) == (
+        sizes[last],
+        sum(sizes.values()) - sizes[last],
+    )
+
+
+def test_a_file_that_was_not_finished_is_never_taken_for_copied() -> None:
+    source, target = MemoryStore(), MemoryStore()
+    save_steps(source, (10,))
+    commit.open_root(target, "r")
+    for path, data in all_contents(source).items():
+        target.publish(path, data)  # whole to look at; whether it is durable, nobody knows
+    assert sync(source, target).resumed_bytes == 0
+
+
+@pytest.mark.parametrize("at", [20, 9000], ids=["header", "block"])
+def test_a_damaged_checkpoint_is_left_out_and_named_and_the_others_are_copied(at: int) -> None:
+    source, target = MemoryStore("source"), MemoryStore()
+    save_steps(source, (10, 20))
+    path = image_of(source, 1, 10).path
+    change(source, path, at)
+    report = sync(source, target)
+    assert whole(target) == ["1-20"]
+    ((generation, reason),) = report.failed
+    assert generation == (1, 10)
+    assert path in reason
+    assert "holdfast repair" in reason
+
+
+def test_a_damaged_block_table_is_computed_from_the_blocks_that_it_is_of() -> None:
+    source, target = MemoryStore("source"), MemoryStore()
+    save_steps(source, (10,))
+    sound = all_contents(source)
+    change(source, image_of(source, 1, 10).path, -8 * 512)
+    sync(source, target)
+    assert all_contents(target) == sound
+
+
+def test_a_damaged_manifest_of_the_source_is_not_copied_and_is_named() -> None:
+    source, target = fallen_back(), MemoryStore()
+    change(source, "manifests/1-20.json")
+    made, report = copy(source, target, None, quiet)
+    assert [path for path, _ in made.broken] == ["manifests/1-20.json"]
+    assert list(map(str, report.copied)) == ["1-10", "1-30", "2-25"]
+
+
+def another_run(source: Store, target: Store) -> None:
+    commit.open_root(target, "another")
+
+
+def another_start(source: Store, target: Store) -> None:
+    sync(source, target)
+    for store, nonce in ((source, "here"), (target, "there")):
+        made = Incarnation(run_id="r", n=3, nonce=nonce, parent=(2, 25))
+        store.publish("incarnations/3.json", seal(made))
+
+
+def another_attempt(source: Store, target: Store) -> None:
+    sync(source, target)
+    target.remove("manifests/2-25.json")
+    found = catalogue(source).find(Generation(2, 25))
+    assert found is not None
+    target.publish("manifests/2-25.json", source.read("manifests/2-25.json"))
+    target.remove("manifests/2-25.json")
+    other = MemoryStore()
+    save_steps(other, (10, 20, 30))
+    save_steps(other, (25,), 2, None)
+    target.publish("manifests/2-25.json", other.read("manifests/2-25.json"))
+
+
+def a_broken_manifest(source: Store, target: Store) -> None:
+    sync(source, target)
+    change(target, "manifests/1-20.json")
+
+
+def damaged_part(source: Store, target: Store) -> None:
+    copy(source, target, [Generation(1, 10)], quiet)
+    found = catalogue(target).find(Generation(1, 10))
+    assert found is not None
+    change(target, found.parts[0].path, 20)
+
+
+REFUSALS: dict[str, tuple[Callable[[Store, Store], None], str]] = {
+    "another run": (another_run, "two runs never share a root"),
+    "another start of one number": (another_start, "is another start than in"),
+    "another checkpoint of one generation": (another_attempt, "both roots were written to"),
+    "a broken manifest": (a_broken_manifest, "holdfast repair memory://target --from"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_roots_that_contradict_each_other_are_left_as_they_are(name: str) -> None:
+    make, said = REFUSALS[name]
+    source, target = fallen_back(), MemoryStore("target")
+    make(source, target)
+    before = {path: target.read(path) for path in paths_in(target)}
+    with pytest.raises(HoldfastError, match=said):
+        sync(source, target)
+    assert {path: target.read(path) for path in paths_in(target)} == before
+
+
+def test_a_part_that_is_damaged_in_the_target_is_not_named_once_more() -> None:
+    source, target = fallen_back(), MemoryStore("target")
+    damaged_part(source, target)
+    report = sync(source, target)
+    assert report.copied == []
+    assert all("holdfast repair memory://target --from" in reason for _, reason in report.failed)
+
+
+def test_a_root_is_not_copied_to_itself_nor_while_a_run_writes_there() -> None:
+    source, target = fallen_back(), MemoryStore()
+    with pytest.raises(UsageError, match="are one root"):
+        sync(source, source)
+    with target.lock(LOCK, "a run"), pytest.raises(RootBusy):
+        sync(source, target)
+    assert not target.exists(ROOT)
+    another_attempt(source, target)
+    with pytest.raises(FormatError, match="is another checkpoint"):
+        plan_copy(source, target, None)

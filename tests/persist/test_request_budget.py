@@ -1,0 +1,40 @@
+"""How many requests a publication in a bucket takes: as many with fifty checkpoints as with two."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.catalogue import manifest_path
+from holdfast.format.manifest import Generation, Incarnation
+from holdfast.keeper.persister import Persister
+from holdfast.persist import commit
+from holdfast.policy.when import Keep
+from support.runs.keeper_jobs import job_of
+from support.servers.bucket_model import World, model_store
+
+IMAGES = 2
+RECORD = Incarnation(run_id="r", n=1, nonce="n", parent=None, world=2, created_s=1.0)
+
+
+@pytest.mark.parametrize("kept", [2, 50])
+def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, outcomes = World(), list[str | None]()
+    store = model_store(world, monkeypatch, tries_s=1.0)
+    commit.open_root(store, "r")
+    persister = Persister(store, Keep(last=kept), lambda _, reason: outcomes.append(reason))
+    lease = store.lock("writer", "me")
+    for step in range(kept + 2):
+        begun = len(world.log)
+        persister.work_one(job_of(Generation(1, step), RECORD))
+    requests = world.log[begun:]
+    manifest = f"root/{manifest_path(Generation(1, step))}"
+    durable = requests.index(("PUT", manifest)) + 1
+    assert not any(outcomes)
+    images = [key for _, key in requests if "/live-" in key]
+    assert len(images) <= 2 * IMAGES
+    assert durable - len(images) <= 7
+    assert len(requests) - len(images) <= 23  # with retention, which removes one checkpoint
+    persister.stop()
+    lease.release()

@@ -1,0 +1,88 @@
+"""Several processes race for one root on a real server, some of them stopped for longer than their
+lease: nothing that one of them published is lost or mixed."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import random
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import AlreadyPublished, RootBusy, StorageError
+from holdfast.storage.lease_lock import LeaseTimes
+from support.servers.object_servers import ObjectServer, object_store, use
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TIMES = LeaseTimes(renew_s=0.3, stop_s=1.0, take_over_s=2.5)
+WRITERS = 8
+
+
+def race(prefix: str, number: int, witness: str, until_s: float) -> None:
+    """Takes the lock again and again; under it, publishes what says who did, and counts it."""
+    chance = random.Random(number)
+    while time.time() < until_s:
+        store = object_store(prefix, lease=TIMES)
+        try:
+            with store.lock("writer", f"writer {number}"):
+                names = store.list("manifests")
+                name = f"{len(names):04d}-{number}-{uuid.uuid4().hex[:6]}"
+                with Path(witness).open("a+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    file.write(f"take {number} {time.monotonic()}\n")
+                store.publish(f"images/{name}", name.encode())
+                store.publish(f"manifests/{name}", name.encode())
+                with Path(witness).open("a") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    file.write(f"durable {name}\n")
+                if len(names) > 6:
+                    gone = sorted(names)[0]
+                    store.remove(f"manifests/{gone}")
+                    with Path(witness).open("a") as file:
+                        fcntl.flock(file, fcntl.LOCK_EX)
+                        file.write(f"removed {gone}\n")
+                    store.remove(f"images/{gone}")
+        except (RootBusy, StorageError, AlreadyPublished):
+            time.sleep(chance.random() * 0.3)
+
+
+def test_of_eight_racing_writers_that_are_stopped_at_random_none_loses_what_another_published(
+    seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(seaweedfs_server, monkeypatch)
+    prefix, witness = f"races/{uuid.uuid4().hex}", str(tmp_path / "witness")
+    until_s, chance = time.time() + 60, random.Random(5)
+    context = multiprocessing.get_context("spawn")
+    writers = [
+        context.Process(target=race, args=(prefix, number, witness, until_s))
+        for number in range(WRITERS)
+    ]
+    for writer in writers:
+        writer.start()
+    while time.time() < until_s - 5:  # as a machine that is suspended in the middle of anything
+        pid = writers[chance.randrange(WRITERS)].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(chance.random() * 2 * TIMES.take_over_s)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(chance.random() * 0.5)
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    said = [line.split() for line in Path(witness).read_text().splitlines()]
+    durable = {words[1] for words in said if words[0] == "durable"}
+    removed = {words[1] for words in said if words[0] == "removed"}
+    store = object_store(prefix, lease=TIMES)
+    store.lock("writer", "the last").release()  # what was announced is completed
+    there = set(store.list("manifests"))
+    print(f"{len(durable)} published, {len(removed)} removed, {len(there)} there")
+    assert len(durable) > 20
+    for name in there:  # whole
+        assert store.read(f"images/{name}") == name.encode() == store.read(f"manifests/{name}")
+    # At most one removal of each stopped writer was carried out and not noted.
+    assert len(durable - removed - there) <= WRITERS
