@@ -30,6 +30,7 @@ COMMANDS = (
     "prune",
     "copy",
     "sync",
+    "repair",
     "doctor",
     "report",
     "demo",

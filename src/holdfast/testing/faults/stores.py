@@ -58,8 +58,8 @@ class PassingStore:
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         self.inner.publish(path, data, replace=replace)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        return self.inner.create(path, size_bytes)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        return self.inner.create(path, size_bytes, aside=aside)
 
     def remove(self, path: str) -> None:
         self.inner.remove(path)
@@ -128,9 +128,9 @@ class FaultyStore(PassingStore):
         self.change("publish", path)
         super().publish(path, data, replace=replace)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        self.change("create", path, half=lambda: self.inner.create(path, size_bytes))
-        return _FaultySink(super().create(path, size_bytes), self, path)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        self.change("create", path, half=lambda: self.inner.create(path, size_bytes, aside=aside))
+        return _FaultySink(super().create(path, size_bytes, aside=aside), self, path)
 
     def remove(self, path: str) -> None:
         self.change("remove", path)
@@ -245,8 +245,8 @@ class SlowStore(PassingStore):
         self.move(len(data))
         super().publish(path, data, replace=replace)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        return _SlowSink(super().create(path, size_bytes), self)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        return _SlowSink(super().create(path, size_bytes, aside=aside), self)
 
     def move(self, size_bytes: int) -> None:
         """Wait until the disk has moved these bytes after all earlier ones."""
@@ -278,8 +278,8 @@ class LateFsyncStore(PassingStore):
         self._delay()
         super().publish(path, data, replace=replace)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        return _LateSink(super().create(path, size_bytes), self._delay)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        return _LateSink(super().create(path, size_bytes, aside=aside), self._delay)
 
 
 class _LateSink(PassingSink):
