@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.restore.reading import verify as reading
+from holdfast.restore.reading.read import verify_blocks
 from support.checkpoints.commands import Out, damage, error_of, image_of, json_of, text_of
 
 
@@ -79,7 +80,7 @@ def test_a_check_that_was_broken_off_reads_the_rest_and_forgets_no_fault(
     damage(image_of(root, 20), 100_000)
     monkeypatch.setattr(reading, "_BLOCKS_AT_ONCE", 1)
     read: list[tuple[int, int]] = []
-    real = reading.verify_blocks
+    real = verify_blocks
     whole = json_of(capsys, "verify", root, "--deep", code=4)["checkpoints"]
 
     def interrupted(checkpoint: Any, rank: int, first: int, last: int) -> int:
