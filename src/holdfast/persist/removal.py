@@ -63,7 +63,7 @@ def removable(
     leaves open whether it was abandoned. While the newest incarnation has no checkpoint yet, not
     the newest abandoned one either: it is the only copy.
     """
-    going = set(keep.decide(found.lineage, pins))
+    going = set(keep.decide(found.lineage, pins, found.values_of(keep.by)))
     if abandoned:
         only = () if found.lineage else found.abandoned[-1:]
         going |= {g for g in found.abandoned if g not in pins and g not in only}

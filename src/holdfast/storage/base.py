@@ -124,9 +124,12 @@ class Store(Protocol):
         """
         ...
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         """Returns a new image of known size to be filled; AlreadyPublished when the name is
         taken.
+
+        ``aside``: a file of this name keeps it until the new one is durable, in ``finish``; then it
+        has the name ``aside``, which must be free, and the new one takes its place at once.
         """
         ...
 
@@ -195,6 +198,11 @@ def check_range(path: str, offset_bytes: int, size_bytes: int) -> None:
         raise UsageError(
             f"{path}: a range cannot begin at {offset_bytes} and have {size_bytes} bytes"
         )
+
+
+def new_name(aside: str) -> str:
+    """Returns the name of a file until it takes the place of the one that is then ``aside``."""
+    return f"{aside}.new"
 
 
 def flat(data: memoryview) -> memoryview:
