@@ -78,6 +78,7 @@ def kill_and_resume(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert store.bucket.uploads(prefix) == []
 
 
+@pytest.mark.slow
 def test_a_killed_upload_is_gone_on_with(
     seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
