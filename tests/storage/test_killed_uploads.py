@@ -56,7 +56,9 @@ def kill_and_resume(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
         process.start()
         store = object_store(prefix, least_part_bytes=PART)
         until_s = time.monotonic() + 60
-        while not (begun := store.bucket.uploads(prefix)) and time.monotonic() < until_s:
+        begun = store.bucket.uploads(f"{prefix}/steps")
+        while not begun and time.monotonic() < until_s:
+            begun = store.bucket.uploads(f"{prefix}/steps")
             time.sleep(0.02)
         time.sleep(chance.random() * 1.2)
         assert process.pid is not None
@@ -64,7 +66,12 @@ def kill_and_resume(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
         process.join()
         there = sum(part.size_bytes for one in begun for part in store.bucket.parts(one))
         store.lock("writer", "next")
-        assert store.resume("steps", "1-2-attempt") == "1-2-attempt0a1b2c"
+        until_s = time.monotonic() + 10  # its completion may be under way in the server
+        while not (found := store.resume("steps", "1-2-attempt")) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        lease = store._lease()
+        assert lease is not None and lease.is_alone
+        assert found == "1-2-attempt0a1b2c"
         before = store.bucket.traffic.sent_bytes
         if store.exists("steps/1-2-attempt0a1b2c/live-00000"):
             there, sent = SIZE, 0
