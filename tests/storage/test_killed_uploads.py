@@ -11,6 +11,7 @@ import uuid
 
 import pytest
 
+from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
 from holdfast.storage.s3 import RATE_VARIABLE
 from holdfast.storage.uploads import UploadSink
@@ -19,7 +20,7 @@ from support.servers.object_servers import ObjectServer, object_store, use
 PART = 5 << 20
 SIZE = 12 * PART + 12_345
 HEAD = 4096
-ATTEMPT = "steps/1-2-attempt"
+TIMES = LeaseTimes(renew_s=2.0, stop_s=10.0, take_over_s=20.0)
 
 
 def content() -> bytes:
@@ -39,7 +40,7 @@ def write(store: ObjectStore, directory: str, data: bytes) -> UploadSink:
 
 def upload_for_ever(prefix: str) -> None:
     """What is killed; it is stopped at the end, so that it never ends by itself."""
-    store = object_store(prefix, least_part_bytes=PART)
+    store = object_store(prefix, least_part_bytes=PART, lease=TIMES)
     store.lock("writer", "killed")
     write(store, "1-2-attempt0a1b2c", content()).finish()
     time.sleep(600)
@@ -54,7 +55,7 @@ def kill_and_resume(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
             target=upload_for_ever, args=(prefix,)
         )
         process.start()
-        store = object_store(prefix, least_part_bytes=PART)
+        store = object_store(prefix, least_part_bytes=PART, lease=TIMES)
         until_s = time.monotonic() + 60
         begun = store.bucket.uploads(f"{prefix}/steps")
         while not begun and time.monotonic() < until_s:
