@@ -18,7 +18,7 @@ from holdfast.storage.uploads import UploadSink
 from support.servers.object_servers import ObjectServer, object_store, use
 
 PART = 5 << 20
-SIZE = 12 * PART + 12_345
+SIZE = 6 * PART + 12_345
 HEAD = 4096
 TIMES = LeaseTimes(renew_s=2.0, stop_s=10.0, take_over_s=20.0)
 
@@ -48,7 +48,7 @@ def upload_for_ever(prefix: str) -> None:
 
 def kill_and_resume(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data, chance = content(), random.Random(3)
-    monkeypatch.setenv(RATE_VARIABLE, str(60 << 20))
+    monkeypatch.setenv(RATE_VARIABLE, str(30 << 20))
     lost = 0
     for _ in range(rounds):
         prefix = f"kills/{uuid.uuid4().hex}"
