@@ -175,6 +175,15 @@ def read_at_most(store: Store, path: str, limit_bytes: int) -> bytes | int:
     return size_bytes if size_bytes > limit_bytes else store.read(path)
 
 
+def unfinished(store: Store) -> list[str]:
+    """Returns images that were begun and never finished, where no listing of files shows them.
+
+    ``remove_tree`` of such a path ends what was begun, and leaves a file of this name alone.
+    """
+    found = getattr(store, "unfinished", None)
+    return [] if found is None else list(found())
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")

@@ -196,6 +196,10 @@ class ObjectStore:
             self._uploads = frozenset(one.key for one in self._bucket.uploads(self._below))
         return self._uploads
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Returns the paths of all images that were begun and not finished."""
+        return tuple(sorted(key[len(self._below) :] for key in self._unfinished()))
+
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         key = self._key(path)
         self._may_change()
