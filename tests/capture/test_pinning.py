@@ -12,8 +12,9 @@ import torch
 
 from holdfast.accelerator import devices, vendors
 from holdfast.accelerator.host_memory import allocate, memory_of
+from holdfast.capture import pinning
 from holdfast.capture.copier import SlotCache
-from holdfast.capture.pinning import Pins, pin_all
+from holdfast.capture.pinning import Pins, pin_all, pin_beside
 from holdfast.events import MemoryPinned, Warned, subscribe
 from holdfast.protocol.arena import IMAGE_START, SlotFile
 
@@ -145,6 +146,28 @@ def test_a_slot_mapped_before_the_model_was_on_the_device_is_pinned_when_it_is(
     cache.drop_removed()
     assert driver.registered == {} and mapped.map.closed
     slot.close()
+
+
+def test_an_exit_waits_until_no_thread_is_in_the_driver_and_none_goes_there_again(
+    driver: Driver, slot: SlotFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "_is_exit", threading.Event())
+    driver.go.clear()
+    pins = Pins(slot, XLA, PIECE)
+    pin_beside([pins], threading.Lock())
+    assert driver.began.wait(20)
+    leaving = threading.Thread(target=pinning._stop_at_exit)
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive(), "the exit goes on under the driver"
+    driver.go.set()
+    leaving.join(20)
+    assert not leaving.is_alive() and driver.calls == 1
+    pin_beside([pins], threading.Lock())
+    pinning._stop_at_exit()
+    assert driver.calls == 1
+    slot.close()
+    assert driver.registered == {}
 
 
 def test_a_slot_collected_in_the_middle_of_its_pinning_is_closed_when_that_is_over(

@@ -645,6 +645,36 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   return to;
 }
 Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) { to.resize_(self.sizes()); return copy_from(self, to, false); }
+// As foreach_tensor_copy_list_kernel_cuda_: alike tensors go through float, which makes their NaNs one; it lacks some types.
+void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
+  bool is_batched = !to.empty() && to.size() == from.size();
+  for (size_t i = 0; is_batched && i < to.size(); ++i)
+    is_batched = is_sim(to[i]) && to[i].device() == from[i].device() && to[i].device() == to[0].device() &&
+                 to[i].dtype() == from[i].dtype() && to[i].dtype() == to[0].dtype() && to[i].sizes() == from[i].sizes() &&
+                 to[i].strides() == from[i].strides() && to[i].is_non_overlapping_and_dense() && !from[i].is_conj() && !from[i].is_neg();
+  if (!is_batched) { for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking); return; }
+  const auto kind = to[0].scalar_type();
+  const bool is_float8 = kind == at::kFloat8_e4m3fn || kind == at::kFloat8_e5m2 || kind == at::kFloat8_e4m3fnuz || kind == at::kFloat8_e5m2fnuz;
+  const bool is_small = kind == at::kHalf || kind == at::kBFloat16 || is_float8;
+  TORCH_CHECK_NOT_IMPLEMENTED(is_small || kind == at::kBool || kind <= at::kDouble || kind == at::kComplexFloat ||
+                              kind == at::kComplexDouble, "\"foreach_tensor_copy\" not implemented for '", kind, "'");
+  auto* queue = current(to[0].device().index());
+  std::vector<Access> accesses;
+  std::vector<std::pair<Tensor, Tensor>> pairs;
+  for (size_t i = 0; i < to.size(); ++i) {
+    accesses.push_back(access_of(from[i], false));
+    accesses.push_back(access_of(to[i], true));
+    pairs.push_back({as_stream_sees(to[i]), as_stream_sees(from[i])});
+  }
+  enqueue(queue, KERNEL, "foreach copy", accesses, [=](Queue&) {
+    for (auto& [into, source] : pairs) {
+      if (!is_small) { auto made = into; made.copy_(source); continue; }
+      auto wide = source.to(at::kFloat);
+      auto made = into;
+      made.copy_(wide.masked_fill(wide.isnan(), NAN));
+    }
+  });
+}
 at::Scalar local_scalar_dense(const Tensor& self) {
   auto value = at::empty({}, self.options().device(c10::kCPU));
   copy_host(self.as_strided({}, {}), value, false);
@@ -797,6 +827,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
+  m.impl("_foreach_copy_", &foreach_copy);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("native_dropout", &native_dropout);
   m.impl("_local_scalar_dense", &local_scalar_dense);

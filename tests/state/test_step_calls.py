@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
+from holdfast.accelerator import devices
 from holdfast.state import step_calls
 from support.models.mid_step import Training, at_bytecode
 
@@ -113,3 +115,19 @@ def test_a_forked_child_is_in_no_step(listener: Listener) -> None:
     training.step(fork)
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
     assert listener.heard == ONE_STEP
+
+
+def test_steps_of_tensors_that_have_no_device_behind_them_are_left_alone(
+    listener: Listener,
+) -> None:
+    """The hooks see the steps of every optimizer, also of those that are only planned."""
+    with FakeTensorMode():
+        parameter = torch.nn.Parameter(torch.empty(3, device="cuda"))
+        parameter.grad = torch.empty(3, device="cuda")
+        torch.optim.SGD([parameter], 0.1, foreach=False).step()
+    assert "fence" in listener.heard
+
+
+@pytest.mark.parametrize("kind", ["xla", "hpu", "mps"])
+def test_a_device_that_torch_does_not_call_the_accelerator_captures_nothing(kind: str) -> None:
+    assert not devices.is_capturing(torch.device(kind, 0))

@@ -145,7 +145,7 @@ def computation_so_far(devices: Iterable[torch.device]) -> dict[torch.device, to
 
 def is_capturing(device: torch.device) -> bool:
     """Return True if this thread's current stream of ``device`` records its work into a graph."""
-    return vendor_of(device).is_capturing(current_stream(device))
+    return is_streamed(device) and vendor_of(device).is_capturing(current_stream(device))
 
 
 @contextmanager

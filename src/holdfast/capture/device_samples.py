@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 
 from holdfast.accelerator import devices
+from holdfast.capture.transfers import exact
 from holdfast.state.bindings import Binding
 
 SAMPLE_BYTES, SAMPLES = 64, 32
@@ -23,16 +24,19 @@ class DeviceSample:
     def __init__(self, device: torch.device, leaves: Sequence[Binding], number: int) -> None:
         self.device, self.is_streamed = device, devices.is_streamed(device)
         self._names = [leaf.name for leaf in leaves]
-        self._parts = [_part(leaf.local, number) for leaf in leaves]
+        self._parts = [_part(exact(leaf.local), number) for leaf in leaves]
         self._before = torch.cat(self._parts)
         self._sizes = [part.nbytes for part in self._parts]
         self._both: torch.Tensor | None = None
 
     def take_again(self) -> None:
-        """Enqueue the second sample on the device's current stream."""
-        both = torch.stack((self._before, torch.cat(self._parts)))
-        self._both = torch.empty_like(both, device="cpu", pin_memory=self.is_streamed)
-        self._both.copy_(both, non_blocking=self.is_streamed)
+        """Enqueue the second sample on the device's current stream; without room for it nothing
+        is compared.
+        """
+        with suppress(torch.OutOfMemoryError):
+            both = torch.stack((self._before, torch.cat(self._parts)))
+            arrived = torch.empty_like(both, device="cpu", pin_memory=self.is_streamed)
+            self._both = arrived.copy_(both, non_blocking=self.is_streamed)
 
     def find_changed(self) -> str | None:
         """Return the first leaf whose bytes differ, once the second sample has arrived."""
@@ -54,7 +58,7 @@ def sample_devices(
     """
     alike: dict[tuple[torch.device, torch.dtype], list[Binding]] = {}
     for leaf in _chosen(leaves, number):
-        alike.setdefault((leaf.local.device, leaf.local.dtype), []).append(leaf)
+        alike.setdefault((leaf.local.device, exact(leaf.local).dtype), []).append(leaf)
     with suppress(torch.OutOfMemoryError), torch.no_grad():
         return [DeviceSample(device, some, number) for (device, _), some in alike.items()]
     return []

@@ -72,8 +72,8 @@ class Landing:
 
     def add(self, jobs: Iterable[LandingJob]) -> None:
         """Have these jobs done, by more threads the more there are."""
-        self._raise_error()
-        with self._changed:
+        with self._changed:  # behind an error nobody does them
+            self._raise_error()
             self._jobs.extend(jobs)
             wanted = min(land_threads() - 1, len(self._jobs) - 1)
             self._changed.notify_all()
@@ -91,7 +91,9 @@ class Landing:
         while self._work_one():
             done(self._final_bytes)
         with self._changed:
-            self._changed.wait_for(lambda: not (self._in_work or self._jobs))
+            self._changed.wait_for(
+                lambda: self._error is not None or not (self._in_work or self._jobs)
+            )
         self._raise_error()
         done(self._final_bytes)
         return [one for start in sorted(self._sums) for one in self._sums[start][1]]
@@ -117,7 +119,9 @@ class Landing:
     def _help(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._is_over)
+                self._changed.wait_for(
+                    lambda: (self._jobs and self._error is None) or self._is_over
+                )
                 if self._is_over:
                     return
             self._work_one()

@@ -6,10 +6,12 @@ straight into what is pinned by then; all else lands in staging pieces first.
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -23,6 +25,10 @@ from holdfast.events import MemoryPinned, Warned, emit
 #: hundreds of gigabytes at once.
 PIECE_BYTES = 1 << 30
 _PLACED_AT_ONCE = 64 << 20
+#: How long an exit waits for the threads that pin to leave the driver.
+_EXIT_S = 30.0
+_is_exit = threading.Event()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Pinnable(Protocol):
@@ -69,7 +75,7 @@ class Pins:
         """Pin all pieces, or until the memory is released; return the status of a refusal, or 0."""
         status = 0
         self._thread = threading.get_ident()
-        while self.pinned_bytes < self.size_bytes and not status and not self._is_released:
+        while self.pinned_bytes < self.size_bytes and not status and not self._is_over:
             with one_at_a_time:
                 stop = min(self.pinned_bytes + self.piece_bytes, self.size_bytes)
                 self._place(self.pinned_bytes, stop)
@@ -99,11 +105,15 @@ class Pins:
             self.pinned_bytes = 0
         return True
 
+    @property
+    def _is_over(self) -> bool:
+        return self._is_released or _is_exit.is_set()
+
     def _place(self, start: int, stop: int) -> None:
         """Have every page there, near the device and as a large one where possible."""
         for first in range(start, stop, _PLACED_AT_ONCE):
             with self._lock:
-                if self._is_released:
+                if self._is_over:
                     return
                 size = min(_PLACED_AT_ONCE, stop - first)
                 self._memory.place(first, size, self._node)
@@ -111,7 +121,7 @@ class Pins:
     def _register(self, start: int, stop: int) -> int:
         """Register one piece; return the driver's status. Nothing else calls the driver here."""
         with self._lock:
-            if self._is_released:
+            if self._is_over:
                 return 0
             status = devices.register(self._address + start, stop - start, self.device)
             if not status:
@@ -122,9 +132,21 @@ class Pins:
 def pin_beside(pins: Sequence[Pins], one_at_a_time: threading.Lock) -> None:
     """Pin all of these on a thread of its own, which holds the lock for a piece at a time."""
     with suppress(RuntimeError):  # no thread can be started: copies go through staging pieces
-        threading.Thread(
+        thread = threading.Thread(
             target=pin_all, args=(pins, one_at_a_time), name="holdfast-pin", daemon=True
-        ).start()
+        )
+        _threads.add(thread)
+        thread.start()
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """Pin no more, and wait until no thread is in the driver: an exit under it is a crash."""
+    _is_exit.set()
+    until_s = time.monotonic() + _EXIT_S
+    for thread in list(_threads):
+        if thread.is_alive():
+            thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def pin_all(pins: Sequence[Pins], one_at_a_time: threading.Lock) -> None:

@@ -164,7 +164,7 @@ class Saver:
         description = self.describer.describe()
         bindings = description.bindings
         described_s = time.monotonic()
-        stage(bindings.volatile)
+        stage(bindings.volatile, bindings.gpus)
         staged_s = time.monotonic()
         self._saves += 1
         capture = CaptureTask(
@@ -251,6 +251,8 @@ class Saver:
         # Repeat if a signal handler saved once more during the wait.
         while (capture := self._current) is not None and capture is not passed:
             if capture.is_update_recorded():
+                self._await_release(capture)
+                capture.resolved.wait(self._at_most(self.timeouts.copy_s))  # replays wait for none
                 return
             self._slot_requests.times.update_came(capture.number, time.monotonic())
             if not capture.released.is_set():
@@ -295,9 +297,7 @@ class Saver:
         self._steps.restart()
 
     def _await_reading(self) -> None:
-        """Wait while another thread describes the state for a save: updates must not begin
-        before.
-        """
+        """Wait while another thread describes the state for a save: no update begins before."""
         reading = self._reading
         if reading is None or reading.thread == threading.get_ident():
             return

@@ -16,6 +16,8 @@ from holdfast.events import Warned, emit
 
 #: Bytes of a pinned piece, and of the buffer on a device: a whole number of blocks.
 PIECE_BYTES = 16 << 20
+#: The buffer on a device that has no room for a larger one, each tried in turn.
+_FALLBACK_BYTES = 4 << 20, 1 << 20, 256 << 10, 128 << 10
 #: At most so many pieces are allocated, each when all others are in use.
 PIECES = 16
 
@@ -76,10 +78,20 @@ class GatherBuffers:
         self._buffers: dict[torch.device, torch.Tensor] = {}
 
     def of(self, device: torch.device) -> torch.Tensor:
-        """Return the buffer of ``device``, whose side stream is the current one."""
+        """Return the buffer of ``device``, whose side stream is the current one; it is smaller than
+        a piece if the device has no room. Raises OutOfMemoryError if it has none at all.
+        """
         if device not in self._buffers:
-            self._buffers[device] = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
+            self._buffers[device] = self._allocate(device)
         return self._buffers[device]
+
+    def _allocate(self, device: torch.device) -> torch.Tensor:
+        for size_bytes in (PIECE_BYTES, *(one for one in _FALLBACK_BYTES if one < PIECE_BYTES)):
+            try:
+                return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError as error:
+                full = error
+        raise full
 
 
 _abandoned: list[torch.Tensor] = []

@@ -292,10 +292,7 @@ class CaptureTask:
 
     def is_update_recorded(self) -> bool:
         """Return True if this thread captures an update into a graph: it moves versions alone."""
-        is_recorded = any(map(devices.is_capturing, self.ready))
-        if is_recorded:
-            self.overtaking.pass_fence()
-        return is_recorded
+        return any(map(devices.is_capturing, self.ready))
 
     def order_updates(self) -> None:
         """Let all that this thread enqueues from now on come behind the copies from devices."""

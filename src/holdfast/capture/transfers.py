@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,16 @@ from holdfast.capture import staging
 from holdfast.capture.copy_plan import SMALL_BYTES, CopyPlan, Segment, SegmentCopy, TensorCopy
 from holdfast.capture.staging import PIECE_BYTES
 from holdfast.format.checksum import BLOCK_BYTES, block_count
+from holdfast.state.tensors import DTYPE_NAMES
 
+#: Element types that a batched copy on a device leaves as they are, whatever their bits mean.
+#: Others go through float, which makes all NaNs one, or have no such copy.
+_EXACT = {
+    *(torch.float64, torch.float32, torch.complex128, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CARRIERS = {one: _INTEGERS[one.itemsize] for one in DTYPE_NAMES if one not in _EXACT}
 #: Bytes of a group, which one copy can fill: larger copies would be no faster.
 GROUP_BYTES = 4 * PIECE_BYTES
 
@@ -61,15 +71,20 @@ class Transfer:
             return
         with staging.gathered.lock:
             buffer = staging.gathered.of(self.device)
-            size = self.source.numel() * self.source.element_size()
-            buffer[:size].view(self.source.dtype).view(self.source.shape).copy_(self.source)
-            part = buffer[self.begin : self.begin + self.size_bytes]
-            into.copy_(part, non_blocking=True)
+            at, stop = 0, self.begin + self.size_bytes
+            for part in parts_of(self.source, buffer.numel()):
+                size = part.numel() * part.element_size()
+                first, last = max(self.begin, at), min(stop, at + size)
+                if first < last:
+                    buffer[:size].view(part.dtype).view(part.shape).copy_(part)
+                    place = into[first - self.begin : last - self.begin]
+                    place.copy_(buffer[first - at : last - at], non_blocking=True)
+                at += size
 
 
 def transfers_of(copy: TensorCopy) -> Iterator[Transfer]:
     """Yield the transfers that together are all bytes of a tensor, by offset."""
-    source = copy.source.detach()
+    source = exact(copy.source.detach())
     if is_in_a_row(source):
         flat = source.view(-1).view(torch.uint8)
         yield Transfer(copy.offset, copy.size_bytes, flat, 0, is_gathered=False)
@@ -84,6 +99,27 @@ def transfers_of(copy: TensorCopy) -> Iterator[Transfer]:
 def is_in_a_row(source: torch.Tensor) -> bool:
     """Return True if the tensor's bytes in memory are its elements in order."""
     return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as elements that every copy on a device leaves as they are."""
+    carrier = _CARRIERS.get(tensor.dtype)
+    return tensor if carrier is None or tensor.is_neg() else tensor.view(carrier)
+
+
+def batches(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Return the calls that copy from each source to its place, both ``exact``: one for all alike,
+    since torch batches no others.
+    """
+    alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for number, (place, source) in enumerate(pairs):
+        key = (source.dtype, source.device) if is_in_a_row(source) else number
+        places, sources = alike.setdefault(key, ([], []))
+        places.append(place)
+        sources.append(source)
+    return list(alike.values())
 
 
 def parts_of(source: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
@@ -107,7 +143,7 @@ class SmallTensors:
         self.device = device
         self.copies = list(copies)
         self._buffer: torch.Tensor | None = None
-        self._calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._rounds: list[_Round] = []
 
     @property
     def size_bytes(self) -> int:
@@ -123,12 +159,24 @@ class SmallTensors:
     def enqueue(self, into: torch.Tensor) -> None:
         """Enqueue the gathering and its copy to ``into``, on the device's current stream."""
         with staging.gathered.lock:
-            buffer = staging.gathered.of(self.device)
+            try:
+                buffer = staging.gathered.of(self.device)
+            except torch.OutOfMemoryError:
+                self._enqueue_each(into)
+                return
             if self._buffer is not buffer:
-                self._buffer, self._calls = buffer, self._plan(buffer)
-            for places, sources in self._calls:
-                torch._foreach_copy_(places, sources)
-            into.copy_(buffer[: self.size_bytes], non_blocking=True)
+                self._buffer, self._rounds = buffer, self._plan(buffer)
+            for one in self._rounds:
+                for places, sources in one.calls:
+                    torch._foreach_copy_(places, sources)
+                into[one.start : one.stop].copy_(one.gathered, non_blocking=True)
+
+    def _enqueue_each(self, into: torch.Tensor) -> None:
+        """Enqueue a copy of each tensor; raises OutOfMemoryError if one has to be gathered."""
+        for copy, at in zip(self.copies, self._places[0], strict=True):
+            source = exact(copy.source.detach())
+            place = into[at : at + copy.size_bytes].view(source.dtype).view(source.shape)
+            place.copy_(source, non_blocking=True)
 
     def moves(self, address: int) -> Iterator[SegmentCopy]:
         """Yield the copies from the gathered range at ``address`` to the image's data."""
@@ -143,17 +191,42 @@ class SmallTensors:
             end = places[-1] + copy.size_bytes
         return places, end
 
-    def _plan(self, buffer: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return the calls that gather: one for all alike, since torch batches no others."""
-        alike: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for number, (copy, at) in enumerate(zip(self.copies, self._places[0], strict=True)):
-            source = copy.source.detach()
-            place = buffer[at : at + copy.size_bytes].view(source.dtype).view(source.shape)
-            key = source.dtype if is_in_a_row(source) else number
-            places, sources = alike.setdefault(key, ([], []))
-            places.append(place)
-            sources.append(source)
-        return list(alike.values())
+    def _plan(self, buffer: torch.Tensor) -> list[_Round]:
+        """Return what fills the buffer and is copied out: all at once, if it is that large."""
+        rounds: list[_Round] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        start = stop = 0
+        for copy, at in zip(self.copies, self._places[0], strict=True):
+            if pairs and at + copy.size_bytes - start // 16 * 16 > buffer.numel():
+                rounds.append(_Round.of(pairs, start, stop, buffer))
+                pairs = []
+            if not pairs:
+                start = at
+            source = exact(copy.source.detach())
+            first, stop = at - start // 16 * 16, at + copy.size_bytes
+            place = buffer[first : first + copy.size_bytes].view(source.dtype).view(source.shape)
+            pairs.append((place, source))
+        return [*rounds, _Round.of(pairs, start, stop, buffer)]
+
+
+class _Round(NamedTuple):
+    """What fills a buffer of a device once: calls that gather, and the range copied out of it."""
+
+    calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+    gathered: torch.Tensor
+    start: int
+    stop: int
+
+    @classmethod
+    def of(
+        cls,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        start: int,
+        stop: int,
+        buffer: torch.Tensor,
+    ) -> _Round:
+        """Return the round for these pairs, whose places lie as aligned as in the whole range."""
+        return cls(batches(pairs), buffer[start % 16 : start % 16 + stop - start], start, stop)
 
 
 @dataclass(slots=True)

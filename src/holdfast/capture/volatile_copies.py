@@ -7,7 +7,7 @@ device waits for it before its next work, and needs no memory for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -19,27 +19,38 @@ from holdfast.capture.device_copies import landed, side_streams
 from holdfast.capture.landing import Landing, LandingJob
 from holdfast.capture.pinning import Pins, pin_beside
 from holdfast.capture.staging import PIECE_BYTES
-from holdfast.capture.transfers import GROUP_BYTES, Transfer, transfers_of
+from holdfast.capture.transfers import GROUP_BYTES, Transfer, batches, exact, transfers_of
 from holdfast.state.bindings import Binding
 
 _one_at_a_time = threading.Lock()
 
 
-def stage(volatile: Sequence[Binding]) -> None:
+def stage(volatile: Sequence[Binding], used: Collection[torch.device] = ()) -> None:
     """Copy volatile leaves to a staging buffer, so that the training thread may change them
-    again.
+    again. ``used``: the devices with streams that they may be on.
     """
     pairs = [
         (leaf.staged, leaf.local)
         for leaf in volatile
         if leaf.staged is not None and not leaf.is_copied_out
     ]
-    if pairs:  # leaves stored as part of another tensor are not staged
+    if pairs and not used:  # leaves stored as part of another tensor are not staged
         torch._foreach_copy_([into for into, _ in pairs], [local for _, local in pairs])
+    elif pairs:
+        for places, sources in batches(_exact_pairs(pairs)):
+            torch._foreach_copy_(places, sources)
     large = [leaf for leaf in volatile if leaf.is_copied_out]
     if large:
         with torch.no_grad():
             _copy_out(large)
+
+
+def _exact_pairs(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for into, local in pairs:
+        source = exact(local)
+        yield into if source is local else into.view(source.dtype), source
 
 
 def _copy_out(leaves: Sequence[Binding]) -> None:

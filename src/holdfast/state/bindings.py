@@ -155,8 +155,12 @@ def signature(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """True if the memory from the tensor's first element to its last is elements of it alone."""
-    ends = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > 0 and sum(ends) + 1 == tensor.numel()
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return expected > 0
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
