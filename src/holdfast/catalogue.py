@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from holdfast.errors import FormatError, HoldfastError, NewerFormat, NotFound
 from holdfast.format.manifest import (
@@ -20,6 +20,7 @@ from holdfast.format.manifest import (
     checksum_in,
     unseal,
 )
+from holdfast.format.values import decode
 from holdfast.storage.base import Store, read_at_most
 
 ROOT, LOCK = "holdfast.json", "writer"
@@ -235,6 +236,14 @@ class Catalogue:
         """Returns the newest generation that is known not to be abandoned."""
         return next(reversed(self.lineage), None)
 
+    def values_of(self, name: str) -> dict[Generation, float]:
+        """Returns the number that each checkpoint has under this name, of those that have one.
+
+        A dot in ``name`` leads into a dictionary, where no value has the whole name.
+        """
+        found = {m.generation: number_at(m.values, name) for m in self.manifests} if name else {}
+        return {generation: value for generation, value in found.items() if value is not None}
+
     def find(self, generation: Generation) -> Manifest | None:
         """Returns the manifest of a generation."""
         return next((m for m in self.manifests if m.generation == generation), None)
@@ -242,6 +251,20 @@ class Catalogue:
 
 #: What is known before anything was read.
 EMPTY = Catalogue()
+
+
+def number_at(values: dict[str, Any], name: str) -> float | None:
+    """Returns the plain number of this name; None where there is none."""
+    if name in values:
+        try:
+            value = decode(values[name])
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            return float(value) if is_number else None
+        except (HoldfastError, OverflowError):
+            return None
+    first, dot, rest = name.partition(".")
+    inner = values.get(first)
+    return number_at(inner, rest) if dot and isinstance(inner, dict) else None
 
 
 def gap_text(missing: int, undecided: Collection[Generation]) -> str:

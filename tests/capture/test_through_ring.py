@@ -169,7 +169,7 @@ class _HoldingStore(MemoryStore):
         super().__init__()
         self._go = go
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         return _Holding(super().create(path, size_bytes), self._go)
 
 

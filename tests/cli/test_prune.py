@@ -201,3 +201,14 @@ def test_a_lock_of_another_file_with_the_same_number_is_not_taken_for_ours(tmp_p
     (proc / "locks").write_text("\n".join(lines))
     assert holders(path, proc) == [12]
     assert holders(tmp_path / "missing", proc) == []
+
+
+def test_a_value_that_no_checkpoint_has_is_refused_before_anything_goes(
+    root: Path, capsys: Out
+) -> None:
+    before = contents(root)
+    assert main(["prune", str(root), "--best", "1", "--by", "val_los", "--yes"]) == 3
+    assert "has a number under 'val_los', so nothing is removed" in capsys.readouterr().err
+    assert main(["prune", str(root), "--best", "1", "--yes"]) == 2
+    assert "give both, such as Keep(best=3" in capsys.readouterr().err
+    assert contents(root) == before

@@ -67,6 +67,8 @@ NONSENSE: list[m.Message] = [
     m.Join(incarnation=1 << 63, nonce="n", rank=3),
     m.Join(incarnation=1, nonce="n", rank=3, keep_last=1 << 63),
     m.Join(incarnation=1, nonce="n", rank=3, keep_every=-1),
+    m.Join(incarnation=1, nonce="n", rank=3, keep_best=-1),
+    m.Join(incarnation=1, nonce="n", rank=3, keep_by="x" * 5000),
     m.Join(incarnation=1, nonce="n", rank=-1),
     m.Join(incarnation=1, nonce="n", rank=4),
     m.Join(incarnation=1, nonce="n", rank=3, compare_replicas=-1),

@@ -9,10 +9,12 @@ from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, unpin
+from holdfast.persist.removal import plan
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
+from support.checkpoints import keeper_roots
 from support.checkpoints.roots import whole
 from support.runs.keeper_jobs import job_of
 
@@ -153,3 +155,25 @@ def test_a_step_published_again_after_it_was_removed_keeps_the_images_that_it_na
     persister.stop()
     assert whole(store) == ["1-0", "1-1", "1-2", "1-3", "1-4"]
     assert any(name.startswith("1-1-other") for name in store.list("steps"))
+
+
+def valued(step: int, values: str) -> PersistJob:
+    return keeper_roots.job_at(step, values=f'{{"shared":{values},"own":{{}}}}'.encode())
+
+
+def test_the_best_by_a_plain_value_stay() -> None:
+    store = MemoryStore()
+    losses = ("3.0", '{"$float":"nan"}', "1.0", "2.0", "true", "1.0")
+    jobs = [valued(step, f'{{"val":{{"loss":{loss}}}}}') for step, loss in enumerate(losses)]
+    persist(store, *jobs, valued(6, "{}"), keep=Keep(best=2, by="val.loss"))
+    assert whole(store) == ["1-2", "1-5", "1-6"]
+    assert catalogue(store).values_of("val.loss") == {(1, 2): 1.0, (1, 5): 1.0}
+    removal = plan(store, Keep(best=1, by="val.loss"), abandoned=False)
+    assert [str(m.generation) for m in removal.checkpoints] == ["1-2"]
+
+
+def test_a_misspelt_value_removes_nothing() -> None:
+    store = MemoryStore()
+    jobs = [valued(step, '{"loss":1.0}') for step in range(3)]
+    persist(store, *jobs, keep=Keep(last=1, best=1, by="los"))
+    assert whole(store) == ["1-0", "1-1", "1-2"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -108,5 +109,72 @@ def test_pruning_after_each_save_keeps_what_pruning_once_keeps(
     "options", [{"last": 0}, {"last": -1}, {"every": 0}, {"last": 1.5}, {"every": True}]
 )
 def test_a_number_that_is_not_a_count_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="Keep"):
+        Keep(**options)
+
+
+def best(count: int = 1, *, largest: bool = False, **others: Any) -> Keep:
+    return Keep(best=count, by="val_loss", largest=largest, **others)
+
+
+def test_the_best_stay_beside_the_newest_and_the_round_ones() -> None:
+    losses = dict(zip(at(1, 2, 3, 4, 5), (3.0, 1.0, 2.0, 4.0, 5.0), strict=True))
+    assert best(2).decide(at(1, 2, 3, 4, 5), values=losses) == at(1, 4)
+    assert best(2, largest=True).decide(at(1, 2, 3, 4, 5), values=losses) == at(1, 2, 3)
+    assert best(last=2).decide(at(1, 2, 3, 4, 5), values=losses) == at(1, 3)
+    assert best(every=4).decide(at(1, 2, 3, 4, 5), values=losses) == at(1)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_of_equal_ones_the_newest_is_best(largest: bool) -> None:
+    losses = dict.fromkeys(at(1, 2, 3, 4), 1.0)
+    assert best(2, largest=largest).decide(at(1, 2, 3, 4, 5), values=losses) == at(1, 2)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("largest", [False, True])
+def test_an_absent_value_and_nan_are_never_best(largest: bool) -> None:
+    losses = {Saved(1, 1): math.nan, Saved(1, 3): 7.0, Saved(1, 4): math.nan}
+    assert best(3, largest=largest).decide(at(1, 2, 3, 4, 5), values=losses) == at(1, 2, 4)
+    infinite = {Saved(1, 1): math.inf, Saved(1, 2): -math.inf}
+    goes = at(2) if largest else at(1)
+    assert best(1, largest=largest).decide(at(1, 2, 3), values=infinite) == goes
+
+
+@pytest.mark.promise
+def test_a_value_that_no_checkpoint_has_removes_nothing() -> None:
+    assert best(last=1).decide(at(1, 2, 3)) == ()
+    assert best(last=1).decide(at(1, 2, 3), values={Saved(1, 2): math.nan}) == ()
+
+
+@given(lineages, st.data())
+def test_pruning_after_each_save_keeps_the_best_of_all(
+    saved: list[Saved], data: st.DataObject
+) -> None:
+    keep = best(data.draw(st.integers(1, 5)), last=1, largest=data.draw(st.booleans()))
+    losses = {one: data.draw(st.floats(allow_nan=False)) for one in saved}
+    kept: list[Saved] = []
+    for one in saved:
+        kept.append(one)
+        removed = keep.decide(kept, values=losses)
+        kept = [other for other in kept if other not in removed]
+    removed = keep.decide(saved, values=losses)
+    assert kept == [one for one in saved if one not in removed]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"best": 3},
+        {"by": "loss"},
+        {"largest": True},
+        {"best": 0, "by": "loss"},
+        {"best": True, "by": "loss"},
+        {"best": 1, "by": 3},
+        {"best": 1, "by": "x" * 5000},
+        {"best": 1, "by": "loss", "largest": 1},
+    ],
+)
+def test_best_without_a_name_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="Keep"):
         Keep(**options)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import RootBusy, StorageError
+from holdfast.errors import AlreadyPublished, RootBusy, StorageError
 from holdfast.storage import LocalStore, MemoryStore, Store
 from holdfast.testing import FaultyStore, LateFsyncStore, SlowStore, Stopped
-from holdfast.testing.faults import Mode
+from holdfast.testing.faults import Mode, StaleListStore
 from holdfast.testing.store_suite import StoreSuite
 
 
@@ -238,3 +238,55 @@ def test_a_late_fsync_comes_after_the_writes_and_before_the_image_is_finished() 
     sink.finish()
     assert acts == ["after write"]
     assert inner.changes[-1] == ("finish", "image")
+
+
+@pytest.mark.parametrize("mode", ["lost", "late", "twice"])
+def test_an_answer_that_is_lost_or_late_or_given_twice(mode: Mode) -> None:
+    inner = MemoryStore()
+    store = FaultyStore(inner, fail_at=2, mode=mode)
+    store.publish("a", b"a")
+    with pytest.raises(AlreadyPublished if mode == "twice" else StorageError):
+        store.publish("b", b"b")
+    assert inner.exists("b") == (mode != "late")
+    store.publish("c", b"c")
+    assert (inner.read("b"), inner.read("c")) == (b"b", b"c")
+
+
+def test_a_late_change_lands_when_it_is_told_to_or_after_others() -> None:
+    inner = MemoryStore()
+    store = FaultyStore(inner, fail_at=1, mode="late", late_by=3)
+    with pytest.raises(StorageError):
+        store.remove("b")
+    inner.publish("b", b"b")
+    store.publish("c", b"c")
+    store.publish("d", b"d")
+    assert inner.exists("b")
+    store.publish("e", b"e")
+    assert not inner.exists("b")
+    store = FaultyStore(inner, fail_at=1, mode="late", late_by=100)
+    with pytest.raises(StorageError):
+        store.publish("c", b"another")
+    store.land()
+    assert inner.read("c") == b"c", "what cannot be done any more is not done"
+
+
+def test_a_late_write_has_the_bytes_that_it_was_given() -> None:
+    inner = MemoryStore()
+    store = FaultyStore(inner, fail_at=2, mode="late", late_by=100)
+    sink, data = store.create("image", 3), bytearray(b"abc")
+    with pytest.raises(StorageError):
+        sink.write(0, memoryview(data))
+    data[:] = b"xyz"
+    store.land()
+    assert inner.read("image") == b"abc"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_stale_list_is_that_of_some_changes_ago(lag: int) -> None:
+    store = StaleListStore(MemoryStore(), lag)
+    for name in "abc":
+        store.publish(f"d/{name}", b"")
+    assert store.list("d") == ["a", "b", "c"][: 3 - lag]
+    store.remove("d/a")
+    assert store.list("d") == [["b", "c"], ["a", "b", "c"], ["a", "b"]][lag]
+    assert not store.exists("d/a")

@@ -31,6 +31,7 @@ COMMANDS = (
     "unlock",
     "copy",
     "sync",
+    "repair",
     "doctor",
     "report",
     "demo",

@@ -5,6 +5,7 @@ behind.
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from typing import Any
 
@@ -14,7 +15,7 @@ from holdfast.catalogue import DAMAGED, LOCK
 from holdfast.cli.checkpoints import OpenedRoot, open_root, root_holder
 from holdfast.cli.command import Commands, add_command, confirmed, print_json
 from holdfast.cli.output import SlowProgress, plain_table, stdout
-from holdfast.errors import RootBusy
+from holdfast.errors import NotFound, RootBusy
 from holdfast.leases import LEASE_S, LeaseWatch
 from holdfast.observe.text import moment_text, size_text
 from holdfast.persist.pins import pinned
@@ -36,6 +37,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "remove the checkpoints that the options name, and what no checkpoint needs",
         "holdfast prune runs/gpt --last 3 --dry-run",
         "holdfast prune runs/gpt --last 3 --every 1000 --yes",
+        "holdfast prune runs/gpt --last 3 --best 2 --by val_loss",
         "holdfast prune runs/gpt --abandoned",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
@@ -46,6 +48,13 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         type=int,
         help="keep those at multiples of N steps, counted from 0 or from 1",
     )
+    command.add_argument(
+        "--best", metavar="N", type=int, help="keep the N with the smallest value of --by"
+    )
+    command.add_argument(
+        "--by", metavar="NAME", default="", help="a plain value that `holdfast show` lists"
+    )
+    command.add_argument("--largest", action="store_true", help="the largest are best")
     command.add_argument(
         "--abandoned", action="store_true", help="remove those of futures that were given up"
     )
@@ -62,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     The newest of the lineage and pinned checkpoints always stay. Without --last, --every and
     --abandoned only leftovers are removed: they belong to no checkpoint.
     """
-    keep = Keep(last=args.last, every=args.every)
+    keep = Keep(last=args.last, every=args.every, best=args.best, by=args.by, largest=args.largest)
     opened = open_root(args.root)
+    _require_value(opened, keep)
     leases = LeaseWatch(opened.store)
     if not args.dry_run:
         _settle(leases)
@@ -90,6 +100,19 @@ def run(args: argparse.Namespace) -> int:
         gone = remove(opened.store, removal, progress, leases=leases)
     _tell(args, opened, gone, "removed")
     return 0
+
+
+def _require_value(opened: OpenedRoot, keep: Keep) -> None:
+    if keep.best is None or opened.catalogue.values_of(keep.by):
+        return
+    names = sorted({name for m in opened.catalogue.manifests for name in m.values})
+    close = ", ".join(difflib.get_close_matches(keep.by, names, n=3))
+    hint = f"did you mean {close}?" if close else f"`holdfast show {opened.root}` lists the values"
+    raise NotFound(
+        f"no checkpoint of {opened.root} has a number under {keep.by!r}, so nothing is removed: "
+        f"{hint}",
+        root=opened.root,
+    )
 
 
 def _settle(leases: LeaseWatch) -> None:

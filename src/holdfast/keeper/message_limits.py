@@ -18,6 +18,7 @@ MAX_BYTES = 1 << 46
 """Limit of one image's size: no host has that much memory."""
 MAX_SUMS_BYTES = 64 << 20
 MAX_TEXT = 64
+MAX_KEEP_BY = 4096
 """Length limit of a nonce or a policy's name: the nonce becomes part of file names."""
 MAX_PORT = (1 << 16) - 1
 MAX_PATIENCE_S = 24 * 3600.0
@@ -58,6 +59,8 @@ def _check_beginning(message: m.Message, world: int) -> None:
             _within("rank", message.rank, 0, world - 1)
             _within("keep_last", message.keep_last or 0, 0, MAX_STEP)
             _within("keep_every", message.keep_every or 0, 0, MAX_STEP)
+            _within("keep_best", message.keep_best or 0, 0, MAX_STEP)
+            _within("the length of keep_by", len(message.keep_by), 0, MAX_KEEP_BY)
             _within("parity", message.parity, 0, MAX_PARITY - 1)
             _within("compare_replicas", message.compare_replicas or 0, 0, MAX_STEP)
         case m.Adopt(parent=parent) if parent is not None:

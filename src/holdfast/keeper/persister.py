@@ -258,7 +258,7 @@ class Persister:
         """
         lineage = found.lineage
         spared = pinned(self.store) | {job.generation}
-        condemned = list(self.keep.decide(lineage, spared))
+        condemned = list(self.keep.decide(lineage, spared, found.values_of(self.keep.by)))
         # Abandoned generations cannot be determined while a record is unreadable.
         if self.keep.last is not None and len(lineage) >= self.keep.last and not found.broken:
             first = min(lineage[-self.keep.last :])

@@ -278,7 +278,13 @@ class TrainerApi:
                 raise self._fenced(message.incarnation)
         limits.validate_message(message, self.coordinator.world)
         self._check_host(connection, message.rank)
-        keep = Keep(last=message.keep_last, every=message.keep_every)
+        keep = Keep(
+            last=message.keep_last,
+            every=message.keep_every,
+            best=message.keep_best,
+            by=message.keep_by,
+            largest=message.keep_largest,
+        )
         # The keeper that coordinated before may be on a host that learns of this start just now.
         persister = await self.root.open(STEP_DOWN_S if self.coordinator.host_table else 0.0)
         self.ranks.take_place(connection, message.rank)

@@ -171,20 +171,16 @@ class GoodFile:
 
     def _find_header(self) -> tuple[bytes, Header]:
         for store in self._stores:
-            raw = _header_in(store, self.ref)
+            raw = header_in(store, self.ref)
             if raw is not None:
                 return raw, parse_header(raw, self.ref.path, self.ref.size_bytes)
         raise self._no("header")
 
     def _find_table(self) -> bytes:
         """Finds the table, or computes it where all blocks are good."""
-        begin = self._parsed.data_start + self._parsed.table.offset
         for store in self._stores:
-            try:
-                raw = store.read(self.ref.path, begin, self._parsed.table.size_bytes)
-            except HoldfastError:
-                continue
-            if text(checksum(raw)) == self.ref.table_xxh3:
+            raw = table_in(store, self.ref, self._parsed)
+            if raw is not None:
                 return raw
         for store in self._stores:
             made = self._computed_table(store)
@@ -212,13 +208,23 @@ class GoodFile:
         )
 
 
-def _header_in(store: Store, ref: ImageRef) -> bytes | None:
+def header_in(store: Store, ref: ImageRef) -> bytes | None:
+    """Returns the bytes before the data; None where they are not those that are named."""
     try:
         size_bytes = header_size(store.read(ref.path, 0, 8), ref.path, ref.size_bytes)
         raw = store.read(ref.path, 0, size_bytes)
     except HoldfastError:
         return None
     return raw if text(checksum(raw)) == ref.header_xxh3 else None
+
+
+def table_in(store: Store, ref: ImageRef, header: Header) -> bytes | None:
+    """Returns the block table; None where it is not the one that is named."""
+    try:
+        raw = store.read(ref.path, header.data_start + header.table.offset, header.table.size_bytes)
+    except HoldfastError:
+        return None
+    return raw if text(checksum(raw)) == ref.table_xxh3 else None
 
 
 def write_good(sink: ImageSink, good: GoodFile) -> None:

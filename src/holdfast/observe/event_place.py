@@ -150,6 +150,8 @@ def _fetch(place: EventPlace) -> Path:
             temporary.write_bytes(store.read(f"{EVENTS}/{name}"))
             temporary.replace(into / name)
     marks = _read_marks(place)
+    for old in into.glob("here-*.jsonl"):
+        old.unlink(missing_ok=True)
     for file in place.directory.glob("*.jsonl"):
         with file.open("rb") as opened:
             opened.seek(marks.get(str(os.fstat(opened.fileno()).st_ino), 0))

@@ -37,7 +37,7 @@ from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, se
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch
 from holdfast.persist.pins import pinned
-from holdfast.storage.base import Store, settle_s
+from holdfast.storage.base import Store, settle_s, unfinished
 from holdfast.storage.files import may_be_same
 
 #: Publications from when nothing names a file until it is removed: readers finish meanwhile.
@@ -219,11 +219,12 @@ def withdraw(store: Store, generation: Generation) -> bool:
 
 def unnamed_directories(store: Store, manifests: Iterable[Manifest]) -> list[str]:
     """Returns the directories of images and parts that none of ``manifests``, which must be all,
-    names.
+    names; and in those that are named, what was begun and never finished: nothing waits for it.
     """
     named = {directory for manifest in manifests for directory in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
-    return [path for path in below if path not in named]
+    begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)
+    return [*(path for path in below if path not in named), *begun]
 
 
 def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:

@@ -19,7 +19,7 @@ from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, mendable, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def removable(
     leaves open whether it was abandoned. While the newest incarnation has no checkpoint yet, not
     the newest abandoned one either: it is the only copy.
     """
-    going = set(keep.decide(found.lineage, pins))
+    going = set(keep.decide(found.lineage, pins, found.values_of(keep.by)))
     if abandoned:
         only = () if found.lineage else found.abandoned[-1:]
         going |= {g for g in found.abandoned if g not in pins and g not in only}
@@ -179,6 +179,8 @@ def _directories(manifests: Iterable[Manifest]) -> set[str]:
 
 def leftover(store: Store, path: str) -> Leftover:
     """Returns a directory or file with its size in bytes."""
+    if path in unfinished(store):  # a file of this name stays
+        return Leftover(path, 0)
     names = store.list(path)
     files = [f"{path}/{name}" for name in names] or [path]
     return Leftover(path, sum(_size_bytes(store, file) for file in files))

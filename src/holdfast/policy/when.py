@@ -7,7 +7,7 @@ restarted, or fell back, saves at the same steps as one that was not.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, TypeVar
@@ -152,7 +152,7 @@ class Pace:
 # The result is a list of generations to remove; the removal happens elsewhere, manifest first.
 
 
-class HasStep(Protocol):
+class HasStep(Hashable, Protocol):
     """An object that was saved at a step."""
 
     @property
@@ -162,37 +162,75 @@ class HasStep(Protocol):
 
 
 T = TypeVar("T", bound=HasStep)
+#: The longest name of a value.
+MAX_BY = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the newest ``last`` checkpoints, and all at multiples of ``every`` steps.
+    """Keep the newest ``last`` checkpoints, all at multiples of ``every`` steps, and the ``best``.
 
     ``last``: how many of the newest stay; None for all. ``every``: the distance in steps of those
-    that stay for good; None for none.
+    that stay for good; None for none. ``best``: how many of the best stay; None for none. ``by``:
+    the plain value of the state that says how good one is, such as "val_loss", or "metrics.loss"
+    for one in a dictionary; the smallest is best. ``largest``: the largest is best.
 
-    Steps may be counted from 0, as ``Every`` does (it acts at step 999, after 1000 steps), or
-    from 1: both 999 and 1000 are kept for ``every=1000``. ``Keep()`` keeps everything. Raises
-    UsageError when a number is not positive.
+    A value that is absent, no number or NaN is never best; of equal ones the newest is. As long as
+    no checkpoint has the value, none is removed: its name may be misspelt. Steps may be counted
+    from 0, as ``Every`` does (it acts at step 999, after 1000 steps), or from 1: both 999 and 1000
+    are kept for ``every=1000``. ``Keep()`` keeps everything. Raises UsageError when a number is not
+    positive, and for ``best`` without ``by``.
     """
 
     last: int | None = None
     every: int | None = None
+    best: int | None = None
+    by: str = ""
+    largest: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("last", self.last), ("every", self.every)):
+        for name, value in (("last", self.last), ("every", self.every), ("best", self.best)):
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"Keep({name}={value!r}): a whole number from 1 on is needed")
+        if not isinstance(self.by, str) or type(self.largest) is not bool:
+            raise UsageError(
+                f"Keep(by={self.by!r}, largest={self.largest!r}): by= is the name of a plain value "
+                "of the state, largest= is True or False"
+            )
+        if len(self.by) > MAX_BY:
+            raise UsageError(f"Keep(by=...): no value has a name of {len(self.by)} characters")
+        if (self.best is None) != (not self.by) or (self.largest and self.best is None):
+            raise UsageError(
+                f"Keep(best={self.best!r}, by={self.by!r}): give both, such as "
+                'Keep(best=3, by="val_loss"), or neither'
+            )
 
-    def decide(self, generations: Sequence[T], pinned: Collection[T] = ()) -> tuple[T, ...]:
+    def decide(
+        self,
+        generations: Sequence[T],
+        pinned: Collection[T] = (),
+        values: Mapping[T, float] | None = None,
+    ) -> tuple[T, ...]:
         """Return which of ``generations`` to remove; they are one lineage, oldest first.
 
         The newest and the ``pinned`` ones always stay; pinned ones count among the last.
+        ``values``: those of ``by``, for those that have one.
         """
-        if self.last is None and self.every is None:
+        if self.last is None and self.every is None and self.best is None:
+            return ()
+        best = self._best(generations, values or {})
+        if self.best is not None and not best:
             return ()
         older = generations[: -(self.last or 1)]
-        return tuple(one for one in older if not self._is_round(one) and one not in pinned)
+        stay = {*pinned, *best}
+        return tuple(one for one in older if not self._is_round(one) and one not in stay)
+
+    def _best(self, generations: Sequence[T], values: Mapping[T, float]) -> list[T]:
+        if self.best is None:
+            return []
+        known = [one for one in reversed(generations) if not math.isnan(values.get(one, math.nan))]
+        # Sorting keeps the order of equal ones: the newest first, also when it is reversed.
+        return sorted(known, key=lambda one: values[one], reverse=self.largest)[: self.best]
 
     def _is_round(self, generation: HasStep) -> bool:
         step = generation.step

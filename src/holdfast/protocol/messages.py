@@ -137,6 +137,9 @@ class Join(Message, frozen=True, kw_only=True):
     rank: int
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_best: int | None = None
+    keep_by: str = ""
+    keep_largest: bool = False
     persist_at_end: bool = True
     is_copying: bool = True
     """True if the rank may write to any slot. False only if its copier is known to have stopped."""

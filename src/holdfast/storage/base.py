@@ -124,9 +124,12 @@ class Store(Protocol):
         """
         ...
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         """Returns a new image of known size to be filled; AlreadyPublished when the name is
         taken.
+
+        ``aside``: a file of this name keeps it until the new one is durable, in ``finish``; then it
+        has the name ``aside``, which must be free, and the new one takes its place at once.
         """
         ...
 
@@ -172,6 +175,15 @@ def read_at_most(store: Store, path: str, limit_bytes: int) -> bytes | int:
     return size_bytes if size_bytes > limit_bytes else store.read(path)
 
 
+def unfinished(store: Store) -> list[str]:
+    """Returns images that were begun and never finished, where no listing of files shows them.
+
+    ``remove_tree`` of such a path ends what was begun, and leaves a file of this name alone.
+    """
+    found = getattr(store, "unfinished", None)
+    return [] if found is None else list(found())
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")
@@ -195,6 +207,11 @@ def check_range(path: str, offset_bytes: int, size_bytes: int) -> None:
         raise UsageError(
             f"{path}: a range cannot begin at {offset_bytes} and have {size_bytes} bytes"
         )
+
+
+def new_name(aside: str) -> str:
+    """Returns the name of a file until it takes the place of the one that is then ``aside``."""
+    return f"{aside}.new"
 
 
 def flat(data: memoryview) -> memoryview:

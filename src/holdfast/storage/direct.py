@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast.storage.base import SinkFill, flat, os_failure, reporting, short_read
@@ -131,13 +132,22 @@ class DirectSink:
     """A new file ``target`` of known size, to be filled; raises FileExistsError when the name is
     taken.
 
-    The directory must exist. Errors show ``path`` and ``url``.
+    The directory must exist. Errors show ``path`` and ``url``. ``then`` ends ``finish``, when the
+    file is durable.
     """
 
-    def __init__(self, target: str, size_bytes: int, *, path: str, url: str) -> None:
+    def __init__(
+        self,
+        target: str,
+        size_bytes: int,
+        *,
+        path: str,
+        url: str,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         self._path = path
         self._url = url
-        self._target = target
+        self._target, self._then = target, then
         self._file = DirectFile(target)
         try:
             self._file.reserve(size_bytes)
@@ -159,6 +169,8 @@ class DirectSink:
         with self._filling.finishing(), reporting("fsync", self._path, self._url):
             os.fsync(self._file.buffered)  # of the file, whichever way it was written
             sync_directory(os.path.dirname(self._target))
+            if self._then is not None:
+                self._then()
 
     def abort(self) -> None:
         if self._filling.abort():

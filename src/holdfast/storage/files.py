@@ -45,6 +45,19 @@ def link(source: str, target: str) -> bool:
     return True
 
 
+def replace_file(new: str, target: str, aside: str) -> None:
+    """Gives the durable file ``new`` the name ``target``, and what had that name ``aside``.
+
+    At no moment is there no file of the name.
+    """
+    with suppress(FileNotFoundError):
+        os.link(target, aside)
+        sync_directory(os.path.dirname(aside))
+    os.replace(new, target)
+    sync_directory(os.path.dirname(target))
+    sync_directory(os.path.dirname(aside))
+
+
 def sync_directory(directory: str) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

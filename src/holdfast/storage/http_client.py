@@ -24,6 +24,7 @@ ANSWER_S = 60.0
 #: Larger answers to anything but a read of a range are none of a store's.
 MAX_ANSWER_BYTES = 64 << 20
 _IDLE = 16
+_LENGTHS = frozenset({"content-length", "transfer-encoding"})
 
 
 class NoAnswer(Exception):
@@ -166,6 +167,9 @@ def _exchange(
         is_whole = False
     response = connection.getresponse()
     found = {name.lower(): value for name, value in response.getheaders()}
+    if response.status not in (204, 304) and not found.keys() & _LENGTHS:
+        # A head that was cut off looks whole, and its body empty.
+        raise http.client.HTTPException("an answer that does not say how long it is")
     size_bytes, data = 0, b""
     if into is not None and response.status in (200, 206) and (response.length or 0) <= len(into):
         while size_bytes < len(into) and (count := response.readinto(into[size_bytes:])):

@@ -28,6 +28,7 @@ from holdfast.storage.base import (
     check_prefix,
     check_range,
     flat,
+    new_name,
     os_failure,
     root_busy,
     short_read,
@@ -39,6 +40,7 @@ from holdfast.storage.files import (
     file_identity,
     link,
     remove_tree,
+    replace_file,
     sync_directory,
     write_durably,
 )
@@ -158,16 +160,33 @@ class LocalStore:
                     os.unlink(temporary)
             sync_directory(directory)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         check_range(path, 0, size_bytes)
         target = self._local(path)
         with self._reporting("create", path, size_bytes):
             self._require_locked_root()
             self._settle(os.path.dirname(target))
+            if aside:
+                return self._create_beside(path, size_bytes, aside)
             try:
                 return DirectSink(target, size_bytes, path=path, url=self.url)
             except FileExistsError:
                 raise already_published(path, self.url) from None
+
+    def _create_beside(self, path: str, size_bytes: int, aside: str) -> ImageSink:
+        old, new = self._local(aside), self._local(new_name(aside))
+        if os.path.lexists(old):
+            raise already_published(aside, self.url)
+        self._settle(os.path.dirname(old))
+        with suppress(FileNotFoundError):
+            os.unlink(new)  # of a repair that was killed
+        return DirectSink(
+            new,
+            size_bytes,
+            path=path,
+            url=self.url,
+            then=lambda: replace_file(new, self._local(path), old),
+        )
 
     def remove(self, path: str) -> None:
         target = self._local(path)

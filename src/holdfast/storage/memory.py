@@ -22,6 +22,7 @@ from holdfast.storage.base import (
     check_prefix,
     check_range,
     flat,
+    new_name,
     os_failure,
     root_busy,
     short_read,
@@ -85,14 +86,15 @@ class MemoryStore:
             self._require_free("publish", path, replace=replace)
             self._files[path] = bytes(data)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         check_path(path)
         check_range(path, 0, size_bytes)
         image = bytearray(size_bytes)
+        name = check_path(new_name(aside)) if aside else path
         with self._mutex:
-            self._require_free("create", path)
-            self._files[path] = image
-        return _MemorySink(self, path, image)
+            self._require_free("create", aside or path)
+            self._files[name] = image
+        return _MemorySink(self, name, image, (path, aside) if aside else None)
 
     def remove(self, path: str) -> None:
         check_path(path)
@@ -134,14 +136,24 @@ class MemoryStore:
             if self._files.get(path) is image:
                 del self._files[path]
 
+    def _replace(self, image: bytearray, path: str, aside: str) -> None:
+        with self._mutex:
+            self._require_free("create", aside)
+            if path in self._files:
+                self._files[aside] = self._files[path]
+            self._files[path] = image
+            self._files.pop(new_name(aside), None)
+
     def _unlock(self, name: str) -> None:
         with self._mutex:
             self._owners.pop(name, None)
 
 
 class _MemorySink:
-    def __init__(self, store: MemoryStore, path: str, image: bytearray) -> None:
-        self._store = store
+    def __init__(
+        self, store: MemoryStore, path: str, image: bytearray, replaces: tuple[str, str] | None
+    ) -> None:
+        self._store, self._replaces = store, replaces
         self._path = path
         self._image = image
         self._filling = SinkFill(path, len(image), lambda: None)
@@ -152,8 +164,9 @@ class _MemorySink:
             self._image[offset_bytes : offset_bytes + len(source)] = source
 
     def finish(self) -> None:
-        with self._filling.finishing():
-            pass  # memory is as durable as this store gets
+        with self._filling.finishing():  # memory is as durable as this store gets
+            if self._replaces is not None:
+                self._store._replace(self._image, *self._replaces)
 
     def abort(self) -> None:
         if self._filling.abort():

@@ -196,6 +196,10 @@ class ObjectStore:
             self._uploads = frozenset(one.key for one in self._bucket.uploads(self._below))
         return self._uploads
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Returns the paths of all images that were begun and not finished."""
+        return tuple(sorted(key[len(self._below) :] for key in self._unfinished()))
+
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         key = self._key(path)
         self._may_change()
@@ -226,12 +230,14 @@ class ObjectStore:
             )
         raise error
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         check_range(path, 0, size_bytes)
         key = self._key(path)
         self._may_change()
         self._require_room(path)
         is_resumed = path.split("/")[-2:][0] in self._resumed
+        if aside:
+            return self._create_over(key, path, size_bytes, aside)
         if self.exists(path):
             if is_resumed and self.size_bytes(path) == size_bytes:
                 return ComparingSink(self, path, size_bytes)
@@ -263,6 +269,33 @@ class ObjectStore:
         if found:
             self._resumed.add(found)
         return found
+
+    def _create_over(self, key: str, path: str, size_bytes: int, aside: str) -> ImageSink:
+        """An upload that takes the place of what has the name now, and of nothing else."""
+        outcome = self._bucket.head(key)
+        if outcome.status != 404:
+            self._bucket.require(outcome, "look-up", path)
+            self._copy_to(path, int(outcome.header("content-length")), aside)
+        return UploadSink(
+            self._bucket,
+            key,
+            path,
+            size_bytes,
+            self._may_change,
+            part_bytes=part_bytes(size_bytes, self._part_bytes),
+            over=outcome.header("etag") if outcome.is_done else "",
+        )
+
+    def _copy_to(self, path: str, size_bytes: int, aside: str) -> None:
+        sink = self.create(aside, size_bytes)
+        try:
+            for start in range(0, size_bytes, _PIECE_BYTES):
+                wanted = min(_PIECE_BYTES, size_bytes - start)
+                sink.write(start, memoryview(self.read(path, start, wanted)))
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
 
     def remove(self, path: str) -> None:
         self._key(path)

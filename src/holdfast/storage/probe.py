@@ -69,14 +69,16 @@ def probe(bucket: S3Bucket, prefix: str) -> Kept:
             replace=second.is_done and stale.status == 412,
             list_after_put=key in set(bucket.keys(key)),
             ranges=part.status == 206 and part.body == _OTHER[9:14],
-            part_checksums=_refuses_wrong_part(bucket, key),
+            part_checksums=_refuses_wrong_part(bucket, prefix, key),
         )
     finally:
         with contextlib.suppress(HoldfastError):
             bucket.delete(key)
 
 
-def _refuses_wrong_part(bucket: S3Bucket, key: str) -> bool:
+def _refuses_wrong_part(bucket: S3Bucket, prefix: str, key: str) -> bool:
+    for left in bucket.uploads(prefix):  # of a process that was killed here
+        bucket.abort_upload(left.key, left.id)
     upload = bucket.begin_upload(key + "-parts")
     try:
         wrong = {"x-amz-checksum-crc32": "AAAAAA=="}

@@ -66,7 +66,8 @@ class Removals:
         if not is_tree:
             self._bucket.require(self._bucket.delete(key), "removal", path)
             return
-        for upload in self._bucket.uploads(key + "/"):
+        begun = self._bucket.uploads(key)
+        for upload in (one for one in begun if f"{one.key}/".startswith(key + "/")):
             outcome = self._bucket.abort_upload(upload.key, upload.id)
             if outcome.status != 404:
                 self._bucket.require(outcome, "removal", path)

@@ -198,15 +198,20 @@ class S3Bucket:
         query = {"partNumber": str(number), "uploadId": upload}
         return self.send("PUT", key, query=query, headers=dict([checksum]), body=body)
 
-    def end_upload(self, key: str, upload: str, parts: Iterable[Part]) -> Outcome:
-        """Makes the object of its parts, where there is none of this name."""
+    def end_upload(
+        self, key: str, upload: str, parts: Iterable[Part], *, if_match: str = ""
+    ) -> Outcome:
+        """Makes the object of its parts, where there is none of this name, or the one with this
+        tag.
+        """
         listed = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{_escaped(part.etag)}</ETag>"
             f"{_checksum_element(part)}</Part>"
             for part in parts
         )
         body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
-        headers = {"if-none-match": "*", "content-type": "text/xml"}
+        condition = {"if-match": if_match} if if_match else {"if-none-match": "*"}
+        headers = condition | {"content-type": "text/xml"}
         return self.send("POST", key, query={"uploadId": upload}, headers=headers, body=[body])
 
     def abort_upload(self, key: str, upload: str) -> Outcome:

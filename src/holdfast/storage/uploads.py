@@ -52,7 +52,10 @@ class _Filling:
 
 
 class UploadSink:
-    """An image being filled; see ``ImageSink``. A byte is written once, or its part whole."""
+    """An image being filled; see ``ImageSink``. A byte is written once, or its part whole.
+
+    ``over``: the tag of the object whose place it takes; "" where there must be none.
+    """
 
     def __init__(
         self,
@@ -64,10 +67,12 @@ class UploadSink:
         *,
         part_bytes: int,
         found: tuple[Upload, list[Part]] | None = None,
+        over: str = "",
     ) -> None:
         self._bucket, self._key, self._path = bucket, key, path
         self._size_bytes, self._part_bytes = size_bytes, part_bytes
         self._may_change = may_change
+        self._over = over
         self._filling = SinkFill(path, size_bytes, self._released)
         self._lock = threading.Lock()
         self._parts: dict[int, _Filling] = {}
@@ -157,7 +162,7 @@ class UploadSink:
     def _put(self) -> None:
         filling = self._parts.get(0)
         body = filling.body() if filling else []
-        outcome = self._bucket.put(self._key, body, if_none=True)
+        outcome = self._bucket.put(self._key, body, if_none=not self._over, if_match=self._over)
         if outcome.status == 412 or not outcome.status:
             self._settle(outcome, b"".join(body))
         else:
@@ -173,7 +178,7 @@ class UploadSink:
 
     def _complete(self) -> None:
         parts = [self._sent[number] for number in sorted(self._sent)]
-        outcome = self._bucket.end_upload(self._key, self._upload, parts)
+        outcome = self._bucket.end_upload(self._key, self._upload, parts, if_match=self._over)
         if outcome.is_done:
             return
         if outcome.status == 412 and outcome.is_first_try:
@@ -204,7 +209,7 @@ class UploadSink:
             self._may_change()
             if self._upload:
                 self._bucket.abort_upload(self._key, self._upload)
-            if self._may_exist:
+            if self._may_exist and not self._over:  # else it may be the one that was to be replaced
                 self._bucket.delete(self._key)
 
 

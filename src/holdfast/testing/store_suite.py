@@ -154,6 +154,39 @@ class ImageSuite(MakesStore):
             store.publish("image", b"content")
         assert store.read("image") == b"x"
 
+    def test_what_an_image_replaces_is_there_until_it_is_durable_and_aside_then(
+        self, store: Store
+    ) -> None:
+        store.publish("steps/1/image", b"old")
+        sink = store.create("steps/1/image", 3 * PAGE, aside="aside/steps/1/image")
+        sink.write(0, memoryview(pattern(3 * PAGE)))
+        assert store.read("steps/1/image") == b"old"
+        sink.finish()
+        assert self.same_store(store).read("steps/1/image") == pattern(3 * PAGE)
+        assert store.read("aside/steps/1/image") == b"old"
+        assert store.list("aside/steps/1") == ["image"]
+        with pytest.raises(AlreadyPublished, match="aside"):
+            store.create("steps/1/image", 1, aside="aside/steps/1/image")
+
+    def test_an_image_that_was_to_replace_one_is_given_up_without_a_trace(
+        self, store: Store
+    ) -> None:
+        store.publish("image", b"old")
+        sink = store.create("image", 10, aside="aside/image")
+        sink.write(0, memoryview(b"01234"))
+        with pytest.raises(UsageError):
+            sink.finish()
+        sink.abort()
+        assert store.read("image") == b"old"
+        assert "image.new" not in store.list("aside")
+
+    def test_an_image_takes_the_place_of_none(self, store: Store) -> None:
+        sink = store.create("steps/1/image", 1, aside="aside/image")
+        sink.write(0, memoryview(b"x"))
+        sink.finish()
+        assert store.read("steps/1/image") == b"x"
+        assert store.list("aside") == []
+
     def test_an_aborted_image_leaves_nothing(self, store: Store) -> None:
         sink = store.create("steps/1/image", 10)
         sink.write(0, memoryview(b"01234"))

@@ -12,7 +12,7 @@ from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
-from support.checkpoints.images import images_of, random_leaf, seals, split_leaf
+from support.checkpoints.images import NO_VALUES, images_of, random_leaf, seals, split_leaf
 
 #: Of each rank a little more than a block, and as much again that is frozen.
 SHAPE = (2, 280_000)
@@ -22,12 +22,12 @@ LAYOUT = Layout(
 
 
 def job_at(
-    step: int, n: int = 1, parent: tuple[int, int] | None = None, values: bytes | None = None
+    step: int, n: int = 1, parent: tuple[int, int] | None = None, values: bytes = NO_VALUES
 ) -> PersistJob:
     """A captured generation, as a keeper hands it to its persister."""
     generation, attempt = Generation(n, step), f"a{n}x{step}"
     leaves = {"base": random_leaf("F32", SHAPE, 0), "w": random_leaf("F32", SHAPE, 1 + step)}
-    images = images_of(LAYOUT, leaves, generation=generation, attempt=attempt)
+    images = images_of(LAYOUT, leaves, values=values, generation=generation, attempt=attempt)
     jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}
     for rank, image in images.items():
         jobs[rank].seal(*seals(image))

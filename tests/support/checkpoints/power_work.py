@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
-from holdfast.catalogue import ROOT, catalogue
+from holdfast.catalogue import ROOT, catalogue, layout_path
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.persister import Persister
+from holdfast.maintenance.copies import copy
+from holdfast.maintenance.repairs import repair
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pin, pinned
 from holdfast.persist.removal import plan, remove
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
 from support.checkpoints.images import split_leaf
+from support.checkpoints.keeper_roots import change
 from support.runs.keeper_jobs import job_of
 
 LAYOUT = Layout(2, (split_leaf("b", "I64", (3,), 2), split_leaf("w", "F32", (520, 3), 2)))
 GROWN = Layout(2, (*LAYOUT.leaves, split_leaf("x", "F32", (4,), 2)))
 
 
+@cache
+def source() -> MemoryStore:
+    """A root with one checkpoint, which is copied."""
+    store = MemoryStore()
+    commit.open_root(store, "run")
+    persister = Persister(store, Keep(), lambda *_: None)
+    persister.work_one(job_of(Generation(1, 0), _first(), layout=LAYOUT))
+    persister.stop()
+    return store
+
+
+def _first() -> Incarnation:
+    return Incarnation(run_id="run", n=1, nonce="n1")
+
+
 def work(root: Path, promise: Callable[[str], None]) -> None:
-    """Save, prune, pin, change the layout, remove by hand and start again, in one directory."""
+    """Save, prune, pin, change the layout, remove by hand, start again, copy in and repair, in one
+    directory.
+    """
     store = LocalStore(root)
+    copy(source(), store, None, lambda *_: None)
+    promise("durable a1x0")
+    promise("damaged")  # from here on it may be
+    damaged = catalogue(store).manifests[0]
+    store.remove(layout_path(damaged.layout))
+    change(store, damaged.images[0].path, 4100)
+    repair(store, [source()], None)
+    promise("mended")
+    remove(store, plan(store, Keep(), abandoned=False))
     told: list[str] = []
 
     def tell(attempt: str, reason: str | None) -> None:
@@ -33,7 +64,7 @@ def work(root: Path, promise: Callable[[str], None]) -> None:
         if reason is None:
             promise(f"durable {attempt}")
 
-    for n, steps, keep in ((1, range(6), Keep(last=2)), (2, range(10, 14), Keep(last=1))):
+    for n, steps, keep in ((1, range(1, 6), Keep(last=2)), (2, range(10, 14), Keep(last=1))):
         commit.open_root(store, "run")
         with store.lock(ROOT, "keeper"):
             parent = (1, 5) if n == 2 else None
@@ -47,7 +78,7 @@ def work(root: Path, promise: Callable[[str], None]) -> None:
                     promise("pinned a1x1")
             persister.stop()
         remove(store, plan(store, Keep(last=1), abandoned=False))
-    assert told == [""] * 10
+    assert told == [""] * 9
 
 
 def wrong_in(directory: Path, promises: Sequence[str]) -> str:
@@ -58,6 +89,9 @@ def wrong_in(directory: Path, promises: Sequence[str]) -> str:
         found = catalogue(store)
         if found.broken:
             return f"cannot be read: {found.broken}"
+        is_damaged = "damaged" in promises and "mended" not in promises
+        if is_damaged:
+            repair(store, [source()], None)  # what a repair that was cut off leaves, the next mends
         for manifest in found.manifests:
             faults = verify(store, manifest, deep=True).faults
             if faults:

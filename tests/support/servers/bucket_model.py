@@ -22,8 +22,8 @@ from holdfast.storage.signing import Body
 from holdfast.storage.wrap import Patience
 
 #: What happens to a request: done and answered; done, and the answer lost; lost, and done when
-#: ``land`` is called; refused because the server is busy.
-FAULTS = ("lost", "late", "busy")
+#: ``land`` is called; never done; refused because the server is busy.
+FAULTS = ("lost", "late", "dropped", "busy")
 
 
 @dataclass
@@ -71,6 +71,8 @@ class ModelBucket(S3Bucket):
             fault = world.fault(kind, key)
             if fault == "busy":
                 return Outcome(503, "SlowDown", "slow down"), True
+            if fault == "dropped":
+                return Outcome(0, "", "no answer"), True
             if fault == "late":
                 world.late.append(lambda: self._answer(method, key, query, headers, data))
                 return Outcome(0, "", "no answer"), True

@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import piece_name
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.box import Box, cover_fault
@@ -25,7 +26,10 @@ _BLOCKS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The extent of a check and its ``faults`` in words; without faults the checkpoint is good."""
+    """The extent of a check and its ``faults`` in words; without faults the checkpoint is good.
+
+    ``blocks`` and ``size_bytes``: what was read.
+    """
 
     faults: tuple[str, ...]
     images: int
@@ -34,16 +38,39 @@ class VerifyReport:
     elapsed_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of ``of`` parts of all blocks, from 1 on: together they are all, each in one."""
+
+    number: int = 1
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.of:
+            raise UsageError(f"part {self.number}/{self.of}: give one from 1/{self.of} on")
+
+
+@dataclass(slots=True)
+class DeepProgress:
+    """How far a deep check of one checkpoint has read, in runs of blocks, and what it found."""
+
+    runs: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
 def verify(
     store: Store,
     manifest: Manifest,
     *,
     deep: bool,
     progress: Callable[[int, int], None] | None = None,
+    part: Part = Part(),
+    begun: DeepProgress | None = None,
 ) -> VerifyReport:
     """Check one checkpoint. A deep check calls ``progress(done_bytes, all_bytes)`` while it reads.
 
-    Faults are collected, not raised.
+    Faults are collected, not raised. ``part``: the blocks that a deep check reads. ``begun``: where
+    an earlier one was broken off; it is kept up to date before each call of ``progress``.
     """
     started_s = time.monotonic()
     faults: list[str] = []
@@ -64,13 +91,19 @@ def verify(
         except HoldfastError as error:
             faults.append(str(error))
     if deep and not faults:
-        total = sum(checkpoint.header(i.rank).table.offset for i in manifest.images)
-        for found_faults, size in _deep(checkpoint, [i.rank for i in manifest.images]):
-            faults += found_faults
+        begun = begun or DeepProgress()
+        runs = _runs(checkpoint, manifest, part)[begun.runs :]
+        total = sum(stop - first for _, first, stop in runs) * BLOCK_BYTES
+        for (_, first, stop), (found_faults, size) in zip(
+            runs, _deep(checkpoint, runs), strict=True
+        ):
+            begun.runs += 1
+            begun.faults += found_faults
             size_bytes += size
+            blocks += stop - first
             if progress is not None:
                 progress(size_bytes, total)
-        blocks = sum(checkpoint.header(i.rank).blocks for i in manifest.images)
+        faults += begun.faults
     return VerifyReport(
         tuple(faults), len(manifest.images), blocks, size_bytes, time.monotonic() - started_s
     )
@@ -104,13 +137,23 @@ def _image_faults(
     return faults
 
 
-def _deep(checkpoint: Checkpoint, ranks: list[int]) -> Iterator[tuple[list[str], int]]:
-    """Return (faults, bytes read) of ranges of blocks, several read at once."""
-    stretches = [
-        (rank, first, min(first + _BLOCKS_AT_ONCE, checkpoint.header(rank).blocks))
-        for rank in ranks
-        for first in range(0, checkpoint.header(rank).blocks, _BLOCKS_AT_ONCE)
+def _runs(checkpoint: Checkpoint, manifest: Manifest, part: Part) -> list[tuple[int, int, int]]:
+    """Returns the runs of blocks of a part: (rank, first, stop).
+
+    Those of small checkpoints are in one part or another by their step.
+    """
+    runs = [
+        (image.rank, first, min(first + _BLOCKS_AT_ONCE, checkpoint.header(image.rank).blocks))
+        for image in manifest.images
+        for first in range(0, checkpoint.header(image.rank).blocks, _BLOCKS_AT_ONCE)
     ]
+    return runs[(part.number - 1 - sum(manifest.generation)) % part.of :: part.of]
+
+
+def _deep(
+    checkpoint: Checkpoint, runs: list[tuple[int, int, int]]
+) -> Iterator[tuple[list[str], int]]:
+    """Return (faults, bytes read) of runs of blocks, several read at once."""
 
     def check(stretch: tuple[int, int, int]) -> tuple[list[str], int]:
         try:
@@ -119,4 +162,4 @@ def _deep(checkpoint: Checkpoint, ranks: list[int]) -> Iterator[tuple[list[str],
             return [str(error)], 0
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-verify") as pool:
-        yield from pool.map(check, stretches)
+        yield from pool.map(check, runs)

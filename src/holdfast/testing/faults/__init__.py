@@ -31,6 +31,7 @@ from holdfast.testing.faults.stores import (
     PassingSink,
     PassingStore,
     SlowStore,
+    StaleListStore,
     Stopped,
 )
 from holdfast.testing.runs.hosts import Hosts
@@ -47,6 +48,7 @@ __all__ = [
     "PassingStore",
     "Row",
     "SlowStore",
+    "StaleListStore",
     "Stopped",
     "events_of",
     "flip",

@@ -11,12 +11,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
+from holdfast.errors import HoldfastError
 from holdfast.storage.base import ImageSink, Lock, Store, flat, os_failure
 
-Mode = Literal["stop", "torn", "error"]
+T = TypeVar("T")
+Mode = Literal["stop", "torn", "error", "lost", "late", "twice"]
 
 
 class Stopped(BaseException):
@@ -58,8 +62,8 @@ class PassingStore:
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         self.inner.publish(path, data, replace=replace)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        return self.inner.create(path, size_bytes)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        return self.inner.create(path, size_bytes, aside=aside)
 
     def remove(self, path: str) -> None:
         self.inner.remove(path)
@@ -101,13 +105,27 @@ class FaultyStore(PassingStore):
     - "torn": the same, but half of the change was made: half the bytes of a write, the first half
       of a tree's names. A publication is atomic and leaves nothing.
     - "error": StorageError (no space left) instead of the change, once; then all is well again.
+    - "lost": the change is made, and its answer is lost: StorageError (timed out).
+    - "late": the same error, and the change is made when ``late_by`` other changes were, or at
+      ``land``; what it cannot do by then, it does not.
+    - "twice": the change is made twice, and the second answer is given, as by a client that tried
+      again.
 
     A stop releases the locks taken through this store, as the death of their process would.
     ``abort`` and ``release`` do nothing after it: a dead process cleans nothing up.
     """
 
-    def __init__(self, inner: Store, *, fail_at: int | None = None, mode: Mode = "stop") -> None:
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        fail_at: int | None = None,
+        mode: Mode = "stop",
+        late_by: int = 1,
+    ) -> None:
         super().__init__(inner)
+        self._late: Callable[[], object] | None = None
+        self._late_by = late_by
         self.changes: list[tuple[str, str]] = []
         self._fail_at = fail_at
         self._mode = mode
@@ -120,47 +138,82 @@ class FaultyStore(PassingStore):
         """True if the stop has happened."""
         return self._is_stopped
 
+    @property
+    def is_late(self) -> bool:
+        """True if changes may be made after they were reported as failed."""
+        return self._mode == "late"
+
     def _reach(self) -> Store:
         self._require_alive()
         return super()._reach()
 
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        self.change("publish", path)
-        super().publish(path, data, replace=replace)
+        do = partial(self.inner.publish, path, data, replace=replace)
+        self.change("publish", path, do)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        self.change("create", path, half=lambda: self.inner.create(path, size_bytes))
-        return _FaultySink(super().create(path, size_bytes), self, path)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        do = partial(self.inner.create, path, size_bytes, aside=aside)
+        return _FaultySink(self.change("create", path, do, half=do), self, path)
 
     def remove(self, path: str) -> None:
-        self.change("remove", path)
-        super().remove(path)
+        self.change("remove", path, partial(self.inner.remove, path))
 
     def remove_tree(self, prefix: str) -> None:
-        self.change("remove_tree", prefix, half=lambda: _remove_half(self.inner, prefix))
-        super().remove_tree(prefix)
+        do = partial(self.inner.remove_tree, prefix)
+        self.change("remove_tree", prefix, do, half=lambda: _remove_half(self.inner, prefix))
 
     def lock(self, name: str, owner: str) -> Lock:
         lock = super().lock(name, owner)
         self._locks.append(lock)
         return _FaultyLock(lock, self)
 
-    def change(self, operation: str, path: str, half: Callable[[], object] = lambda: None) -> None:
-        """Counts one change, and spoils it when it is the chosen one; ``half`` makes half of it."""
+    def land(self) -> None:
+        """Make the change that was reported as failed and is late, as far as it can be made now."""
+        with self._mutex:
+            do, self._late = self._late, None
+        if do is not None:
+            with suppress(HoldfastError):
+                do()
+
+    def change(
+        self,
+        operation: str,
+        path: str,
+        do: Callable[[], T],
+        half: Callable[[], object] = lambda: None,
+    ) -> T:
+        """Makes one change, or spoils it when it is the chosen one; ``half`` makes half of it."""
         with self._mutex:
             self._require_alive()
             self.changes.append((operation, path))
-            if len(self.changes) != self._fail_at:
-                return
-            if self._mode == "error":
-                cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                raise os_failure(operation, path, self.url, cause) from cause
-            self._is_stopped = True
-            if self._mode == "torn":
-                half()
-            for lock in self._locks:
-                lock.release()
-            self._require_alive()
+            number = len(self.changes)
+            is_chosen = number == self._fail_at
+            if is_chosen and self._mode in ("stop", "torn"):
+                self._stop(half)
+        if self._fail_at is not None and number > self._fail_at + self._late_by - 1:
+            self.land()
+        return self._spoil(operation, path, do) if is_chosen else do()
+
+    def _spoil(self, operation: str, path: str, do: Callable[[], T]) -> T:
+        if self._mode == "twice":
+            if operation != "finish":  # which a store refuses for reasons of its own
+                do()
+            return do()
+        if self._mode == "lost":
+            do()
+        if self._mode == "late":
+            self._late = do
+        code = errno.ENOSPC if self._mode == "error" else errno.ETIMEDOUT
+        cause = OSError(code, os.strerror(code))
+        raise os_failure(operation, path, self.url, cause) from cause
+
+    def _stop(self, half: Callable[[], object]) -> None:
+        self._is_stopped = True
+        if self._mode == "torn":
+            half()
+        for lock in self._locks:
+            lock.release()
+        self._require_alive()
 
     def _require_alive(self) -> None:
         if self._is_stopped:
@@ -176,12 +229,13 @@ class _FaultySink(PassingSink):
 
     def write(self, offset_bytes: int, data: memoryview) -> None:
         half = flat(data)[: data.nbytes // 2]
-        self._store.change("write", self._path, lambda: self.inner.write(offset_bytes, half))
-        super().write(offset_bytes, data)
+        # A late write has its own copy: the caller may use its memory again.
+        taken = memoryview(bytes(flat(data))) if self._store.is_late else data
+        do = partial(self.inner.write, offset_bytes, taken)
+        self._store.change("write", self._path, do, lambda: self.inner.write(offset_bytes, half))
 
     def finish(self) -> None:
-        self._store.change("finish", self._path)
-        super().finish()
+        self._store.change("finish", self._path, self.inner.finish)
 
     def abort(self) -> None:
         if not self._store.is_stopped:
@@ -245,8 +299,8 @@ class SlowStore(PassingStore):
         self.move(len(data))
         super().publish(path, data, replace=replace)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        return _SlowSink(super().create(path, size_bytes), self)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        return _SlowSink(super().create(path, size_bytes, aside=aside), self)
 
     def move(self, size_bytes: int) -> None:
         """Wait until the disk has moved these bytes after all earlier ones."""
@@ -267,6 +321,43 @@ class _SlowSink(PassingSink):
         super().write(offset_bytes, data)
 
 
+class StaleListStore(PassingStore):
+    """Lists what there was ``lag`` changes ago; all else is as it is now."""
+
+    def __init__(self, inner: Store, lag: int) -> None:
+        super().__init__(inner)
+        self._lag = lag
+        self._before: list[dict[str, list[str]]] = []
+        """Of each of the last changes: the directories it changed, as they were listed before."""
+
+    def list(self, prefix: str) -> list[str]:
+        seen = (one[prefix] for one in self._before if prefix in one)
+        found = next(seen, None)
+        return super().list(prefix) if found is None else found
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        self._note(path)
+        super().publish(path, data, replace=replace)
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        self._note(path)
+        return super().create(path, size_bytes, aside=aside)
+
+    def remove(self, path: str) -> None:
+        self._note(path)
+        super().remove(path)
+
+    def remove_tree(self, prefix: str) -> None:
+        self._note(prefix)
+        super().remove_tree(prefix)
+
+    def _note(self, path: str) -> None:
+        parts = path.split("/")
+        above = ["/".join(parts[:depth]) for depth in range(len(parts))]
+        listed = {prefix: self.inner.list(prefix) for prefix in above}
+        self._before = [*self._before, listed][-self._lag :] if self._lag else []
+
+
 class LateFsyncStore(PassingStore):
     """Calls ``delay`` when the bytes are handed over and before anything is made durable."""
 
@@ -278,8 +369,8 @@ class LateFsyncStore(PassingStore):
         self._delay()
         super().publish(path, data, replace=replace)
 
-    def create(self, path: str, size_bytes: int) -> ImageSink:
-        return _LateSink(super().create(path, size_bytes), self._delay)
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        return _LateSink(super().create(path, size_bytes, aside=aside), self._delay)
 
 
 class _LateSink(PassingSink):

@@ -1,0 +1,141 @@
+"""Runs ``holdfast repair``: mends what is damaged or missing, and names what nobody has."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.markup import escape
+
+from holdfast.cli.checkpoints import STEP_HELP, choose, open_root
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.output import SlowProgress, stdout
+from holdfast.errors import FormatError
+from holdfast.maintenance.repairs import (
+    DocumentDamage,
+    FileDamage,
+    RepairPlan,
+    RepairReport,
+    plan_repair,
+    repair,
+)
+from holdfast.observe.text import count_text
+
+#: Of the blocks and of the lost pieces of a file, the table shows at most this many.
+_SHOWN = 8
+
+
+def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Declares the command."""
+    command = add_command(
+        commands,
+        "repair",
+        "mend what is damaged or missing, from other roots or what replicas stored",
+        "holdfast repair runs/gpt --from /archive/gpt --dry-run",
+        "holdfast repair runs/gpt --from /archive/gpt",
+    )
+    command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
+    command.add_argument(
+        "--from",
+        dest="sources",
+        metavar="ROOT",
+        action="append",
+        default=[],
+        help="a copy of this root to take good bytes from; may be given several times",
+    )
+    command.add_argument("--step", metavar="STEP", help=STEP_HELP + "; without it, all are mended")
+    command.add_argument(
+        "--dry-run", action="store_true", help="show what is damaged, change nothing"
+    )
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Mends, or shows the damage; returns 4 while any is left, 5 while a run is active."""
+    opened = open_root(args.root)
+    sources = [open_root(source).store for source in args.sources]
+    wanted = None if args.step is None else {choose(opened, args.step).generation}
+    report = RepairReport()
+    with SlowProgress("reading every block") as progress:
+        if args.dry_run:
+            plan = plan_repair(opened.store, sources, wanted, progress)
+        else:
+            plan, report = repair(opened.store, sources, wanted, progress)
+    is_whole = all(damage.path in report.mended for damage in plan.damages)
+    if args.json:
+        print_json(_record(args, plan, report, is_whole))
+    else:
+        _print(args, plan, report)
+    return 0 if is_whole else FormatError.exit_code
+
+
+def _record(
+    args: argparse.Namespace, plan: RepairPlan, report: RepairReport, is_whole: bool
+) -> dict[str, Any]:
+    return {
+        "root": args.root,
+        "dry_run": args.dry_run,
+        "ok": is_whole,
+        "checkpoints": plan.checkpoints,
+        "documents": [
+            {
+                "path": one.path,
+                "fault": one.fault,
+                "mendable": one.is_mendable,
+                "aside": report.mended.get(one.path),
+            }
+            for one in plan.documents
+        ],
+        "files": [
+            {
+                "path": one.path,
+                "checkpoints": [str(generation) for generation in one.generations],
+                "faults": list(one.faults),
+                "blocks": list(one.blocks),
+                "mendable": one.is_mendable,
+                "lost": list(one.lost),
+                "aside": report.mended.get(one.path),
+            }
+            for one in plan.files
+        ],
+    }
+
+
+def _print(args: argparse.Namespace, plan: RepairPlan, report: RepairReport) -> None:
+    console = stdout()
+    for damage in plan.damages:
+        if damage.path in report.mended:
+            word = f"[green]mended[/]  (what was there: {escape(report.mended[damage.path])})"
+        else:
+            word = "[yellow]can be mended[/]" if damage.is_mendable else "[red]LOST[/]"
+        console.print(f"{escape(damage.path)}  {word}", soft_wrap=True)
+        for line in _lines(damage):
+            console.print(f"    {escape(line)}", soft_wrap=True)
+    read = count_text(plan.checkpoints, "checkpoint")
+    if not plan.damages:
+        console.print(f"nothing is damaged in {escape(args.root)}: {read} read", soft_wrap=True)
+        return
+    lost = sum(not damage.is_mendable for damage in plan.damages)
+    if lost:
+        console.print(
+            f"{count_text(lost, 'file')} cannot be mended: give another copy of the root by --from,"
+            " or restore another step",
+            soft_wrap=True,
+        )
+
+
+def _lines(damage: DocumentDamage | FileDamage) -> list[str]:
+    if isinstance(damage, DocumentDamage):
+        named = ", ".join(map(str, damage.generations))
+        return [damage.fault, *([f"without it lost: {named}"] if named else [])]
+    lines = [f"of {', '.join(map(str, damage.generations))}: {'; '.join(damage.faults)}"]
+    if damage.blocks:
+        lines.append(f"blocks: {_short(damage.blocks)}")
+    if damage.lost:
+        lines.append(f"lost: {_short(damage.lost)}")
+    return lines
+
+
+def _short(items: tuple[Any, ...]) -> str:
+    more = f", and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more
