@@ -37,12 +37,20 @@ def with_large_ones_that_lie_apart(device: str, seed: int) -> dict[str, Any]:
     return state
 
 
+def with_volatile_ones(device: str, seed: int) -> dict[str, Any]:
+    state = small_ones(device, seed)
+    module = nn.Module()
+    for n in range(20):
+        module.register_buffer(f"b{n}", torch.randn(1000 * n + 1, device=device))
+    return state | {"module": module}
+
+
 def contents(state: dict[str, Any]) -> dict[str, bytes]:
     modules = [one for one in state.values() if isinstance(one, nn.Module)]
     return {
         f"{number}.{name}": one.detach().cpu().contiguous().numpy().tobytes()
         for number, module in enumerate(modules)
-        for name, one in module.named_parameters()
+        for name, one in module.state_dict().items()
     }
 
 
@@ -61,8 +69,8 @@ def save_and_load(tmp_path: Path, device: str, build: Any, fill: Any) -> None:
     assert contents(again) == truth
 
 
-@pytest.mark.parametrize("build", [small_ones, with_large_ones_that_lie_apart])
-@pytest.mark.parametrize("refused", range(1, 6))
+@pytest.mark.parametrize("build", [small_ones, with_large_ones_that_lie_apart, with_volatile_ones])
+@pytest.mark.parametrize("refused", range(1, 5))
 def test_an_allocation_that_is_refused_costs_no_save(
     tmp_path: Path, device: str, build: Any, refused: int
 ) -> None:
@@ -73,7 +81,12 @@ def test_an_allocation_that_is_refused_costs_no_save(
 
 @pytest.mark.parametrize(
     ("build", "room_bytes"),
-    [(small_ones, 0), (small_ones, 300 << 10), (with_large_ones_that_lie_apart, 300 << 10)],
+    [
+        (small_ones, 0),
+        (small_ones, 300 << 10),
+        (with_volatile_ones, 0),
+        (with_large_ones_that_lie_apart, 300 << 10),
+    ],
 )
 def test_a_device_that_is_full_is_saved(
     tmp_path: Path, device: str, build: Any, room_bytes: int

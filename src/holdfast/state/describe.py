@@ -288,11 +288,7 @@ class Describer:
         device = self._staging_device(local)
         there = self._staged.get(name)
         if there is None or not same_storage_form(there, local, device):
-            if device == local.device:
-                with torch.inference_mode(False):  # it is written to later, outside of any
-                    there = torch.empty_like(local, memory_format=torch.contiguous_format)
-            else:
-                there = allocate(local.shape, local.dtype)
+            there = _allocate_like(local, device)
             self._staged[name] = there
         return there
 
@@ -303,6 +299,18 @@ class Describer:
             return torch.device("cpu")
         self._clones_bytes += local.nbytes
         return local.device
+
+
+def _allocate_like(local: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns memory for a copy of a leaf: on the host where its device has no room for it."""
+    if device == local.device:
+        try:
+            with torch.inference_mode(False):  # it is written to later, outside of any
+                return torch.empty_like(local, memory_format=torch.contiguous_format)
+        except torch.OutOfMemoryError:
+            if not is_streamed(device):
+                raise
+    return allocate(local.shape, local.dtype)
 
 
 def _check_unbroken(objects: Objects) -> None:
