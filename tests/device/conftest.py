@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,12 @@ import torch
 
 from device import simulator
 from support.project.devices import check_simulated
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without the simulated device not even its name can be used: it has a run of its own."""
+    is_test = collection_path.name.startswith("test_")
+    return True if is_test and config.getoption("--device") is None else None
 
 
 @pytest.fixture

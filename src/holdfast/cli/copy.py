@@ -13,7 +13,7 @@ from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
-from holdfast.maintenance.copies import CopyPlan, CopyReport, copy, plan_copy
+from holdfast.maintenance.copies import CopyReport, RootCopyPlan, copy, plan_copy
 from holdfast.observe.text import count_text, size_text
 from holdfast.storage.open import open_store
 
@@ -73,7 +73,7 @@ def run_copy(
 
 def _record(
     args: argparse.Namespace,
-    plan: CopyPlan,
+    plan: RootCopyPlan,
     report: CopyReport,
     broken: Collection[tuple[str, str]],
 ) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _record(
 
 def _print(
     args: argparse.Namespace,
-    plan: CopyPlan,
+    plan: RootCopyPlan,
     report: CopyReport,
     broken: Collection[tuple[str, str]],
 ) -> None:

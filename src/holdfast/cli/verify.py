@@ -17,7 +17,7 @@ from holdfast.errors import FormatError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.leases import ReadLease
 from holdfast.observe.text import count_text, rate_text, seconds_text, size_text
-from holdfast.restore.reading.verify import DeepProgress, Part, verify
+from holdfast.restore.reading.verify import DeepProgress, ReadPart, verify
 
 #: A note of what was read is written at most so often.
 _NOTE_S = 5.0
@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_sound else FormatError.exit_code
 
 
-def _part(text: str | None) -> Part:
+def _part(text: str | None) -> ReadPart:
     if text is None:
-        return Part()
+        return ReadPart()
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and len(text) < MAX_DIGITS):
         raise UsageError(f"--part {text}: give K/N, such as 1/7: the first of seven parts")
-    return Part(int(number), int(of))
+    return ReadPart(int(number), int(of))
 
 
 class ReadNote:
@@ -134,7 +134,7 @@ class ReadNote:
 
 
 def _check_all(
-    opened: OpenedRoot, step: str | None, *, deep: bool, part: Part, note: ReadNote
+    opened: OpenedRoot, step: str | None, *, deep: bool, part: ReadPart, note: ReadNote
 ) -> list[dict[str, Any]]:
     lease = ReadLease(opened.store)
     try:
@@ -155,7 +155,7 @@ def _check_all(
 
 
 def _check(
-    opened: OpenedRoot, manifest: Manifest, *, deep: bool, part: Part, note: ReadNote
+    opened: OpenedRoot, manifest: Manifest, *, deep: bool, part: ReadPart, note: ReadNote
 ) -> dict[str, Any]:
     with SlowProgress(f"verifying {manifest.generation}") as progress:
 

@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPlan:
+class RootCopyPlan:
     """What is copied, oldest first. ``there``: the target has these already; ``pins``: pinned
     ones.
     """
@@ -77,7 +77,7 @@ class CopyReport:
     """Bytes that an earlier copy, or another checkpoint of the target, had there already."""
 
 
-def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | None) -> CopyPlan:
+def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | None) -> RootCopyPlan:
     """Returns what would be copied: the ``wanted`` checkpoints (None: all), their pins and records.
 
     Raises UsageError for one root in two roles, and FormatError where the two contradict each
@@ -91,7 +91,7 @@ def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | Non
     _refuse_other_starts(source, target, records, there)
     has = {manifest.generation for manifest in there.manifests}
     named = {m.generation for m in chosen}
-    return CopyPlan(
+    return RootCopyPlan(
         run_id=run_id,
         checkpoints=tuple(m for m in chosen if m.generation not in has),
         there=tuple(m for m in chosen if m.generation in has),
@@ -103,7 +103,7 @@ def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | Non
 
 def copy(
     source: Store, target: Store, wanted: Collection[Generation] | None, progress: Progress
-) -> tuple[CopyPlan, CopyReport]:
+) -> tuple[RootCopyPlan, CopyReport]:
     """Copies under the target's lock. Damaged checkpoints of the source are left out, and named.
 
     Stopped anywhere, every checkpoint of the target is whole, and the next copy goes on.
@@ -134,7 +134,9 @@ def _files(manifest: Manifest) -> tuple[ImageRef, ...]:
 class _Copying:
     """One copy under way, whose caller holds the target's lock."""
 
-    def __init__(self, source: Store, target: Store, plan: CopyPlan, progress: Progress) -> None:
+    def __init__(
+        self, source: Store, target: Store, plan: RootCopyPlan, progress: Progress
+    ) -> None:
         self._source, self._target, self._plan = source, target, plan
         self._progress = progress
         self._records = {record.n: record for record in plan.records}

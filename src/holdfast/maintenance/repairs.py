@@ -129,7 +129,7 @@ def plan_repair(
         for place, known in zip((store, *sources), (found, *others), strict=True)
         for ref in _named(known.manifests)
     )
-    search = _Search(store, sources, elsewhere, layouts, progress)
+    search = _DamageSearch(store, sources, elsewhere, layouts, progress)
     files = search.damages(manifests)
     return RepairPlan(tuple(documents), tuple(files), len(manifests))
 
@@ -336,7 +336,7 @@ def _try_range(store: Store, path: str, start: int, size_bytes: int) -> bytes | 
         return None
 
 
-class _Search:
+class _DamageSearch:
     """Looks for damage in files, and for what is lost."""
 
     def __init__(

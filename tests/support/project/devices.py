@@ -18,6 +18,8 @@ import pytest
 from support.project.sample import SEED
 
 PROFILES = ("kernels", "down", "up", "all")
+#: Folders of the tests whose ``device`` is an accelerator.
+_FOLDERS = ("device", "gpu")
 REQUIRED = "REQUIRE_SIMULATED_DEVICE"
 """Set where a machine without a compiler fails the tests instead of skipping them."""
 
@@ -58,7 +60,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
+    if "device" in metafunc.fixturenames and metafunc.definition.path.parent.name in _FOLDERS:
         is_simulated = metafunc.config.getoption("--device") is not None
         all_delays = chosen_delays(metafunc.config) if is_simulated else [None]
         metafunc.parametrize("device", all_delays, indirect=True, ids=_name)

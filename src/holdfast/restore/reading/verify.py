@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import piece_name
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.box import Box, cover_fault
@@ -39,7 +38,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReadPart:
     """One of ``of`` parts of all blocks, from 1 on: together they are all, each in one."""
 
     number: int = 1
@@ -64,7 +63,7 @@ def verify(
     *,
     deep: bool,
     progress: Callable[[int, int], None] | None = None,
-    part: Part = Part(),
+    part: ReadPart = ReadPart(),
     begun: DeepProgress | None = None,
 ) -> VerifyReport:
     """Check one checkpoint. A deep check calls ``progress(done_bytes, all_bytes)`` while it reads.
@@ -93,7 +92,7 @@ def verify(
     if deep and not faults:
         begun = begun or DeepProgress()
         runs = _runs(checkpoint, manifest, part)[begun.runs :]
-        total = sum(stop - first for _, first, stop in runs) * BLOCK_BYTES
+        total = _runs_bytes(checkpoint, manifest, runs)
         for (_, first, stop), (found_faults, size) in zip(
             runs, _deep(checkpoint, runs), strict=True
         ):
@@ -102,7 +101,7 @@ def verify(
             size_bytes += size
             blocks += stop - first
             if progress is not None:
-                progress(size_bytes, total)
+                progress(size_bytes, max(size_bytes, total))
         faults += begun.faults
     return VerifyReport(
         tuple(faults), len(manifest.images), blocks, size_bytes, time.monotonic() - started_s
@@ -137,7 +136,7 @@ def _image_faults(
     return faults
 
 
-def _runs(checkpoint: Checkpoint, manifest: Manifest, part: Part) -> list[tuple[int, int, int]]:
+def _runs(checkpoint: Checkpoint, manifest: Manifest, part: ReadPart) -> list[tuple[int, int, int]]:
     """Returns the runs of blocks of a part: (rank, first, stop).
 
     Those of small checkpoints are in one part or another by their step.
@@ -148,6 +147,16 @@ def _runs(checkpoint: Checkpoint, manifest: Manifest, part: Part) -> list[tuple[
         for first in range(0, checkpoint.header(image.rank).blocks, _BLOCKS_AT_ONCE)
     ]
     return runs[(part.number - 1 - sum(manifest.generation)) % part.of :: part.of]
+
+
+def _runs_bytes(
+    checkpoint: Checkpoint, manifest: Manifest, runs: list[tuple[int, int, int]]
+) -> int:
+    """Returns about how many bytes these runs have; exactly, where they are all blocks."""
+    headers = [checkpoint.header(image.rank) for image in manifest.images]
+    total = sum(header.blocks for header in headers)
+    wanted = sum(stop - first for _, first, stop in runs)
+    return sum(header.table.offset for header in headers) * wanted // max(1, total)
 
 
 def _deep(
