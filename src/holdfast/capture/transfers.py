@@ -143,7 +143,7 @@ class SmallTensors:
         self.device = device
         self.copies = list(copies)
         self._buffer: torch.Tensor | None = None
-        self._rounds: list[_Round] = []
+        self._fills: list[_BufferFill] = []
 
     @property
     def size_bytes(self) -> int:
@@ -165,8 +165,8 @@ class SmallTensors:
                 self._enqueue_each(into)
                 return
             if self._buffer is not buffer:
-                self._buffer, self._rounds = buffer, self._plan(buffer)
-            for one in self._rounds:
+                self._buffer, self._fills = buffer, self._plan(buffer)
+            for one in self._fills:
                 for places, sources in one.calls:
                     torch._foreach_copy_(places, sources)
                 into[one.start : one.stop].copy_(one.gathered, non_blocking=True)
@@ -191,14 +191,14 @@ class SmallTensors:
             end = places[-1] + copy.size_bytes
         return places, end
 
-    def _plan(self, buffer: torch.Tensor) -> list[_Round]:
+    def _plan(self, buffer: torch.Tensor) -> list[_BufferFill]:
         """Return what fills the buffer and is copied out: all at once, if it is that large."""
-        rounds: list[_Round] = []
+        fills: list[_BufferFill] = []
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         start = stop = 0
         for copy, at in zip(self.copies, self._places[0], strict=True):
             if pairs and at + copy.size_bytes - start // 16 * 16 > buffer.numel():
-                rounds.append(_Round.of(pairs, start, stop, buffer))
+                fills.append(_BufferFill.of(pairs, start, stop, buffer))
                 pairs = []
             if not pairs:
                 start = at
@@ -206,10 +206,10 @@ class SmallTensors:
             first, stop = at - start // 16 * 16, at + copy.size_bytes
             place = buffer[first : first + copy.size_bytes].view(source.dtype).view(source.shape)
             pairs.append((place, source))
-        return [*rounds, _Round.of(pairs, start, stop, buffer)]
+        return [*fills, _BufferFill.of(pairs, start, stop, buffer)]
 
 
-class _Round(NamedTuple):
+class _BufferFill(NamedTuple):
     """What fills a buffer of a device once: calls that gather, and the range copied out of it."""
 
     calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -224,8 +224,8 @@ class _Round(NamedTuple):
         start: int,
         stop: int,
         buffer: torch.Tensor,
-    ) -> _Round:
-        """Return the round for these pairs, whose places lie as aligned as in the whole range."""
+    ) -> _BufferFill:
+        """Return the fill for these pairs, whose places lie as aligned as in the whole range."""
         return cls(batches(pairs), buffer[start % 16 : start % 16 + stop - start], start, stop)
 
 
