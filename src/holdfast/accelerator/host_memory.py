@@ -26,7 +26,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, _size]
 _libc.madvise.argtypes = [ctypes.c_void_p, _size, _flag]
 
 
-class HostMemory:
+class PinnablePages:
     """The pages of one tensor, until the last view of it is gone."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -58,13 +58,13 @@ class HostMemory:
             _libc.munmap(self.address, self.size_bytes)
 
 
-_memories: dict[int, HostMemory] = {}
+_memories: dict[int, PinnablePages] = {}
 
 
 def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor in host memory of its own, which is not written to yet."""
     size_bytes = shape.numel() * dtype.itemsize
-    memory = HostMemory(size_bytes)
+    memory = PinnablePages(size_bytes)
     owner = (ctypes.c_char * size_bytes).from_address(memory.address)
     with torch.inference_mode(False):  # it is written to later, outside of inference mode
         tensor = torch.frombuffer(owner, dtype=torch.uint8).view(dtype).view(shape)
@@ -73,6 +73,6 @@ def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-def memory_of(tensor: torch.Tensor) -> HostMemory:
+def memory_of(tensor: torch.Tensor) -> PinnablePages:
     """Return the memory of a tensor of ``allocate``."""
     return _memories[host_address(tensor)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import queue
 import sys
@@ -209,8 +210,9 @@ class Background:
         task.add_done_callback(_complain)
 
     def from_thread(self, function: Callable[[], None]) -> None:
-        """Schedule a call of ``function`` on the loop, from another thread."""
-        self._loop.call_soon_threadsafe(function)
+        """Schedule a call of ``function`` on the loop, from another thread; none once it ended."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody hears of it any more
+            self._loop.call_soon_threadsafe(function)
 
 
 def _complain(task: asyncio.Task[None]) -> None:
