@@ -46,12 +46,12 @@ def recorded(root: Path) -> PowerRecorder:
 
 def wrong_states(recorder: PowerRecorder, scratch: Path, most: int) -> Iterator[tuple[int, str]]:
     """Yield (operations done, what is wrong) for each of ``most`` states, by the day's seed."""
-    options: Any = {"per_cut": 24, "seed": SEED}
+    options: Any = {"per_cut": 24, "seed": os.environ[SEED]}
     if most >= ALL:
         options |= {"per_cut": 400, "tears": 10}
     states = partial(crash_states, recorder.operations, recorder.directories, **options)
     total = sum(1 for _ in states())
-    chosen = set(random.Random(SEED).sample(range(total), min(most, total)))
+    chosen = set(random.Random(os.environ[SEED]).sample(range(total), min(most, total)))
     for number, state in enumerate(states()):
         if number not in chosen:
             continue
@@ -155,7 +155,9 @@ def cut_and_open(kind: str, work_dir: Path, most: int) -> list[tuple[int, str]]:
     at.mkdir()
     found = []
     try:
-        for done in cut_disks(kind, writes, first, image, per_cut=PER_CUT[kind], seed=SEED):
+        for done in cut_disks(
+            kind, writes, first, image, per_cut=PER_CUT[kind], seed=os.environ[SEED]
+        ):
             with mounted(kind, image, at):
                 wrongs: list[str] = []
                 for name in ROOTS[kind]:
