@@ -159,6 +159,7 @@ def test_relaxing_and_delaying_ask_the_vendor_of_the_device(
 
     monkeypatch.setitem(vendors._vendors, "cpu", Asked())
     monkeypatch.setattr(devices, "current_stream", lambda _: "stream")
+    monkeypatch.setattr(devices, "is_streamed", lambda _: True)
     cpu = torch.device("cpu")
     with devices.relax_capture(cpu):
         devices.delay(cpu, 0.5)
