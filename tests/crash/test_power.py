@@ -29,6 +29,8 @@ from holdfast.testing.faults.power import PowerRecorder, crash_states
 from support.checkpoints.power_work import work, wrong_in
 from support.project.sample import SEED
 
+#: The seed of the day; each test clears the settings of its environment.
+DAY = os.environ.get(SEED, "0")
 #: Of all states, those that `make test` opens; `make test-all` opens as many as are asked for.
 SAMPLE, ALL = 500, 10_000
 #: Disks of each real file system, and of each cut at most so many beside the prefix itself.
@@ -46,12 +48,12 @@ def recorded(root: Path) -> PowerRecorder:
 
 def wrong_states(recorder: PowerRecorder, scratch: Path, most: int) -> Iterator[tuple[int, str]]:
     """Yield (operations done, what is wrong) for each of ``most`` states, by the day's seed."""
-    options: Any = {"per_cut": 24, "seed": os.environ[SEED]}
+    options: Any = {"per_cut": 24, "seed": DAY}
     if most >= ALL:
         options |= {"per_cut": 400, "tears": 10}
     states = partial(crash_states, recorder.operations, recorder.directories, **options)
     total = sum(1 for _ in states())
-    chosen = set(random.Random(os.environ[SEED]).sample(range(total), min(most, total)))
+    chosen = set(random.Random(DAY).sample(range(total), min(most, total)))
     for number, state in enumerate(states()):
         if number not in chosen:
             continue
@@ -155,9 +157,7 @@ def cut_and_open(kind: str, work_dir: Path, most: int) -> list[tuple[int, str]]:
     at.mkdir()
     found = []
     try:
-        for done in cut_disks(
-            kind, writes, first, image, per_cut=PER_CUT[kind], seed=os.environ[SEED]
-        ):
+        for done in cut_disks(kind, writes, first, image, per_cut=PER_CUT[kind], seed=DAY):
             with mounted(kind, image, at):
                 wrongs: list[str] = []
                 for name in ROOTS[kind]:
