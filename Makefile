@@ -17,6 +17,8 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 # runs as much as this many seconds of one core, by a seed of the day that it prints.
 WORKERS ?= 2
 SAMPLE_S ?= 250
+# The same for the simulated device.
+DEVICE_SAMPLE_S ?= 40
 
 # What reaches the pure modules in short time: next to nothing here starts processes or ranks.
 PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py \
@@ -64,7 +66,7 @@ tests-all: $(READY)
 DEVICE_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --device=sim tests/device tests/gpu
 .PHONY: device-tests device-tests-all device-coverage
 device-tests: $(READY) ## what needs an accelerator, on a simulated one: what is late is chosen by the day
-	$(DEVICE_TESTS) -m "not slow"
+	$(DEVICE_TESTS) -m "not slow" --sample $(DEVICE_SAMPLE_S)
 
 device-tests-all: $(READY)
 	$(DEVICE_TESTS) --profiles=every --seeds=5

@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import random
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -50,17 +51,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     costs = read_costs()
     chosen = choose(
-        {item.nodeid: costs[item.nodeid] for item in items if item.nodeid in costs},
-        {item.nodeid for item in items if item.get_closest_marker("promise")},
+        {key: costs[key] for item in items if (key := key_of(item.nodeid)) in costs},
+        {key_of(item.nodeid) for item in items if item.get_closest_marker("promise")},
         seconds,
         config.stash[_SEED],
     )
-    left_out = [item for item in items if item.nodeid in costs and item.nodeid not in chosen]
+    left_out = [item for item in items if key_of(item.nodeid) in costs.keys() - chosen]
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(
         (item for item in items if item not in set(left_out)),
-        key=lambda item: -costs.get(item.nodeid, 0.0),
+        key=lambda item: -costs.get(key_of(item.nodeid), 0.0),
     )
+
+
+def key_of(nodeid: str) -> str:
+    """Returns a test's name in the costs: on the simulated device, without its delays."""
+    return _DELAYS.sub("[", nodeid).removesuffix("[]")
 
 
 def choose(costs: dict[str, float], always: set[str], seconds: float, seed: str) -> set[str]:
@@ -89,7 +95,7 @@ class _Recorder:
         self._seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
+        self._seconds[key_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if "PYTEST_XDIST_WORKER" in os.environ:
@@ -100,3 +106,4 @@ class _Recorder:
 
 
 _SEED = pytest.StashKey[str]()
+_DELAYS = re.compile(r"\[(?:kernels|down|up|all)-\d+-?")
