@@ -190,6 +190,75 @@ def test_a_damaged_manifest_of_the_source_is_not_copied_and_is_named() -> None:
     assert list(map(str, report.copied)) == ["1-10", "1-30", "2-25"]
 
 
+def partly_copied(source: Store) -> tuple[MemoryStore, ImageRef]:
+    """The target of a copy that broke off before its last manifest; and an image of that."""
+    target = MemoryStore("target")
+    counted = FaultyStore(MemoryStore())
+    sync(source, counted)
+    last = [k for k, (_, path) in enumerate(counted.changes, 1) if path.startswith(MANIFESTS)][-1]
+    with pytest.raises(Stopped):
+        sync(source, FaultyStore(target, fail_at=last, mode="stop"))
+    return target, image_of(source, 1, 20)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("at", [20, 9000], ids=["header", "block"])
+@pytest.mark.parametrize("is_noted", [True, False], ids=["noted", "not noted"])
+def test_bytes_that_the_target_alone_has_are_not_lost(at: int, is_noted: bool) -> None:
+    source = MemoryStore("source")
+    save_steps(source, (10, 20))
+    sound = all_contents(source)
+    target, ref = partly_copied(source)
+    if not is_noted:
+        for path in paths_in(target, COPIES):
+            target.remove(path)
+    change(source, ref.path, at)
+    report = sync(source, target)
+    assert (report.failed, whole(target)) == ([], ["1-10", "1-20"])
+    assert all_contents(target) == sound
+    assert not plan(target, Keep(), abandoned=False), "nothing is left behind"
+
+
+@pytest.mark.promise
+def test_where_neither_has_all_bytes_those_of_the_target_stay() -> None:
+    source = MemoryStore("source")
+    save_steps(source, (10, 20))
+    target, ref = partly_copied(source)
+    for store in (source, target):
+        change(store, ref.path, 9000)
+    there = target.read(ref.path)
+    report = sync(source, target)
+    assert [generation for generation, _ in report.failed] == [(1, 20)]
+    assert whole(target) == ["1-10"]
+    assert target.read(ref.path) == there
+
+
+@pytest.mark.promise
+def test_bytes_that_changed_after_they_were_copied_are_copied_again() -> None:
+    source = MemoryStore("source")
+    save_steps(source, (10, 20))
+    target, ref = partly_copied(source)
+    change(target, ref.path, 9000)
+    report = sync(source, target)
+    assert report.size_bytes == ref.size_bytes
+    assert all_contents(target) == all_contents(source)
+    assert not plan(target, Keep(), abandoned=False)
+
+
+@pytest.mark.promise
+def test_no_image_is_removed_before_it_is_written() -> None:
+    """In a bucket a removal may take effect late, when the name has its new bytes."""
+    source = MemoryStore("source")
+    save_steps(source, (10, 20))
+    target, _ = partly_copied(source)
+    for path in paths_in(target, COPIES):
+        target.remove(path)
+    counted = FaultyStore(target)
+    sync(source, counted)
+    removed = {path for operation, path in counted.changes if operation.startswith("remove")}
+    assert not {path for path in removed if path.startswith(("steps/", "parts/"))}
+
+
 def another_run(source: Store, target: Store) -> None:
     commit.open_root(target, "another")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +163,72 @@ def test_a_pinned_checkpoint_that_a_killed_pruner_took_comes_back() -> None:
     assert "1-20" not in " ".join(one.path for one in removal.directories)
     remove(store, removal)
     assert whole(store) == ["1-20", "2-40"]
+
+
+# ── beside checkpoints ─────────────────────────────────────────────────────────────────────────
+
+IMAGE = "steps/1-10-a1x10/live-00000.safetensors"
+MADE = (
+    "copies/1-10-a1x10.json",
+    f"damaged/{IMAGE}",
+    f"damaged/{IMAGE}-1",
+    f"damaged/{IMAGE}-12.new",
+    "damaged/incarnations/1.json",
+    "damaged/layouts/0123456789abcdef.json.new",
+    "damaged/manifests/1-10.json",
+    "damaged/parts/1-10-a1x10/frozen-00001.safetensors",
+)
+FOREIGN = (
+    "copies/best-model/weights.bin",
+    "copies/notes.json",
+    "copies/1-10.json",
+    "damaged/notes.txt",
+    f"damaged/{IMAGE}.bak",
+    "damaged/pictures/1.json",
+    "damaged/steps/1-10-a1x10/loss.png",
+)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("kind", ["memory", "directory"])
+def test_of_what_lies_beside_only_names_of_ours_go(kind: str, tmp_path: Path) -> None:
+    store = empty(kind, tmp_path, 0)
+    fill(store)
+    for path in (*MADE, *FOREIGN):
+        store.publish(path, b"some")
+    removal = plan(store, Keep(), abandoned=False)
+    assert sorted(one.path for one in removal.others) == sorted(MADE)
+    assert remove(store, removal) == removal
+    assert [path for path in (*MADE, *FOREIGN) if store.exists(path)] == list(FOREIGN)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("link", ["copies", "damaged", "damaged/steps", f"damaged/{IMAGE}"])
+def test_what_links_lead_to_stays(link: str, tmp_path: Path) -> None:
+    store, outside = LocalStore(tmp_path / "run"), LocalStore(tmp_path / "outside")
+    fill(store)
+    for path in MADE:
+        outside.publish(path, b"of another root")
+    (tmp_path / "run" / link).parent.mkdir(parents=True, exist_ok=True)
+    os.symlink(tmp_path / "outside" / link, tmp_path / "run" / link)
+    removal = plan(store, Keep(), abandoned=False)
+    assert removal.others == ()
+    remove(store, removal)
+    assert all(outside.exists(path) for path in MADE)
+    assert (tmp_path / "run" / link).is_symlink()
+
+
+def test_a_directory_that_became_a_link_since_the_plan_is_not_entered(tmp_path: Path) -> None:
+    store, outside = LocalStore(tmp_path / "run"), LocalStore(tmp_path / "outside")
+    fill(store)
+    for one in (store, outside):
+        one.publish(f"damaged/{IMAGE}", b"some")
+    removal = plan(store, Keep(), abandoned=False)
+    assert removal.others
+    os.rename(tmp_path / "run" / "damaged", tmp_path / "moved")
+    os.symlink(tmp_path / "outside" / "damaged", tmp_path / "run" / "damaged")
+    remove(store, removal)
+    assert outside.exists(f"damaged/{IMAGE}")
 
 
 # ── stopped anywhere ───────────────────────────────────────────────────────────────────────────

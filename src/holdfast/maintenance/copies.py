@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 import msgspec
 
 from holdfast.catalogue import (
     COPIES,
+    DAMAGED,
     INCARNATIONS,
     LOCK,
     ROOT,
@@ -25,7 +27,14 @@ from holdfast.catalogue import (
     read_bounded,
     read_document,
 )
-from holdfast.errors import FormatError, HoldfastError, NotFound, RootBusy, UsageError
+from holdfast.errors import (
+    ChecksumMismatch,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    RootBusy,
+    UsageError,
+)
 from holdfast.format.manifest import (
     MAX_DOCUMENT_BYTES,
     Generation,
@@ -41,7 +50,7 @@ from holdfast.maintenance.good_bytes import GoodFile, write_good
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pin, read_pins
 from holdfast.restore.reading.images import StoredImage, decode_layout, read_head
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, new_name
 
 Progress = Callable[[int, int], None]
 
@@ -174,7 +183,7 @@ class _Copying:
             pin(self._target, generation, text)
         path = copy_note_path(generation, manifest.attempt)
         if path.rpartition("/")[2] in self._noted or generation in self.report.copied:
-            self._target.remove(path)
+            _Note(self._target, manifest).end(manifest)
 
     def copy_records(self, records: Iterable[Incarnation]) -> None:
         """Makes the records of starts durable there, the oldest first."""
@@ -201,16 +210,28 @@ class _Copying:
                     "is written over it. Copy again when the reader has finished.",
                     name=LOCK,
                 )
-            good = GoodFile(ref, [self._source])
-            self._target.remove(ref.path)  # what a copy left that was broken off
-            write_good(self._target.create(ref.path, ref.size_bytes), good)
+            self._write(ref, note)
             note.add(ref.path)
             self.report.size_bytes += ref.size_bytes
         done = self.report.size_bytes + self.report.resumed_bytes
         self._progress(done, max(done, self._plan.size_bytes))
 
+    def _write(self, ref: ImageRef, note: _Note) -> None:
+        """Writes a file; what has its name, whole or not, keeps it until the new one is durable."""
+        if self._target.exists(ref.path):
+            good = GoodFile(ref, [self._source, self._target])
+            aside = note.name_aside(ref.path)
+            try:
+                write_good(self._target.create(ref.path, ref.size_bytes, aside=aside), good)
+            except ChecksumMismatch:  # so nothing took its place: a bucket has it twice
+                self._target.remove(aside)
+                raise
+        else:
+            good = GoodFile(ref, [self._source])
+            write_good(self._target.create(ref.path, ref.size_bytes), good)
+
     def _is_there(self, ref: ImageRef, note: _Note) -> bool:
-        """True if the target has the file, durable and with this header and table."""
+        """True if the target has the file, durable and as it is named."""
         named = self._named.get(ref.path)
         if named is not None and named != ref:
             raise FormatError(
@@ -218,13 +239,11 @@ class _Copying:
                 "a checkpoint there names it. Copy to another root.",
                 path=ref.path,
             )
-        if named is None and ref.path not in note.paths:
-            return False
+        if named is None:
+            return ref.path in note.paths and _is_good(self._target, ref)
         try:
             read_head(StoredImage(self._target, ref), {})
         except HoldfastError as error:
-            if named is None:
-                return False
             raise FormatError(
                 f"{error} It belongs to a checkpoint of {self._target.url}: `holdfast repair "
                 f"{self._target.url} --from {self._source.url}` mends it.",
@@ -234,7 +253,10 @@ class _Copying:
 
 
 class _Note:
-    """The files of one checkpoint that are durable in the target, in a document there."""
+    """The files of one checkpoint that are durable in the target, in a document there.
+
+    It also has the names of what copied files took the place of, until the checkpoint is copied.
+    """
 
     def __init__(self, target: Store, manifest: Manifest) -> None:
         self._target = target
@@ -247,16 +269,42 @@ class _Note:
             pass  # none, or none of ours: all is copied
 
     def add(self, path: str) -> None:
-        self._write([*self.paths, path])
+        if path not in self.paths:
+            self._write([*self.paths, path])
 
     def forget(self, path: str) -> None:
         """Called before a file is written anew."""
         if path in self.paths:
             self._write([one for one in self.paths if one != path])
 
+    def name_aside(self, path: str) -> str:
+        """Returns the name that the file there gets when the good one takes its place."""
+        names = (f"{DAMAGED}/{path}{f'-{number}' if number else ''}" for number in count())
+        aside = next(name for name in names if not self._target.exists(name))
+        self.add(aside)
+        return aside
+
+    def end(self, manifest: Manifest) -> None:
+        """Removes the note, and first what was set aside: all files of the checkpoint are whole."""
+        asides = tuple(f"{DAMAGED}/{ref.path}" for ref in _files(manifest))
+        for path in self.paths:
+            if path.startswith(asides):
+                self._target.remove(path)
+                self._target.remove(new_name(path))
+        self._target.remove(self._path)
+
     def _write(self, paths: list[str]) -> None:
         self._target.publish(self._path, msgspec.json.encode(paths), replace=True)
         self.paths = paths
+
+
+def _is_good(store: Store, ref: ImageRef) -> bool:
+    """True if the store has all bytes of the file as they are named."""
+    try:
+        read_head(StoredImage(store, ref), {})
+        return not GoodFile(ref, [store]).bad_blocks()
+    except HoldfastError:
+        return False
 
 
 def _common_run(source: Store, target: Store) -> str:

@@ -9,17 +9,43 @@ stay.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast.catalogue import COPIES, DAMAGED, INCARNATIONS, PARTS, Catalogue, catalogue
+from holdfast.catalogue import (
+    COPIES,
+    DAMAGED,
+    INCARNATIONS,
+    LAYOUTS,
+    MANIFESTS,
+    PARTS,
+    STEPS,
+    Catalogue,
+    catalogue,
+)
 from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, mendable, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, unfinished
+from holdfast.storage.base import Store, is_link, unfinished
+
+_NUMBER = "(?:0|[1-9][0-9]{0,15})"
+_GENERATION = f"{_NUMBER}-{_NUMBER}"
+_ATTEMPT = rf"{_GENERATION}-[0-9A-Za-z_-]{{1,128}}"
+_SET_ASIDE = (
+    rf"{STEPS}/{_ATTEMPT}/live-[0-9]{{5,}}\.safetensors",
+    rf"{PARTS}/{_ATTEMPT}/frozen-[0-9]{{5,}}\.safetensors",
+    rf"{LAYOUTS}/[0-9a-f]+\.json",
+    rf"{MANIFESTS}/{_GENERATION}\.json",
+    rf"{INCARNATIONS}/{_NUMBER}\.json",
+)
+#: The names of files that a repair or a copy makes beside those that checkpoints name.
+_BESIDE = re.compile(
+    rf"{COPIES}/{_ATTEMPT}\.json|{DAMAGED}/(?:{'|'.join(_SET_ASIDE)})(?:-[1-9][0-9]*)?(?:\.new)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +160,8 @@ def remove(
         store.remove_tree(path)
     for path in layouts:
         store.remove(path)
-    others = tuple(one for one in removal.others if store.exists(one.path))
+    beside = frozenset(_beside(store))
+    others = tuple(one for one in removal.others if one.path in beside)
     for one in others:
         store.remove(one.path)
     return Removal(
@@ -147,13 +174,21 @@ def remove(
 
 
 def _beside(store: Store) -> list[str]:
-    """Returns the files that no checkpoint ever names: what was set aside, notes of copies."""
-    return [path for above in (DAMAGED, COPIES) for path in _files_below(store, above)]
+    """Returns the files that no checkpoint ever names: what was set aside, notes of copies.
+
+    Only names that Holdfast makes; what else a user keeps there stays, and links lead nowhere.
+    """
+    found = [path for above in (DAMAGED, COPIES) for path in _files_below(store, above)]
+    return [path for path in found if _BESIDE.fullmatch(path)]
 
 
 def _files_below(store: Store, directory: str) -> Iterator[str]:
+    if is_link(store, directory):
+        return
     for name in store.list(directory):
         path = f"{directory}/{name}"
+        if is_link(store, path):
+            continue
         if store.exists(path):
             yield path
         else:

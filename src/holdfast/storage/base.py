@@ -184,6 +184,12 @@ def unfinished(store: Store) -> list[str]:
     return [] if found is None else list(found())
 
 
+def is_link(store: Store, path: str) -> bool:
+    """True if the name is a link, which may lead out of the root; only directories have them."""
+    found = getattr(store, "is_link", None)
+    return False if found is None else bool(found(path))
+
+
 def check_path(path: str) -> str:
     """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")

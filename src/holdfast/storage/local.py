@@ -128,6 +128,10 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
+    def is_link(self, path: str) -> bool:
+        """True if the name itself is a symbolic link."""
+        return os.path.islink(self._local(path))
+
     def list(self, prefix: str) -> list[str]:
         with self._reporting("list", prefix):
             root, directory = self._root, self._local_directory(prefix)
