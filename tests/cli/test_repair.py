@@ -90,8 +90,8 @@ def test_a_step_is_named_though_its_manifest_is_broken(
         damage(root / "manifests" / f"1-{step}.json", 60)
     for name in ("20", "1-10"):
         said = json_of(capsys, "repair", root, "--from", backup, "--step", name)
-        step = name.rpartition("-")[2]
-        assert [one["path"] for one in said["documents"]] == [f"manifests/1-{step}.json"]
+        path = f"manifests/1-{name.rpartition('-')[2]}.json"
+        assert [one["path"] for one in said["documents"]] == [path]
     assert "no checkpoint" in error_of(capsys, "repair", root, "--step", "30", code=3)
     assert whole(LocalStore(root)) == ["1-10", "1-20"]
 

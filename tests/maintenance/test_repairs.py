@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast.catalogue import DAMAGED, LOCK, catalogue, layout_path, manifest_path
@@ -438,6 +439,20 @@ def test_one_step_is_mended_with_its_documents_alone() -> None:
     made, report = repair(root, [backup], {SECOND})
     assert list(report.mended) == [image_of(backup), manifest_path(SECOND)]
     assert [one.path for one in made.documents] == [manifest_path(SECOND)]
+
+
+def test_every_place_of_a_block_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (2, 800_000)  # of each rank three equal blocks
+    monkeypatch.setattr(keeper_roots, "LAYOUT", Layout(2, (split_leaf("w", "F32", shape, 2),)))
+    monkeypatch.setattr(keeper_roots, "SHAPE", shape)
+    monkeypatch.setattr(keeper_roots, "random_leaf", lambda *_: np.zeros(shape, "f4"))
+    root = MemoryStore()
+    save_steps(root, (10,))
+    sound = all_contents(root)
+    for path in sound:
+        change(root, path, 5000)
+    assert sorted(mended(root)[1].mended) == sorted(sound)
+    assert all_contents(root) == sound
 
 
 class _Slow(MemoryStore):
