@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main
+from holdfast.errors import StorageError
+from holdfast.storage.base import ImageSink
 from holdfast.storage.local import LocalStore
 from support.checkpoints.commands import (
     Out,
@@ -68,3 +70,60 @@ def test_bad_input_is_refused_with_what_to_do(
 
 def test_a_repair_loads_no_torch(roots: tuple[Path, Path]) -> None:
     assert run_alone("repair", roots[0], "--from", roots[1]).returncode == 0
+
+
+def test_a_file_that_was_missing_has_nothing_aside(roots: tuple[Path, Path], capsys: Out) -> None:
+    root, backup = roots
+    image_of(root, 10).unlink()
+    said = json_of(capsys, "repair", root, "--from", backup)
+    assert [one["aside"] for one in said["files"]] == [None]
+    assert said["failed"] == []
+    image_of(root, 10).unlink()
+    assert "what was there" not in text_of(capsys, "repair", root, "--from", backup)
+
+
+def test_a_step_is_named_though_its_manifest_is_broken(
+    roots: tuple[Path, Path], capsys: Out
+) -> None:
+    root, backup = roots
+    for step in (10, 20):
+        damage(root / "manifests" / f"1-{step}.json", 60)
+    for name in ("20", "1-10"):
+        said = json_of(capsys, "repair", root, "--from", backup, "--step", name)
+        path = f"manifests/1-{name.rpartition('-')[2]}.json"
+        assert [one["path"] for one in said["documents"]] == [path]
+    assert "no checkpoint" in error_of(capsys, "repair", root, "--step", "30", code=3)
+    assert whole(LocalStore(root)) == ["1-10", "1-20"]
+
+
+def test_a_manifest_that_names_what_is_lost_is_said_to_stay(
+    roots: tuple[Path, Path], capsys: Out
+) -> None:
+    root, backup = roots
+    for one in (root, backup):
+        image_of(one, 10).unlink()
+    damage(root / "manifests" / "1-10.json", 60)
+    said = text_of(capsys, "repair", root, "--from", backup, code=4)
+    assert "manifests/1-10.json  not mended" in said
+    assert "it names what is not whole: steps/" in said
+
+
+def test_what_failed_is_printed_beside_what_was_mended(
+    roots: tuple[Path, Path], capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, backup = roots
+    image_of(root, 20).unlink()
+    path = str(image_of(backup, 10).relative_to(backup))
+    create = LocalStore.create
+
+    def full(store: LocalStore, name: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        if name == path:
+            raise StorageError("no room")
+        return create(store, name, size_bytes, aside=aside)
+
+    monkeypatch.setattr(LocalStore, "create", full)
+    said = text_of(capsys, "repair", root, "--from", backup, code=5)
+    assert f"{path}  failed: no room" in said
+    assert "mended" in said
+    monkeypatch.undo()
+    assert main(["repair", str(root), "--from", str(backup)]) == 0

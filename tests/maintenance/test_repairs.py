@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from holdfast.catalogue import DAMAGED, LOCK, catalogue, layout_path
-from holdfast.errors import HoldfastError, RootBusy, StorageError, UsageError
-from holdfast.format.manifest import Generation, Manifest
+from holdfast.catalogue import DAMAGED, LOCK, catalogue, layout_path, manifest_path
+from holdfast.errors import FormatError, HoldfastError, RootBusy, StorageError, UsageError
+from holdfast.format.manifest import Generation, Incarnation, Manifest
+from holdfast.geometry.layout import Layout
 from holdfast.maintenance.copies import copy
 from holdfast.maintenance.repairs import RepairPlan, RepairReport, plan_repair, repair
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, remove
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from support.checkpoints import keeper_roots
+from support.checkpoints.images import split_leaf
 from support.checkpoints.keeper_roots import LAYOUT, all_contents, change, paths_in, save_steps
 from support.checkpoints.roots import whole
 
@@ -82,6 +87,7 @@ def test_a_damaged_file_is_mended_from_another_root_and_what_was_there_is_kept(
     assert set(paths_in(root)) == before
     made, report = mended(root, backup)
     assert made == shown
+    assert list(report.mended.values()) == ([f"{DAMAGED}/{path}"] if bad is not None else [""])
     assert [one.path for one in made.files] == [path] == list(report.mended)
     assert made.files[0].is_mendable
     assert all_contents(root) == sound
@@ -265,3 +271,208 @@ def test_a_source_is_another_root_of_the_same_run_and_nothing_is_mended_under_a_
     assert plan_repair(root, [backup], [FIRST]).files == ()
     with pytest.raises(HoldfastError):
         mended(root, MemoryStore("nothing"))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_manifest_stays_broken_while_a_file_that_it_names_is_lost(is_pinned: bool) -> None:
+    root, backup = pair()
+    if is_pinned:
+        pin(root, SECOND)
+    path, manifest = image_of(root), manifest_path(SECOND)
+    change(root, manifest, 30)
+    bad = root.read(manifest)
+    root.remove(path)
+    sound = backup.read(path)
+    backup.remove(path)
+    made, report = mended(root, backup)
+    (damage,) = made.documents
+    assert (damage.path, damage.lacks, damage.is_mendable) == (manifest, (path,), False)
+    assert [(one.path, one.is_mendable) for one in made.files] == [(path, False)]
+    assert report.mended == {}
+    assert root.read(manifest) == bad
+    backup.publish(path, sound)
+    assert list(mended(root, backup)[1].mended) == [path, manifest]
+    assert whole(root) == ["1-10", "1-20"]
+
+
+@pytest.mark.promise
+def test_a_manifest_is_mended_after_all_that_it_names() -> None:
+    root, backup = pair()
+    sound = image_of(root)
+    for path in (sound, manifest_path(SECOND), layout_path(LAYOUT.hash), "incarnations/1.json"):
+        change(root, path, 300 if path == sound else -3)
+    mended_paths = list(mended(root, backup)[1].mended)
+    order = [layout_path(LAYOUT.hash), sound, "incarnations/1.json", manifest_path(SECOND)]
+    assert mended_paths == order
+    assert whole(root) == ["1-10", "1-20"]
+
+
+@pytest.mark.promise
+def test_a_manifest_stays_broken_when_a_file_could_not_be_mended() -> None:
+    root, backup = pair()
+    change(root, manifest_path(SECOND))
+    change(root, image_of(backup), 5000)
+    change(root, part_of(backup), 5000)
+    full = _Full(root, image_of(backup))
+    _, report = repair(full, [backup], None)
+    assert list(report.mended) == [part_of(backup)]
+    assert list(report.failed) == [image_of(backup)]
+    assert "No space" in report.failed[image_of(backup)]
+    mended(root, backup)
+    assert whole(root) == ["1-10", "1-20"]
+
+
+def test_a_pinned_checkpoint_whose_manifest_and_a_file_are_gone_is_brought_back() -> None:
+    root, backup = pair()
+    pin(root, SECOND)
+    path, manifest = image_of(root), manifest_path(SECOND)
+    root.remove(manifest)
+    root.remove(path)
+    assert [one.path for one in plan_repair(root, [], None).damages] == [manifest, path]
+    assert mended(root)[1].mended == {}
+    assert list(mended(root, backup)[1].mended) == [path, manifest]
+    assert whole(root) == ["1-10", "1-20"]
+
+
+def record(store: Store, nonce: str, parent: tuple[int, int]) -> None:
+    commit.record_incarnation(
+        store, Incarnation(run_id="r", n=2, nonce=nonce, parent=parent, created_s=5.0)
+    )
+
+
+@pytest.mark.promise
+def test_the_record_of_another_start_is_never_brought_in() -> None:
+    root, backup = pair()
+    record(root, "A", (1, 20))
+    record(backup, "B", (1, 10))
+    change(root, "incarnations/2.json", 20)
+    bad = root.read("incarnations/2.json")
+    made, report = mended(root, backup)
+    assert [(one.path, one.is_mendable) for one in made.damages] == [("incarnations/2.json", False)]
+    assert report.mended == {}
+    assert root.read("incarnations/2.json") == bad
+    assert catalogue(root).abandoned == ()
+
+
+def test_a_record_whose_damaged_bytes_still_tell_the_start_is_brought_back() -> None:
+    root, backup = pair()
+    for store in (root, backup):
+        record(store, "A", (1, 20))
+    sound = root.read("incarnations/2.json")
+    change(root, "incarnations/2.json", 20)
+    mended(root, backup)
+    assert root.read("incarnations/2.json") == sound
+
+
+def test_a_source_that_another_start_went_on_from_is_refused() -> None:
+    root, backup = pair()
+    record(root, "A", (1, 20))
+    record(backup, "B", (1, 10))
+    change(root, image_of(root), 5000)
+    with pytest.raises(FormatError, match=r"incarnation 2 in .* is another start"):
+        mended(root, backup)
+
+
+def test_all_records_that_the_lineage_lacks_are_brought_back() -> None:
+    root, backup = MemoryStore("root"), MemoryStore("backup")
+    for n in (1, 2, 3, 4):
+        save_steps(root, (10 * n,), n, (n - 1, 10 * n - 10) if n > 1 else None)
+    copy(root, backup, None, lambda *_: None)
+    for n in (2, 3):
+        root.remove(manifest_path(Generation(n, 10 * n)))
+        root.remove(f"incarnations/{n}.json")
+    mended(root, backup)
+    assert catalogue(root).line.missing is None
+    assert catalogue(root).parents == catalogue(backup).parents
+
+
+class _Full(MemoryStore):
+    """A store without room for one image."""
+
+    def __init__(self, inner: MemoryStore, path: str) -> None:
+        super().__init__()
+        self.__dict__.update(inner.__dict__)
+        self._path = path
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        if path == self._path:
+            raise StorageError("No space left")
+        return super().create(path, size_bytes, aside=aside)
+
+
+class _Unreachable(MemoryStore):
+    """A store that does not answer for one file."""
+
+    def __init__(self, inner: MemoryStore, path: str) -> None:
+        super().__init__()
+        self.__dict__.update(inner.__dict__)
+        self._path = path
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        if path == self._path:
+            raise StorageError("no answer")
+        return super().read(path, offset_bytes, size_bytes)
+
+
+@pytest.mark.promise
+def test_an_outage_is_no_damage_and_leaves_the_others_to_be_mended() -> None:
+    root, backup = pair()
+    path = image_of(root)
+    change(root, part_of(root), 5000)
+    made, report = repair(_Unreachable(root, path), [backup], None)
+    assert made.unread == ((path, "no answer"),)
+    assert [one.path for one in made.files] == list(report.mended) == [part_of(root)]
+    change(root, path, 5000)
+    made, report = repair(root, [_Unreachable(backup, path)], None)
+    assert (made.unread, made.damages, report.mended) == (((path, "no answer"),), (), {})
+    for document in (manifest_path(SECOND), "incarnations/1.json", layout_path(LAYOUT.hash)):
+        with pytest.raises(StorageError, match="no answer"):
+            repair(_Unreachable(root, document), [backup], None)
+
+
+def test_one_step_is_mended_with_its_documents_alone() -> None:
+    root, backup = pair()
+    for generation in (FIRST, SECOND):
+        change(root, image_of(backup, generation), 5000)
+        change(root, manifest_path(generation))
+    made, report = repair(root, [backup], {SECOND})
+    assert list(report.mended) == [image_of(backup), manifest_path(SECOND)]
+    assert [one.path for one in made.documents] == [manifest_path(SECOND)]
+
+
+def test_every_place_of_a_block_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (2, 800_000)  # of each rank three equal blocks
+    monkeypatch.setattr(keeper_roots, "LAYOUT", Layout(2, (split_leaf("w", "F32", shape, 2),)))
+    monkeypatch.setattr(keeper_roots, "SHAPE", shape)
+    monkeypatch.setattr(keeper_roots, "random_leaf", lambda *_: np.zeros(shape, "f4"))
+    root = MemoryStore()
+    save_steps(root, (10,))
+    sound = all_contents(root)
+    for path in sound:
+        change(root, path, 5000)
+    assert sorted(mended(root)[1].mended) == sorted(sound)
+    assert all_contents(root) == sound
+
+
+class _Slow(MemoryStore):
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        time.sleep(0.001)
+        return super().read(path, offset_bytes, size_bytes)
+
+
+def test_threads_that_write_find_blocks_elsewhere_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (2, 6_300_000)  # of each rank three chunks
+    leaf = split_leaf("w", "F32", shape, 2)
+    monkeypatch.setattr(keeper_roots, "LAYOUT", Layout(2, (leaf,)))
+    monkeypatch.setattr(keeper_roots, "SHAPE", shape)
+    root = _Slow()
+    save_steps(root, (10,))
+    save_steps(root, (10,), 2, None)
+    path = image_of(root, FIRST)
+    sound = root.read(path)
+    for number in range(3):
+        change(root, path, 5000 + number * (9 << 20), 1 << 20)
+    report = mended(root)[1]
+    assert (list(report.mended), report.failed) == ([path], {})
+    assert root.read(path) == sound

@@ -7,10 +7,12 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import STEP_HELP, choose, open_root
+from holdfast.catalogue import MANIFESTS, generation_of
+from holdfast.cli.checkpoints import STEP_HELP, OpenedRoot, choose, open_root
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, NotFound, RestoreError, StorageError
+from holdfast.format.manifest import Generation
 from holdfast.maintenance.repairs import (
     DocumentDamage,
     FileDamage,
@@ -20,6 +22,7 @@ from holdfast.maintenance.repairs import (
     repair,
 )
 from holdfast.observe.text import count_text
+from holdfast.persist.pins import pinned
 
 #: Of the blocks and of the lost pieces of a file, the table shows at most this many.
 _SHOWN = 8
@@ -51,22 +54,41 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Mends, or shows the damage; returns 4 while any is left, 5 while a run is active."""
+    """Mends, or shows the damage; returns 4 while any is left, 5 where storage failed or a
+    run is active.
+    """
     opened = open_root(args.root)
     sources = [open_root(source).store for source in args.sources]
-    wanted = None if args.step is None else {choose(opened, args.step).generation}
+    wanted = None if args.step is None else _wanted(opened, args.step)
     report = RepairReport()
     with SlowProgress("reading every block") as progress:
         if args.dry_run:
             plan = plan_repair(opened.store, sources, wanted, progress)
         else:
             plan, report = repair(opened.store, sources, wanted, progress)
-    is_whole = all(damage.path in report.mended for damage in plan.damages)
+    failed = dict(plan.unread) | report.failed
+    is_whole = not failed and all(damage.path in report.mended for damage in plan.damages)
     if args.json:
         print_json(_record(args, plan, report, is_whole))
     else:
         _print(args, plan, report)
-    return 0 if is_whole else FormatError.exit_code
+    return 0 if is_whole else StorageError.exit_code if failed else FormatError.exit_code
+
+
+def _wanted(opened: OpenedRoot, name: str) -> set[Generation]:
+    """Returns the checkpoint of this name, also where its manifest cannot be read or only a pin has
+    it.
+    """
+    names = (path.partition("/") for path, _ in opened.catalogue.broken)
+    broken = {generation_of(file) for above, _, file in names if above == MANIFESTS}
+    broken |= pinned(opened.store) - {m.generation for m in opened.catalogue.manifests}
+    wanted = {one for one in broken if one and name in (str(one), str(one.step))}
+    try:
+        return wanted | {choose(opened, name).generation}
+    except (NotFound, RestoreError):
+        if not wanted:
+            raise
+        return wanted
 
 
 def _record(
@@ -82,7 +104,8 @@ def _record(
                 "path": one.path,
                 "fault": one.fault,
                 "mendable": one.is_mendable,
-                "aside": report.mended.get(one.path),
+                "lacks": list(one.lacks),
+                "aside": report.mended.get(one.path) or None,
             }
             for one in plan.documents
         ],
@@ -94,9 +117,14 @@ def _record(
                 "blocks": list(one.blocks),
                 "mendable": one.is_mendable,
                 "lost": list(one.lost),
-                "aside": report.mended.get(one.path),
+                "aside": report.mended.get(one.path) or None,
             }
             for one in plan.files
+        ],
+        "mended": list(report.mended),
+        "failed": [
+            {"path": path, "reason": reason}
+            for path, reason in (dict(plan.unread) | report.failed).items()
         ],
     }
 
@@ -105,14 +133,19 @@ def _print(args: argparse.Namespace, plan: RepairPlan, report: RepairReport) -> 
     console = stdout()
     for damage in plan.damages:
         if damage.path in report.mended:
-            word = f"[green]mended[/]  (what was there: {escape(report.mended[damage.path])})"
+            aside = report.mended[damage.path]
+            word = "[green]mended[/]" + (f"  (what was there: {escape(aside)})" if aside else "")
         else:
-            word = "[yellow]can be mended[/]" if damage.is_mendable else "[red]LOST[/]"
+            left = "[red]not mended[/]" if _lacks(damage) else "[red]LOST[/]"
+            word = "[yellow]can be mended[/]" if damage.is_mendable else left
         console.print(f"{escape(damage.path)}  {word}", soft_wrap=True)
         for line in _lines(damage):
             console.print(f"    {escape(line)}", soft_wrap=True)
     read = count_text(plan.checkpoints, "checkpoint")
-    if not plan.damages:
+    failed = dict(plan.unread) | report.failed
+    for path, reason in failed.items():
+        console.print(f"{escape(path)}  [red]failed[/]: {escape(reason)}", soft_wrap=True)
+    if not plan.damages and not failed:
         console.print(f"nothing is damaged in {escape(args.root)}: {read} read", soft_wrap=True)
         return
     lost = sum(not damage.is_mendable for damage in plan.damages)
@@ -127,13 +160,19 @@ def _print(args: argparse.Namespace, plan: RepairPlan, report: RepairReport) -> 
 def _lines(damage: DocumentDamage | FileDamage) -> list[str]:
     if isinstance(damage, DocumentDamage):
         named = ", ".join(map(str, damage.generations))
-        return [damage.fault, *([f"without it lost: {named}"] if named else [])]
+        lines = [damage.fault, *([f"without it lost: {named}"] if named else [])]
+        lacks = _short(damage.lacks)
+        return [*lines, *([f"it names what is not whole: {lacks}"] if lacks else [])]
     lines = [f"of {', '.join(map(str, damage.generations))}: {'; '.join(damage.faults)}"]
     if damage.blocks:
         lines.append(f"blocks: {_short(damage.blocks)}")
     if damage.lost:
         lines.append(f"lost: {_short(damage.lost)}")
     return lines
+
+
+def _lacks(damage: DocumentDamage | FileDamage) -> bool:
+    return isinstance(damage, DocumentDamage) and bool(damage.lacks)
 
 
 def _short(items: tuple[Any, ...]) -> str:

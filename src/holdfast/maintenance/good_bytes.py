@@ -6,12 +6,20 @@ byte is taken that is not the one that was written, wherever it comes from. See 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.errors import ChecksumMismatch, HoldfastError
+from holdfast.errors import (
+    ChecksumMismatch,
+    FormatError,
+    HoldfastError,
+    NewerFormat,
+    NotFound,
+    StorageError,
+)
 from holdfast.format.checksum import (
     BLOCK_BYTES,
     block_count,
@@ -34,6 +42,18 @@ FindBlock = Callable[[int, int], bytes | None]
 def nowhere(_sum: int, _size_bytes: int) -> bytes | None:
     """Finds no block."""
     return None
+
+
+def require_damage(error: HoldfastError) -> None:
+    """Raises ``error`` unless bytes are gone, changed, cut short or unreadable (EIO): an outage of
+    storage says nothing of them.
+    """
+    fields = error.fields if isinstance(error, StorageError) else {}
+    is_medium = "have_bytes" in fields or fields.get("errno") == errno.EIO
+    if isinstance(error, NewerFormat) or not (
+        is_medium or isinstance(error, (NotFound, FormatError))
+    ):
+        raise error
 
 
 class GoodFile:
@@ -155,7 +175,8 @@ class GoodFile:
     def _read(self, store: Store, start: int, into: memoryview) -> bool:
         try:
             store.read_into(self.ref.path, self._parsed.data_start + start, into)
-        except HoldfastError:  # cut short, gone, or unreadable there
+        except HoldfastError as error:  # cut short, gone, or unreadable there
+            require_damage(error)
             return False
         return True
 
@@ -213,7 +234,8 @@ def header_in(store: Store, ref: ImageRef) -> bytes | None:
     try:
         size_bytes = header_size(store.read(ref.path, 0, 8), ref.path, ref.size_bytes)
         raw = store.read(ref.path, 0, size_bytes)
-    except HoldfastError:
+    except HoldfastError as error:
+        require_damage(error)
         return None
     return raw if text(checksum(raw)) == ref.header_xxh3 else None
 
@@ -222,7 +244,8 @@ def table_in(store: Store, ref: ImageRef, header: Header) -> bytes | None:
     """Returns the block table; None where it is not the one that is named."""
     try:
         raw = store.read(ref.path, header.data_start + header.table.offset, header.table.size_bytes)
-    except HoldfastError:
+    except HoldfastError as error:
+        require_damage(error)
         return None
     return raw if text(checksum(raw)) == ref.table_xxh3 else None
 

@@ -2,30 +2,43 @@
 
 Only what manifests name is brought back, proved by its checksums: by one rename, or one conditional
 request. The good bytes are durable before the bad ones are set aside, and nothing is ever removed.
-What nobody has is named: the pieces of leaves that are lost.
+A manifest is brought back last, and only when all that it names is whole. What nobody has is named:
+the pieces of leaves that are lost.
 """
 
 from __future__ import annotations
 
-from array import array
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+
+import msgspec
 
 from holdfast.catalogue import (
     DAMAGED,
     INCARNATIONS,
+    LAYOUTS,
     LOCK,
+    MANIFESTS,
     ROOT,
     STEPS,
     Catalogue,
     catalogue,
+    generation_of,
     layout_path,
     manifest_path,
     read_bounded,
     read_document,
 )
-from holdfast.errors import HoldfastError, NewerFormat, NotFound, UsageError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NewerFormat,
+    NotFound,
+    StorageError,
+    UsageError,
+)
 from holdfast.format.checksum import BLOCK_BYTES, checksum
 from holdfast.format.manifest import (
     MAX_DOCUMENT_BYTES,
@@ -39,8 +52,14 @@ from holdfast.format.manifest import (
 )
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
-from holdfast.maintenance.good_bytes import GoodFile, header_in, table_in, write_good
-from holdfast.persist.pins import mend, read_pins
+from holdfast.maintenance.good_bytes import (
+    GoodFile,
+    header_in,
+    require_damage,
+    table_in,
+    write_good,
+)
+from holdfast.persist.pins import read_pins
 from holdfast.protocol.image_plan import plan_rank
 from holdfast.storage.base import Store
 
@@ -77,32 +96,45 @@ class DocumentDamage:
     data: bytes | None
     generations: tuple[Generation, ...] = ()
     """Those that are lost without it."""
+    manifest: Manifest | None = None
+    """What ``data`` says, if it is a manifest."""
+    lacks: tuple[str, ...] = ()
+    """What a manifest names and nobody has whole: it is not brought back."""
 
     @property
     def is_mendable(self) -> bool:
-        """True if its bytes are somewhere."""
-        return self.data is not None
+        """True if its bytes are somewhere, with all that it names."""
+        return self.data is not None and not self.lacks
+
+
+Damage = DocumentDamage | FileDamage
 
 
 @dataclass(frozen=True, slots=True)
 class RepairPlan:
-    """What is damaged in a root, and what of it can be mended."""
+    """What is damaged in a root, and what of it can be mended. ``unread``: files that could not be
+    examined, and why.
+    """
 
     documents: tuple[DocumentDamage, ...]
     files: tuple[FileDamage, ...]
     checkpoints: int
+    unread: tuple[tuple[str, str], ...] = ()
 
     @property
-    def damages(self) -> tuple[DocumentDamage | FileDamage, ...]:
+    def damages(self) -> tuple[Damage, ...]:
         """All of it, documents first."""
         return (*self.documents, *self.files)
 
 
 @dataclass(slots=True)
 class RepairReport:
-    """What a repair has done: the mended paths, each with where its bad bytes are now."""
+    """What a repair has done: the mended paths, each with where its bad bytes are now ("": there
+    were none), and those that it failed at, with the reason.
+    """
 
     mended: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def plan_repair(
@@ -114,24 +146,7 @@ def plan_repair(
     """Reads every block of the ``wanted`` checkpoints (None: all); what is damaged is looked for in
     ``sources``, in the pins, and in every other file of these roots.
     """
-    run_id = _require_one_run(store, sources)
-    found, others = catalogue(store), [catalogue(source) for source in sources]
-    documents = [*_records(store, found, sources, others)]
-    manifests = list(found.manifests)
-    for damage, manifest in _manifests(store, found, run_id, sources):
-        documents.append(damage)
-        manifests += [manifest] if manifest is not None else []
-    manifests = [m for m in manifests if wanted is None or m.generation in wanted]
-    layouts = _Layouts(store, sources)
-    documents += layouts.damages(manifests)
-    elsewhere = _Elsewhere(
-        (place, ref)
-        for place, known in zip((store, *sources), (found, *others), strict=True)
-        for ref in _named(known.manifests)
-    )
-    search = _DamageSearch(store, sources, elsewhere, layouts, progress)
-    files = search.damages(manifests)
-    return RepairPlan(tuple(documents), tuple(files), len(manifests))
+    return _survey(store, sources, wanted, progress)[0]
 
 
 def repair(
@@ -144,38 +159,90 @@ def repair(
 
     Stopped anywhere, each file is the damaged one or the mended one.
     """
-    report = RepairReport()
     _require_one_run(store, sources)
     with store.lock(LOCK, "holdfast repair"):
-        mend(store, catalogue(store))
-        plan = plan_repair(store, sources, wanted, progress)
-        known = [(place, catalogue(place)) for place in (store, *sources)]
-        elsewhere = _Elsewhere(
-            (place, ref) for place, one in known for ref in _named(one.manifests)
-        )
-        for document in plan.documents:
-            if document.data is not None:
-                _put(store, document.path, document.data, report)
-        for damage in plan.files:
-            if damage.is_mendable:
-                good = GoodFile(damage.ref, [store, *sources], elsewhere.find)
-                aside = _free_name(store, damage.path)
-                sink = store.create(damage.path, damage.ref.size_bytes, aside=aside)
-                write_good(sink, good)
-                report.mended[damage.path] = aside
-    return plan, report
+        plan, elsewhere = _survey(store, sources, wanted, progress)
+        return plan, _Repair(store, sources, plan, elsewhere).run()
 
 
-def _put(store: Store, path: str, data: bytes, report: RepairReport) -> None:
-    aside = _free_name(store, path)
-    sink = store.create(path, len(data), aside=aside)
-    try:
-        sink.write(0, memoryview(data))
-        sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
-    report.mended[path] = aside
+def _survey(
+    store: Store,
+    sources: Sequence[Store],
+    wanted: Collection[Generation] | None,
+    progress: Progress,
+) -> tuple[RepairPlan, _Elsewhere]:
+    run_id = _require_one_run(store, sources)
+    found, others = catalogue(store), [catalogue(source) for source in sources]
+    _refuse_forks(store, found, sources, others)
+    broken = [*_manifests(store, found, run_id, sources, wanted)]
+    manifests = [m for m in found.manifests if wanted is None or m.generation in wanted]
+    manifests += [one.manifest for one in broken if one.manifest is not None]
+    layouts = _Layouts(store, sources)
+    documents = [*layouts.damages(manifests), *_records(store, found, others, wanted)]
+    elsewhere = _Elsewhere(
+        (place, ref)
+        for place, known in zip((store, *sources), (found, *others), strict=True)
+        for ref in _named(known.manifests)
+    )
+    search = _DamageSearch(store, sources, elsewhere, layouts, progress)
+    files = search.damages(manifests)
+    damages: list[Damage] = [*documents, *files]
+    bad = {one.path for one in damages if not one.is_mendable} | search.unread.keys()
+    documents += [replace(one, lacks=_named_in(one.manifest, bad)) for one in broken]
+    unread = tuple(search.unread.items())
+    return RepairPlan(tuple(documents), tuple(files), len(manifests), unread), elsewhere
+
+
+class _Repair:
+    """One repair under way, whose caller holds the root's lock: what a manifest names comes before
+    it.
+    """
+
+    def __init__(
+        self, store: Store, sources: Sequence[Store], plan: RepairPlan, elsewhere: _Elsewhere
+    ) -> None:
+        self._store, self._stores = store, [store, *sources]
+        self._plan, self._elsewhere = plan, elsewhere
+        self._report = RepairReport()
+
+    def run(self) -> RepairReport:
+        documents = [one for one in self._plan.documents if one.is_mendable]
+        for layout in (one for one in documents if one.path.startswith(f"{LAYOUTS}/")):
+            self._try(self._put, layout)
+        for file in (one for one in self._plan.files if one.is_mendable):
+            self._try(self._write, file)
+        for record in (one for one in documents if one.path.startswith(f"{INCARNATIONS}/")):
+            self._try(self._put, record)
+        for document in (one for one in documents if one.manifest is not None):
+            damaged = {one.path for one in self._plan.damages}
+            if not _named_in(document.manifest, damaged - self._report.mended.keys()):
+                self._try(self._put, document)
+        return self._report
+
+    def _try(self, mend: Callable[[Damage, str], None], damage: Damage) -> None:
+        """One that fails leaves the others to be mended."""
+        try:
+            aside = _free_name(self._store, damage.path)
+            is_there = self._store.exists(damage.path)
+            mend(damage, aside)
+            self._report.mended[damage.path] = aside if is_there else ""
+        except HoldfastError as error:
+            self._report.failed[damage.path] = str(error)
+
+    def _write(self, damage: Damage, aside: str) -> None:
+        assert isinstance(damage, FileDamage)
+        good = GoodFile(damage.ref, self._stores, self._elsewhere.find)
+        write_good(self._store.create(damage.path, good.size_bytes, aside=aside), good)
+
+    def _put(self, damage: Damage, aside: str) -> None:
+        assert isinstance(damage, DocumentDamage) and damage.data is not None
+        sink = self._store.create(damage.path, len(damage.data), aside=aside)
+        try:
+            sink.write(0, memoryview(damage.data))
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
 
 
 def _free_name(store: Store, path: str) -> str:
@@ -198,33 +265,77 @@ def _require_one_run(store: Store, sources: Sequence[Store]) -> str:
     return run_id
 
 
+def _refuse_forks(
+    store: Store, found: Catalogue, sources: Sequence[Store], others: Sequence[Catalogue]
+) -> None:
+    """Refuses sources that were gone on from by another start than this root."""
+    manifests = {m.generation: m for m in found.manifests}
+    for source, other in zip(sources, others, strict=True):
+        starts = other.starts
+        differ = [
+            n for n, (nonce, _) in found.starts.items() if starts.get(n, (nonce,))[0] != nonce
+        ]
+        differ += [m.incarnation for m in other.manifests if manifests.get(m.generation, m) != m]
+        if differ:
+            raise FormatError(
+                f"incarnation {differ[0]} in {source.url} is another start than in {store.url}: "
+                "both were gone on from, so the one tells nothing of the other. Give a copy of "
+                "this root.",
+                path=f"{INCARNATIONS}/{differ[0]}.json",
+            )
+
+
 def _named(manifests: Iterable[Manifest]) -> list[ImageRef]:
     """Returns each file once that manifests name."""
     refs = (ref for m in manifests for ref in (*m.images, *m.parts))
     return list({ref.path: ref for ref in refs}.values())
 
 
+def _named_in(manifest: Manifest | None, paths: Collection[str]) -> tuple[str, ...]:
+    """Returns those of ``paths`` that the manifest names."""
+    if manifest is None:
+        return ()
+    named = {layout_path(manifest.layout), *(ref.path for ref in _named([manifest]))}
+    return tuple(sorted(named.intersection(paths)))
+
+
 def _manifests(
-    store: Store, found: Catalogue, run_id: str, sources: Sequence[Store]
-) -> Iterator[tuple[DocumentDamage, Manifest | None]]:
-    """Yields manifests that cannot be read, with what they were by a pin or by another root."""
-    broken = dict(found.broken)
+    store: Store,
+    found: Catalogue,
+    run_id: str,
+    sources: Sequence[Store],
+    wanted: Collection[Generation] | None,
+) -> Iterator[DocumentDamage]:
+    """Yields manifests that cannot be read, or that only a pin has, with what they were by a pin or
+    by another root.
+    """
     attempts = frozenset(store.list(STEPS))
-    pins = {manifest_path(g): one.pin for g, one in read_pins(store).items()}
-    for path in (path for path in broken if path.startswith("manifests/")):
-        pin = pins.get(path)
-        copies = [pin.manifest.encode()] if pin is not None else []
-        copies += [data for source in sources if (data := _try_read(source, path)) is not None]
+    pins = read_pins(store)
+    there = {manifest.generation for manifest in found.manifests}
+    faults = {manifest_path(g): (g, "it is missing, and it is pinned") for g in pins.keys() - there}
+    for path, fault in found.broken:
+        above, _, name = path.partition("/")
+        generation = generation_of(name) if above == MANIFESTS else None
+        if generation is not None:
+            faults[path] = generation, fault
+    for path, (generation, fault) in sorted(faults.items(), key=lambda one: one[1][0]):
+        if wanted is not None and generation not in wanted:
+            continue
+        _try_read(store, path)  # an outage is no damage
+        pin = pins[generation].pin if generation in pins else None
+        copies = [] if pin is None else [(pin.manifest.encode(), True)]
+        read = (_try_read(source, path) for source in sources)
+        copies += [(data, False) for data in read if data is not None]
         good = None
-        for data in copies:
+        for data, is_pinned in copies:
             manifest = _manifest_in(data)
             if manifest is None or good is not None or manifest.run_id != run_id:
                 continue
-            is_its = manifest_path(manifest.generation) == path
-            if is_its and manifest.images[0].path.split("/")[1] in attempts:  # of this very attempt
+            is_of_attempt = is_pinned or manifest.images[0].path.split("/")[1] in attempts
+            if manifest.generation == generation and is_of_attempt:
                 good = data, manifest
-        data, manifest = good or (None, None)
-        yield DocumentDamage(path, broken[path], data), manifest
+        bytes_, manifest = good or (None, None)
+        yield DocumentDamage(path, fault, bytes_, manifest=manifest)
 
 
 def _manifest_in(data: bytes) -> Manifest | None:
@@ -237,24 +348,75 @@ def _manifest_in(data: bytes) -> Manifest | None:
 
 
 def _records(
-    store: Store, found: Catalogue, sources: Sequence[Store], others: Sequence[Catalogue]
+    store: Store,
+    found: Catalogue,
+    others: Sequence[Catalogue],
+    wanted: Collection[Generation] | None,
 ) -> Iterator[DocumentDamage]:
-    """Yields records of starts that cannot be read, or that the lineage lacks."""
-    broken = dict(found.broken)
-    missing = {found.line.missing} - {None}
-    for n in sorted({*found.unreadable, *(n for n in missing if n is not None)}):
+    """Yields records of starts that cannot be read, or that the lineage lacks: with each that is
+    mended, the lineage leads on.
+    """
+    broken, known, done = dict(found.broken), found, set[int]()
+    while left := sorted(_wanted_records(known, wanted) - done):
+        n = left[-1]
+        done.add(n)
         path = f"{INCARNATIONS}/{n}.json"
-        said = {m.parent for m in found.manifests if m.incarnation == n}
-        known = (one for other in others for one in other.incarnations if one.n == n)
-        good: Incarnation | None = next((one for one in known if said <= {one.parent}), None)
+        there = _try_read(store, path)
+        proved = (one for other in others if (one := _proved(n, found, other, there)) is not None)
+        good = next(proved, None)
+        if good is not None:
+            known = replace(known, incarnations=(*known.incarnations, good))
         fault = broken.get(path, f"{path} is missing")
         yield DocumentDamage(path, fault, None if good is None else seal(good))
+
+
+def _wanted_records(known: Catalogue, wanted: Collection[Generation] | None) -> set[int]:
+    """Returns the incarnations whose records are needed and cannot be read."""
+    if wanted is None:
+        missing = known.line.missing
+        return {*known.unreadable, *([] if missing is None else [missing])}
+    line = {n for generation in wanted for n in _line(known, generation.incarnation)}
+    return {n for n in line if n in known.unreadable or n not in known.parents}
+
+
+def _line(known: Catalogue, n: int) -> list[int]:
+    """Returns incarnation ``n`` and those before it, as far as they are known."""
+    line, parents = [n], known.parents
+    while (parent := parents.get(line[-1])) is not None and parent[0] not in line:
+        line.append(parent[0])
+    return line
+
+
+def _proved(n: int, found: Catalogue, other: Catalogue, there: bytes | None) -> Incarnation | None:
+    """Returns the record of incarnation ``n`` in another root, if it is proved to be of this start.
+
+    A root that was gone on from by another start has one of the same number. Proof is a manifest or
+    record that both have, of this start or of one that descends from it; or the damaged bytes still
+    say the same.
+    """
+    record = next((one for one in other.incarnations if one.n == n), None)
+    said = {m.parent for m in found.manifests if m.incarnation == n}
+    if record is None or not said <= {record.parent}:
+        return None
+    ours = {m.generation: m for m in found.manifests}
+    both = {m.incarnation for m in other.manifests if ours.get(m.generation) == m}
+    both |= {one.n for one in other.incarnations if one in found.incarnations}
+    is_shared = any(n in _line(other, one) for one in both)
+    return record if is_shared or _says(there or b"", record) else None
+
+
+def _says(damaged: bytes, record: Incarnation) -> bool:
+    """True if the bytes of a damaged record have the start and the parent of this one."""
+    said = (f'"{name}":'.encode() for name in ("nonce", "parent"))
+    values = (msgspec.json.encode(one) for one in (record.nonce, record.parent))
+    return all(key + value in damaged for key, value in zip(said, values, strict=True))
 
 
 def _try_read(store: Store, path: str, limit_bytes: int = MAX_DOCUMENT_BYTES) -> bytes | None:
     try:
         return read_bounded(store, path, limit_bytes)
-    except HoldfastError:
+    except HoldfastError as error:
+        require_damage(error)
         return None
 
 
@@ -299,40 +461,43 @@ class _Elsewhere:
     """Every block that the roots have in any file, found by its checksum: what replicas stored."""
 
     def __init__(self, files: Iterable[tuple[Store, ImageRef]]) -> None:
-        self._files = files
-        self._tables: list[tuple[Store, ImageRef, int, int, array[int]]] | None = None
+        self._files = list(files)
+        self._turn = threading.Lock()
+        self._places: dict[int, list[tuple[int, int]]] | None = None
 
     def find(self, sum_: int, size_bytes: int) -> bytes | None:
         """Returns a block of this checksum and length, None where no file has it whole."""
-        if self._tables is None:  # read when the first block is missing
-            self._tables = [
-                table for store, ref in self._files if (table := self._table(store, ref))
-            ]
-        for store, ref, begin, end, sums in self._tables:
-            if sum_ not in sums:
-                continue
-            start = sums.index(sum_) * BLOCK_BYTES
-            if min(BLOCK_BYTES, end - start) == size_bytes:
-                data = _try_range(store, ref.path, begin + start, size_bytes)
-                if data is not None and checksum(data) == sum_:  # else it is damaged too
-                    return data
+        with self._turn:  # threads that write ask for blocks at once
+            if self._places is None:  # read when the first block is missing
+                self._places = self._read_places()
+        for file, start in self._places.get(sum_, ()):
+            store, ref = self._files[file]
+            data = _try_range(store, ref.path, start, size_bytes)
+            if data is not None and checksum(data) == sum_:  # else it is damaged, or shorter
+                return data
         return None
 
-    @staticmethod
-    def _table(store: Store, ref: ImageRef) -> tuple[Store, ImageRef, int, int, array[int]] | None:
-        try:
-            good = GoodFile(ref, [store])
-        except HoldfastError:
-            return None
-        assert good.header is not None
-        header = good.header
-        return store, ref, header.data_start, header.table.offset, array("Q", good.sums)
+    def _read_places(self) -> dict[int, list[tuple[int, int]]]:
+        """Returns the files, by their numbers, and offsets of each checksum."""
+        places: dict[int, list[tuple[int, int]]] = {}
+        for file, (store, ref) in enumerate(self._files):
+            try:
+                good = GoodFile(ref, [store])
+            except HoldfastError as error:
+                require_damage(error)
+                continue
+            assert good.header is not None
+            for number, sum_ in enumerate(good.sums):
+                start = good.header.data_start + number * BLOCK_BYTES
+                places.setdefault(sum_, []).append((file, start))
+        return places
 
 
 def _try_range(store: Store, path: str, start: int, size_bytes: int) -> bytes | None:
     try:
         return store.read(path, start, size_bytes)
-    except HoldfastError:
+    except HoldfastError as error:
+        require_damage(error)
         return None
 
 
@@ -350,25 +515,32 @@ class _DamageSearch:
         self._store, self._stores = store, [store, *sources]
         self._elsewhere, self._layouts = elsewhere, layouts
         self._progress, self._done = progress, 0
+        self.unread: dict[str, str] = {}
 
-    def damages(self, manifests: Sequence[Manifest]) -> Iterator[FileDamage]:
-        """Yields the damaged files of these checkpoints."""
-        refs = _named(manifests)
+    def damages(self, manifests: Sequence[Manifest]) -> list[FileDamage]:
+        """Returns the damaged files of these checkpoints; ``unread`` has those that an outage of
+        storage left unexamined.
+        """
+        refs, found = _named(manifests), []
         total = sum(ref.size_bytes for ref in refs)
         for ref in refs:
             naming = [m for m in manifests if ref in m.images or ref in m.parts]
-            damage = self._examine(ref, naming)
+            try:
+                damage = self._examine(ref, naming)
+            except StorageError as error:
+                damage, self.unread[ref.path] = None, str(error)
             self._done += ref.size_bytes
             self._progress(self._done, total)
             if damage is not None:
-                yield damage
+                found.append(damage)
+        return found
 
     def _examine(self, ref: ImageRef, naming: list[Manifest]) -> FileDamage | None:
         generations = tuple(m.generation for m in naming)
         faults = list(self._faults(ref))
         try:
             good = GoodFile(ref, self._stores, self._elsewhere.find)
-        except HoldfastError as error:
+        except FormatError as error:
             lost = tuple(self._layouts.pieces(naming[0], ref))
             return FileDamage(ref, generations, (*faults, str(error)), (), lost)
         assert good.header is not None
