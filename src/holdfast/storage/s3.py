@@ -12,7 +12,7 @@ import os
 import time
 import urllib.parse
 import xml.etree.ElementTree as xml
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import StorageError, UsageError
@@ -112,6 +112,8 @@ class S3Bucket:
         self.server = server.name
         self._is_unsigned = server.is_secure or bool(os.environ.get(UNSIGNED_VARIABLE))
         self._rate = RateLimit(_rate())
+        self.guard: Callable[[], None] = lambda: None
+        """Called before every try of a request that changes something; raises to refuse it."""
 
     # Objects.
 
@@ -262,7 +264,9 @@ class S3Bucket:
         body: Body = (),
         into: memoryview | None = None,
     ) -> Outcome:
-        """Sends a request until it is answered or the patience is over."""
+        """Sends a request until it is answered or the patience is over. Each try is signed, then
+        allowed by ``guard``, then sent.
+        """
         query, headers = query or {}, headers or {}
         size_bytes = sum(len(piece) for piece in body)
         kind = _kind(method, query)
@@ -309,6 +313,7 @@ class S3Bucket:
         if size_bytes or method in ("PUT", "POST"):
             signed["content-length"] = str(size_bytes)
         target = encoded_path(path) + (f"?{encoded_query(query)}" if query else "")
+        self.require_allowed(method)  # at the very last: to hash a large body takes long
         try:
             answer = self._connections.send(method, target, signed, body, into)
         except NoAnswer as error:
@@ -318,6 +323,11 @@ class S3Bucket:
         return _with(outcome, message=credentials.hidden_in(outcome.message)), (
             answer.status >= 500
         )
+
+    def require_allowed(self, method: str) -> None:
+        """Raises what ``guard`` raises, for a request that changes something."""
+        if method not in ("GET", "HEAD"):
+            self.guard()
 
     # Errors.
 
