@@ -1,8 +1,9 @@
 """Locks a name in a bucket by a lease: an object with owner and nonce, renewed by compare-and-swap.
 
-A lease is taken over only when it did not change for ``take_over_s`` on the taker's own clock
-of boot time, or when its process is known to be dead; its owner stops by its own clock well before. No
-clock of another machine is compared. See docs/design/0017-buckets.md.
+A lease is taken over only when it did not change for ``take_over_s`` on the taker's own clock, or
+when its process is known to be dead; its owner stops by its own clock well before. These clocks go
+on while a machine is suspended; none of another machine is compared. See
+docs/design/0017-buckets.md.
 """
 
 from __future__ import annotations

@@ -319,10 +319,9 @@ class S3Bucket:
         except NoAnswer as error:
             return Outcome(0, "", credentials.hidden_in(str(error))), error.is_sent
         self.traffic.count(kind, size_bytes, answer.size_bytes + len(answer.body))
-        outcome = _outcome(answer)
-        return _with(outcome, message=credentials.hidden_in(outcome.message)), (
-            answer.status >= 500
-        )
+        outcome = _outcome(answer, is_completion=kind == "POST uploadId")
+        may_have_effect = not outcome.status or outcome.status >= 500
+        return _with(outcome, message=credentials.hidden_in(outcome.message)), may_have_effect
 
     def require_allowed(self, method: str) -> None:
         """Raises what ``guard`` raises, for a request that changes something."""
@@ -384,17 +383,20 @@ def _kind(method: str, query: Mapping[str, str]) -> str:
     return f"{method} {names[0]}" if names else method
 
 
-def _outcome(answer: Answer) -> Outcome:
+def _outcome(answer: Answer, *, is_completion: bool) -> Outcome:
     body, status, code, message = answer.body, answer.status, "", ""
-    # A completion is answered with 200 before it is done, and its failure in the body.
-    if status >= 300 or b"<Error>" in body[:512]:
+    # A completion is answered with 200 before it is done, and its end is in the body.
+    if status >= 300 or is_completion:
         try:
-            found = _parsed(body) if body else None
+            found = _parsed(body.strip())
         except StorageError:
             found = None
-        if found is not None and found.tag == "Error":
+        tag = "" if found is None else found.tag
+        if found is not None and tag == "Error":
             code, message = _text(found, "Code"), _text(found, "Message")
             status = status if status >= 300 else _status_of(code)
+        elif status < 300 and tag != "CompleteMultipartUploadResult":
+            status, message = 0, "the answer does not say whether the upload was completed"
     return Outcome(status, code, message, answer.headers, body, answer.size_bytes)
 
 
