@@ -193,6 +193,54 @@ def test_without_compare_and_swap_a_root_has_one_writer_only_by_an_option(
 
 
 @pytest.mark.promise
+@pytest.mark.parametrize("fault", ["busy", "lost"])
+@pytest.mark.parametrize("tries_s", [0.0, 5.0])
+def test_no_try_of_a_publication_begins_or_counts_after_a_take_over(
+    world: World, monkeypatch: pytest.MonkeyPatch, fault: str, tries_s: float
+) -> None:
+    store = model_store(world, monkeypatch, tries_s=tries_s)
+    lease = store.lock("writer", "me")
+    assert isinstance(lease, ObjectLease)
+    tries: list[str] = []
+
+    def chosen(kind: str, key: str) -> str:
+        if (kind, key) != ("PUT", "root/name"):
+            return ""
+        tries.append(key)
+        lease._taken_by = "run green"
+        return fault if len(tries) == 1 else ""
+
+    world.fault = chosen
+    expected = StorageError if fault == "busy" and not tries_s else RootBusy
+    with pytest.raises(expected):
+        store.publish("name", b"mine")
+    assert len(tries) == 1 and ("root/name" in world.objects) == (fault == "lost")
+
+
+@pytest.mark.promise
+def test_no_try_of_a_holder_begins_after_its_time_even_if_the_machine_was_suspended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, tries_s=5.0)
+    lease = store.lock("writer", "me")
+    assert isinstance(lease, ObjectLease)
+    suspended_s = [0.0]
+    plain = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: plain(clock) + suspended_s[0])
+
+    def chosen(kind: str, key: str) -> str:
+        if (kind, key) == ("PUT", "root/name"):
+            suspended_s[0] = 31.0
+            return "busy"
+        return ""
+
+    world.fault = chosen
+    with pytest.raises(StorageError, match="could not be renewed for"):
+        store.publish("name", b"mine")
+    assert world.log.count(("PUT", "root/name")) == 1
+
+
+@pytest.mark.promise
 def test_a_holder_that_could_not_renew_changes_nothing_until_it_can(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,9 @@ class Clock:
     """Stands for the module ``time`` in ``lease_lock``: who sleeps makes time pass."""
 
     now_s: float = 0.0
+    CLOCK_BOOTTIME: int = 7
 
-    def monotonic(self) -> float:
+    def clock_gettime(self, clock: int) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from holdfast.errors import StorageError, UsageError
 from holdfast.storage.http_client import Server
 from holdfast.storage.signing import Credentials
+from holdfast.storage.wrap import renew_in_child
 
 _DEFAULT_REGION = "us-east-1"
 EXTRA = "pip install 'holdfast[cloud]'"
@@ -24,16 +25,18 @@ class CredentialSource:
     """Gives the credentials of this moment. Safe from several threads, and after a fork."""
 
     def __init__(self) -> None:
-        self._process = os.getpid()
         self._lock = threading.Lock()
         self._provider: Any = None
+        renew_in_child(self)
+
+    def in_child(self) -> None:
+        """Looks them up anew: the lock may be held by a thread that is not here."""
+        self._lock, self._provider = threading.Lock(), None
 
     def current(self) -> Credentials:
         """Returns credentials that are valid now. StorageError where there are none."""
         if found := _from_environment():
             return found
-        if self._process != os.getpid():  # the lock may be held by a thread that is not here
-            self._lock, self._provider, self._process = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._provider is None:
                 self._provider = _botocore_credentials()
@@ -44,7 +47,7 @@ class CredentialSource:
                     f"the credentials for object stores could not be renewed "
                     f"({type(error).__name__}). Look at the profile or the role of this machine."
                 ) from None
-        return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
+        return _checked(frozen.access_key, frozen.secret_key, frozen.token or "")
 
     def forget(self) -> None:
         """Has the credentials looked up anew: the server says that these have expired."""
@@ -56,7 +59,20 @@ def _from_environment() -> Credentials | None:
     key, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     if not key or not secret:
         return None
-    return Credentials(key, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
+    return _checked(key, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
+
+
+def _checked(*found: str) -> Credentials:
+    """Returns credentials without white space around them; StorageError where one can't be sent."""
+    stripped = [one.strip() for one in found]
+    if any(not "!" <= letter <= "~" for one in stripped for letter in one):
+        error = StorageError(
+            "the credentials for object stores have a character in them that none has: white "
+            "space, a line's end or a letter beyond ASCII. Set them anew."
+        )
+        error.retryable = False
+        raise error
+    return Credentials(*stripped)
 
 
 def _botocore() -> Any:

@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from holdfast.errors import StorageError
 from holdfast.storage.signing import Body
+from holdfast.storage.wrap import renew_in_child
 
 CONNECT_S = 10.0
 #: An answer, or a piece of one, is waited for so long.
@@ -70,8 +72,16 @@ class Connections:
         self._answer_s = answer_s
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
-        self._process = os.getpid()
-        weakref.finalize(self, _close_all, self._idle)
+        self._end = weakref.finalize(self, _close_all, self._idle)
+        self._of_parent: list[list[http.client.HTTPConnection]] = []
+        renew_in_child(self)
+
+    def in_child(self) -> None:
+        """Leaves the connections of the parent alone: it uses them, and may hold the lock."""
+        self._end.detach()
+        self._of_parent.append(self._idle)
+        self._idle, self._lock = [], threading.Lock()
+        self._end = weakref.finalize(self, _close_all, self._idle)
 
     def send(
         self,
@@ -101,9 +111,6 @@ class Connections:
         return answer
 
     def _acquire(self) -> http.client.HTTPConnection:
-        if self._process != os.getpid():  # of the parent: it uses them, and may hold the lock
-            self._lock, self._process = threading.Lock(), os.getpid()
-            _close_all(self._idle)  # here alone: nothing is sent
         with self._lock:
             if self._idle:
                 return self._idle.pop()
@@ -147,6 +154,19 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def _put_headers(connection: http.client.HTTPConnection, headers: Mapping[str, str]) -> None:
+    try:
+        for name, value in headers.items():
+            connection.putheader(name, value)
+    except ValueError:  # its text quotes the value, which may be secret
+        error = StorageError(
+            "a header of a request to an object store has a character in it that HTTP forbids: "
+            "look at the credentials"
+        )
+        error.retryable = False
+        raise error from None
+
+
 def _exchange(
     connection: http.client.HTTPConnection,
     method: str,
@@ -156,8 +176,7 @@ def _exchange(
     into: memoryview | None,
 ) -> tuple[Answer, bool]:
     connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
-    for name, value in headers.items():
-        connection.putheader(name, value)
+    _put_headers(connection, headers)
     connection.endheaders()
     is_whole = True
     try:

@@ -1,8 +1,9 @@
 """Locks a name in a bucket by a lease: an object with owner and nonce, renewed by compare-and-swap.
 
-A lease is taken over only when it did not change for ``take_over_s`` on the taker's own monotonic
-clock, or when its process is known to be dead; its owner stops by its own clock well before. No
-clock of another machine is compared. See docs/design/0017-buckets.md.
+A lease is taken over only when it did not change for ``take_over_s`` on the taker's own clock, or
+when its process is known to be dead; its owner stops by its own clock well before. These clocks go
+on while a machine is suspended; none of another machine is compared. See
+docs/design/0017-buckets.md.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class ObjectLease:
             return
         if self._taken_by is not None:
             raise root_busy(self.name, self._bucket.url, self._taken_by)
-        quiet_s = time.monotonic() - self._renewed_s
+        quiet_s = _now_s() - self._renewed_s
         if quiet_s > self._times.stop_s:
             raise StorageError(
                 f"the lease {self.name!r} of {self._bucket.url} could not be renewed for "
@@ -122,7 +123,7 @@ class ObjectLease:
         with self._turn:
             if not self.is_held or self._taken_by is not None:
                 return
-            begun_s = time.monotonic()
+            begun_s = _now_s()
             said = _Written(
                 self._said.owner, self._said.nonce, self._said.process, self._said.beat + 1
             )
@@ -180,6 +181,11 @@ class ObjectLease:
         self.release()
 
 
+def _now_s() -> float:
+    """Returns the seconds since boot, those that the machine was suspended included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _keep_renewing(
     to_lease: weakref.ref[ObjectLease], ended: threading.Event, renew_s: float
 ) -> None:
@@ -198,7 +204,7 @@ def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTi
     has the lease, that is watched for as long as a take-over needs.
     """
     said = _Written(owner, secrets.token_hex(16), process_name())
-    watched, since_s, begun_s, is_alone = "", time.monotonic(), time.monotonic(), True
+    watched, since_s, begun_s, is_alone = "", _now_s(), _now_s(), True
     outcome = bucket.put(key, [said.data()], if_none=True)
     while True:
         if outcome.is_done:
@@ -214,11 +220,11 @@ def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTi
         if watched and there.nonce and etag != watched:
             raise _busy(name, bucket.url, there.owner)
         if not watched:
-            watched, since_s = etag, time.monotonic()
-        is_over = time.monotonic() - since_s >= times.take_over_s
+            watched, since_s = etag, _now_s()
+        is_over = _now_s() - since_s >= times.take_over_s
         has_ended = not there.nonce or is_dead(there.process)
         if has_ended or is_over:
-            watched, begun_s, is_alone = "", time.monotonic(), has_ended
+            watched, begun_s, is_alone = "", _now_s(), has_ended
             outcome = bucket.put(key, [said.data()], if_match=etag)
         else:
             time.sleep(min(1.0, times.renew_s / 4))

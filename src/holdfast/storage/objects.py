@@ -61,6 +61,7 @@ class ObjectStore:
         self._url = f"s3://{bucket}" + (f"/{prefix}" if prefix else "")
         self._below = f"{prefix}/" if prefix else ""
         self._bucket = S3Bucket(bucket, self._url, patience=patience, answer_s=answer_s)
+        self._bucket.guard = self._require_held
         self._part_bytes = least_part_bytes
         self._lease_times = lease or LeaseTimes()
         self._lock = threading.Lock()
@@ -218,6 +219,7 @@ class ObjectStore:
         """Finds out by reading back what came of a request that may have had its effect."""
         found = self._bucket.get(self._key(path))
         if found.is_done and found.body == data:
+            self._require_held()
             return
         if found.is_done:
             raise already_published(path, self.url)

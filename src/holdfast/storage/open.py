@@ -57,16 +57,17 @@ def _normal_bucket(text: str) -> str:
     scheme, _, rest = text.partition("://")
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
-    if "@" in bucket:
+    if "@" in rest:
         raise UsageError(
             f"{_without_credentials(text)!r} has credentials in it: take them out, and change "
             "them if others can see where it stood; they come from the environment, a profile or "
             "a role"
         )
+    shown = _without_credentials(text)
+    if "?" in rest or "#" in rest or not rest.isprintable():
+        raise UsageError(f"{shown!r} is no root: a prefix has no ?, # or control characters")
     if not _NAME.fullmatch(bucket):
-        raise UsageError(f"{text!r} is no root: {bucket!r} is not the name of a bucket")
-    if "?" in prefix or "#" in prefix or not prefix.isprintable():
-        raise UsageError(f"{text!r} is no root: a prefix has no ?, # or control characters")
+        raise UsageError(f"{shown!r} is no root: {bucket!r} is not the name of a bucket")
     if prefix:
         check_path(prefix)
     return f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
@@ -74,8 +75,7 @@ def _normal_bucket(text: str) -> str:
 
 def _without_credentials(text: str) -> str:
     scheme, _, rest = text.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+    return f"{scheme}://{re.split('[?#]', rest.rpartition('@')[2])[0]}"
 
 
 def follow(store: Store, root: str) -> None:

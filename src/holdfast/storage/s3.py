@@ -12,7 +12,7 @@ import os
 import time
 import urllib.parse
 import xml.etree.ElementTree as xml
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import StorageError, UsageError
@@ -112,6 +112,8 @@ class S3Bucket:
         self.server = server.name
         self._is_unsigned = server.is_secure or bool(os.environ.get(UNSIGNED_VARIABLE))
         self._rate = RateLimit(_rate())
+        self.guard: Callable[[], None] = lambda: None
+        """Called before every try of a request that changes something; raises to refuse it."""
 
     # Objects.
 
@@ -262,7 +264,9 @@ class S3Bucket:
         body: Body = (),
         into: memoryview | None = None,
     ) -> Outcome:
-        """Sends a request until it is answered or the patience is over."""
+        """Sends a request until it is answered or the patience is over. Each try is signed, then
+        allowed by ``guard``, then sent.
+        """
         query, headers = query or {}, headers or {}
         size_bytes = sum(len(piece) for piece in body)
         kind = _kind(method, query)
@@ -309,15 +313,20 @@ class S3Bucket:
         if size_bytes or method in ("PUT", "POST"):
             signed["content-length"] = str(size_bytes)
         target = encoded_path(path) + (f"?{encoded_query(query)}" if query else "")
+        self.require_allowed(method)  # at the very last: to hash a large body takes long
         try:
             answer = self._connections.send(method, target, signed, body, into)
         except NoAnswer as error:
             return Outcome(0, "", credentials.hidden_in(str(error))), error.is_sent
         self.traffic.count(kind, size_bytes, answer.size_bytes + len(answer.body))
-        outcome = _outcome(answer)
-        return _with(outcome, message=credentials.hidden_in(outcome.message)), (
-            answer.status >= 500
-        )
+        outcome = _outcome(answer, is_completion=kind == "POST uploadId")
+        may_have_effect = not outcome.status or outcome.status >= 500
+        return _with(outcome, message=credentials.hidden_in(outcome.message)), may_have_effect
+
+    def require_allowed(self, method: str) -> None:
+        """Raises what ``guard`` raises, for a request that changes something."""
+        if method not in ("GET", "HEAD"):
+            self.guard()
 
     # Errors.
 
@@ -374,17 +383,20 @@ def _kind(method: str, query: Mapping[str, str]) -> str:
     return f"{method} {names[0]}" if names else method
 
 
-def _outcome(answer: Answer) -> Outcome:
+def _outcome(answer: Answer, *, is_completion: bool) -> Outcome:
     body, status, code, message = answer.body, answer.status, "", ""
-    # A completion is answered with 200 before it is done, and its failure in the body.
-    if status >= 300 or b"<Error>" in body[:512]:
+    # A completion is answered with 200 before it is done, and its end is in the body.
+    if status >= 300 or is_completion:
         try:
-            found = _parsed(body) if body else None
+            found = _parsed(body.strip())
         except StorageError:
             found = None
-        if found is not None and found.tag == "Error":
+        tag = "" if found is None else found.tag
+        if found is not None and tag == "Error":
             code, message = _text(found, "Code"), _text(found, "Message")
             status = status if status >= 300 else _status_of(code)
+        elif status < 300 and tag != "CompleteMultipartUploadResult":
+            status, message = 0, "the answer does not say whether the upload was completed"
     return Outcome(status, code, message, answer.headers, body, answer.size_bytes)
 
 

@@ -179,8 +179,6 @@ class UploadSink:
     def _complete(self) -> None:
         parts = [self._sent[number] for number in sorted(self._sent)]
         outcome = self._bucket.end_upload(self._key, self._upload, parts, if_match=self._over)
-        if outcome.is_done:
-            return
         if outcome.status == 412 and outcome.is_first_try:
             self._may_exist = False
             raise already_published(self._path, self._bucket.url)
@@ -188,7 +186,10 @@ class UploadSink:
         # else has this upload, and it is not listed any more once it has become an object.
         found = self._bucket.head(self._key)
         is_whole = found.is_done and int(found.header("content-length") or -1) == self._size_bytes
-        if outcome.is_first_try or not is_whole or self._is_unfinished():
+        if outcome.is_done and is_whole:
+            return
+        is_known = outcome.is_done or (outcome.is_first_try and outcome.status)
+        if is_known or not is_whole or self._is_unfinished():
             raise self._bucket.failure(outcome, "finish", self._path)
 
     def _is_unfinished(self) -> bool:

@@ -7,17 +7,42 @@ by an event, at most once in a while.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from holdfast.events import Warned, emit
 
 #: Answers that say: not now.
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+
+
+class InChild(Protocol):
+    """What a forked child needs anew: a lock may be held there by a thread that is not."""
+
+    def in_child(self) -> None: ...
+
+
+_renewed: weakref.WeakSet[InChild] = weakref.WeakSet()
+
+
+def renew_in_child(one: InChild) -> None:
+    """Has ``in_child`` called in every forked child, before anything else runs there."""
+    _renewed.add(one)
+
+
+def _renew_all() -> None:
+    for one in list(_renewed):
+        one.in_child()
+
+
+os.register_at_fork(after_in_child=_renew_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +86,11 @@ class RateLimit:
         self._bytes_s, self._clock, self._sleep = bytes_s, clock, sleep
         self._lock = threading.Lock()
         self._free_s = 0.0
+        renew_in_child(self)
+
+    def in_child(self) -> None:
+        """Makes a new lock."""
+        self._lock = threading.Lock()
 
     def wait(self, size_bytes: int) -> None:
         """Waits until ``size_bytes`` may be sent."""
@@ -74,7 +104,7 @@ class RateLimit:
             self._sleep(begin_s - now_s)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RequestCounts:
     """What was sent and tried again, by kind of request; safe from several threads."""
 
@@ -87,6 +117,13 @@ class RequestCounts:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _told_s: float = float("-inf")
     _untold: int = 0
+
+    def __post_init__(self) -> None:
+        renew_in_child(self)
+
+    def in_child(self) -> None:
+        """Makes a new lock."""
+        self._lock = threading.Lock()
 
     def count(self, kind: str, sent_bytes: int, received_bytes: int) -> None:
         """Counts one request."""

@@ -65,6 +65,7 @@ class ModelBucket(S3Bucket):
         into: memoryview | None,
     ) -> tuple[Outcome, bool]:
         world, data = self.world, b"".join(body)
+        self.require_allowed(method)
         world.before()
         with world.lock:
             world.log.append((kind, key))
