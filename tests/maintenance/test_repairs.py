@@ -445,6 +445,8 @@ def test_an_outage_is_no_damage_and_leaves_the_others_to_be_mended() -> None:
     for document in (manifest_path(SECOND), "incarnations/1.json", layout_path(LAYOUT.hash)):
         with pytest.raises(StorageError, match="no answer"):
             repair(_Unreachable(root, document), [backup], None)
+    with pytest.raises(StorageError, match="no answer"):
+        repair(root, [_Unreachable(backup, "incarnations/1.json")], None)
 
 
 def test_one_step_is_mended_with_its_documents_alone() -> None:
