@@ -335,6 +335,22 @@ def test_a_pinned_checkpoint_whose_manifest_and_a_file_are_gone_is_brought_back(
     assert whole(root) == ["1-10", "1-20"]
 
 
+@pytest.mark.promise
+def test_what_a_pin_names_is_never_swept_though_its_manifest_is_gone() -> None:
+    root, backup = pair()
+    pin(root, FIRST)
+    path, manifest = image_of(root, FIRST), manifest_path(FIRST)
+    root.remove(manifest)
+    root.remove(path)
+    left = image_of(backup, FIRST).replace("live-00001", "live-00000")
+    remove(root, plan(root, Keep(last=1), abandoned=False))
+    assert root.exists(left)
+    save_steps(root, (30, 40, 50, 60), keep=Keep(last=1))
+    assert root.exists(left)
+    assert list(mended(root, backup)[1].mended) == [path, manifest]
+    assert whole(root) == ["1-10", "1-60"]
+
+
 def record(store: Store, nonce: str, parent: tuple[int, int]) -> None:
     commit.record_incarnation(
         store, Incarnation(run_id="r", n=2, nonce=nonce, parent=parent, created_s=5.0)
@@ -429,6 +445,8 @@ def test_an_outage_is_no_damage_and_leaves_the_others_to_be_mended() -> None:
     for document in (manifest_path(SECOND), "incarnations/1.json", layout_path(LAYOUT.hash)):
         with pytest.raises(StorageError, match="no answer"):
             repair(_Unreachable(root, document), [backup], None)
+    with pytest.raises(StorageError, match="no answer"):
+        repair(root, [_Unreachable(backup, "incarnations/1.json")], None)
 
 
 def test_one_step_is_mended_with_its_documents_alone() -> None:

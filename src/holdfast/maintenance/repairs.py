@@ -173,16 +173,18 @@ def _survey(
 ) -> tuple[RepairPlan, _Elsewhere]:
     run_id = _require_one_run(store, sources)
     found, others = catalogue(store), [catalogue(source) for source in sources]
+    roots = list(zip((store, *sources), (found, *others), strict=True))
+    for place, path in ((place, path) for place, known in roots for path, _ in known.broken):
+        _try_read(place, path)  # an outage is no damage
     _refuse_forks(store, found, sources, others)
     broken = [*_manifests(store, found, run_id, sources, wanted)]
     manifests = [m for m in found.manifests if wanted is None or m.generation in wanted]
-    manifests += [one.manifest for one in broken if one.manifest is not None]
+    brought = [one.manifest for one in broken if one.manifest is not None]
+    manifests += brought
     layouts = _Layouts(store, sources)
     documents = [*layouts.damages(manifests), *_records(store, found, others, wanted)]
     elsewhere = _Elsewhere(
-        (place, ref)
-        for place, known in zip((store, *sources), (found, *others), strict=True)
-        for ref in _named(known.manifests)
+        (place, ref) for place, known in roots for ref in _named([*known.manifests, *brought])
     )
     search = _DamageSearch(store, sources, elsewhere, layouts, progress)
     files = search.damages(manifests)
@@ -213,8 +215,8 @@ class _Repair:
             self._try(self._write, file)
         for record in (one for one in documents if one.path.startswith(f"{INCARNATIONS}/")):
             self._try(self._put, record)
+        damaged = {one.path for one in self._plan.damages}
         for document in (one for one in documents if one.manifest is not None):
-            damaged = {one.path for one in self._plan.damages}
             if not _named_in(document.manifest, damaged - self._report.mended.keys()):
                 self._try(self._put, document)
         return self._report
@@ -321,7 +323,6 @@ def _manifests(
     for path, (generation, fault) in sorted(faults.items(), key=lambda one: one[1][0]):
         if wanted is not None and generation not in wanted:
             continue
-        _try_read(store, path)  # an outage is no damage
         pin = pins[generation].pin if generation in pins else None
         copies = [] if pin is None else [(pin.manifest.encode(), True)]
         read = (_try_read(source, path) for source in sources)

@@ -36,7 +36,7 @@ from holdfast.errors import (
 from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch
-from holdfast.persist.pins import pinned
+from holdfast.persist.pins import pinned, pinned_alone
 from holdfast.storage.base import Store, settle_s, unfinished
 from holdfast.storage.files import may_be_same
 
@@ -217,10 +217,15 @@ def withdraw(store: Store, generation: Generation) -> bool:
     return True
 
 
-def unnamed_directories(store: Store, manifests: Iterable[Manifest]) -> list[str]:
+def unnamed_directories(
+    store: Store, manifests: Iterable[Manifest], *, with_pins: bool = True
+) -> list[str]:
     """Returns the directories of images and parts that none of ``manifests``, which must be all,
-    names; and in those that are named, what was begun and never finished: nothing waits for it.
+    and no pin names; and in those that are named, what was begun and never finished: nothing waits
+    for it.
     """
+    manifests = list(manifests)
+    manifests += pinned_alone(store, manifests) if with_pins else []
     named = {directory for manifest in manifests for directory in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)
@@ -228,7 +233,11 @@ def unnamed_directories(store: Store, manifests: Iterable[Manifest]) -> list[str
 
 
 def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
-    """Returns the layouts that none of ``manifests``, which must be all, uses; no foreign files."""
+    """Returns the layouts that none of ``manifests``, which must be all, and no pin uses; no
+    foreign files.
+    """
+    manifests = list(manifests)
+    manifests += pinned_alone(store, manifests)
     named = {layout_path(manifest.layout) for manifest in manifests}
     below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS) if _IS_LAYOUT(name))
     return [path for path in below if path not in named]
@@ -272,7 +281,9 @@ class Sweeper:
         manifests = list(manifests)
         settle = settle_s(self.store)
         layouts = [] if settle else unnamed_layouts(self.store, manifests)
-        unnamed = [*unnamed_directories(self.store, manifests), *layouts]
+        # In a bucket it was ``withdraw`` that took the manifest, which asked for pins.
+        directories = unnamed_directories(self.store, manifests, with_pins=not settle)
+        unnamed = [*directories, *layouts]
         if settle:
             unnamed = [path for path in unnamed if path in self._known]
         held = self.leases.paths() if unnamed else ()  # after their manifests were removed

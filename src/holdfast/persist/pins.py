@@ -28,7 +28,7 @@ interleaves both sides at every step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ from holdfast.catalogue import (
     pin_path,
     read_document,
 )
-from holdfast.errors import AlreadyPublished, HoldfastError, NotFound, RootBusy
+from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, RootBusy
 from holdfast.format.manifest import Generation, Manifest, Pin, seal, unseal
 from holdfast.storage.base import Store
 
@@ -137,6 +137,20 @@ def mendable(store: Store, found: Catalogue) -> list[tuple[Manifest, bytes]]:
         if one.pin is not None and (manifest := _copied(one.pin)) is not None
         if _is_whole(store, manifest)
     ]
+
+
+def pinned_alone(store: Store, manifests: Iterable[Manifest]) -> list[Manifest]:
+    """Returns the manifests that pins hold of checkpoints that are not among ``manifests``: what
+    they name stays, so that a repair can bring the rest back.
+    """
+    held = []
+    for generation in sorted(pinned(store) - {manifest.generation for manifest in manifests}):
+        try:
+            manifest = _copied(read_document(store, Pin, pin_path(generation)))
+        except (NotFound, FormatError):
+            continue
+        held += [manifest] if manifest is not None and manifest.generation == generation else []
+    return held
 
 
 def mend(store: Store, found: Catalogue) -> bool:
