@@ -20,7 +20,7 @@ from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, change, paths_in, save_steps
 from support.checkpoints.roots import whole
 
@@ -91,6 +91,51 @@ def test_a_copy_of_one_checkpoint_brings_all_records_so_that_none_given_up_is_th
     copy(source, target, [Generation(2, 25)], quiet)
     found = catalogue(target)
     assert (found.latest, found.abandoned, found.gap) == ((2, 25), ((1, 30),), "")
+
+
+def test_a_wanted_checkpoint_that_is_not_there_is_named() -> None:
+    target = MemoryStore()
+    made, report = copy(fallen_back(), target, [Generation(1, 20), Generation(1, 99)], quiet)
+    assert (report.copied, made.missing) == ([(1, 20)], ((1, 99),))
+
+
+class Pruned(PassingStore):
+    """Retention takes 1-10 while a lease on it is written."""
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        super().publish(path, data, replace=replace)
+        if path.startswith("readers/"):
+            self.inner.remove("manifests/1-10.json")
+
+
+def test_a_checkpoint_that_was_pruned_meanwhile_is_named() -> None:
+    source = MemoryStore()
+    save_steps(source, (10, 20))
+    report = sync(Pruned(source), MemoryStore())
+    assert (report.copied, report.pruned, report.failed) == ([(1, 20)], [(1, 10)], [])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("what", ["image", "part", "layout", "length"])
+def test_what_the_target_lost_of_a_checkpoint_comes_back(what: str) -> None:
+    source, target = fallen_back(), MemoryStore("target")
+    sync(source, target)
+    found = catalogue(target).find(Generation(2, 25))
+    assert found is not None
+    image, part = found.images[0].path, found.parts[0].path
+    path = {"part": part, "layout": f"layouts/{found.layout}.json"}.get(what, image)
+    sound = target.read(path)
+    target.remove(path)
+    if what == "length":
+        target.publish(path, sound[:5000])
+    made, report = copy(source, target, None, quiet)
+    lost = [(1, 10), (1, 20), (1, 30), (2, 25)] if what in ("part", "layout") else [(2, 25)]
+    assert (report.copied, report.failed) == (lost, [])
+    assert [m.generation for m in made.checkpoints] == lost
+    assert target.read(path) == sound
+    assert whole(target) == whole(source)
+    assert not plan(target, Keep(), abandoned=False)
+    assert sync(source, target) == CopyReport()
 
 
 @pytest.mark.promise

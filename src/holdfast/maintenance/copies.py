@@ -58,8 +58,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class RootCopyPlan:
-    """What is copied, oldest first. ``there``: the target has these already; ``pins``: pinned
-    ones.
+    """What is copied, oldest first. ``there``: the target has these already, with all files in
+    full length; ``pins``: pinned ones.
     """
 
     run_id: str
@@ -71,6 +71,8 @@ class RootCopyPlan:
     """Of the source: manifests and records that cannot be read, and why."""
     abandons: tuple[Generation, ...] = ()
     """Of the target: checkpoints that a start has given up whose record is copied."""
+    missing: tuple[Generation, ...] = ()
+    """Wanted ones that the source has no readable manifest of."""
 
     @property
     def size_bytes(self) -> int:
@@ -80,10 +82,14 @@ class RootCopyPlan:
 
 @dataclass(slots=True)
 class CopyReport:
-    """What a copy has done: ``copied`` and, with the reason, ``failed`` checkpoints."""
+    """What a copy has done: ``copied`` and, with the reason, ``failed`` checkpoints.
+
+    ``pruned``: those that retention took from the source before they were copied.
+    """
 
     copied: list[Generation] = field(default_factory=list)
     failed: list[tuple[Generation, str]] = field(default_factory=list)
+    pruned: list[Generation] = field(default_factory=list)
     size_bytes: int = 0
     resumed_bytes: int = 0
     """Bytes that an earlier copy, or another checkpoint of the target, had there already."""
@@ -103,7 +109,7 @@ def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | Non
     _refuse_another(source, target, chosen, there)
     _refuse_other_starts(source, target, found, there)
     line = Lineage(there.parents | found.parents, set(there.unreadable) - found.parents.keys())
-    has = {manifest.generation for manifest in there.manifests}
+    has = _whole(target, there, {manifest.generation for manifest in chosen})
     named = {m.generation for m in chosen}
     return RootCopyPlan(
         run_id=run_id,
@@ -113,6 +119,7 @@ def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | Non
         pins={g: one.note for g, one in read_pins(source).items() if g in named},
         broken=found.broken,
         abandons=tuple(g for g in there.lineage if line.is_abandoned(g)),
+        missing=tuple(sorted(set(wanted or ()) - named)),
     )
 
 
@@ -133,8 +140,10 @@ def copy(
         try:
             copying.copy_records(plan.records)  # first: they say which checkpoints were given up
             for manifest in plan.checkpoints:
-                if lease.take(manifest):  # else retention took it
+                if lease.take(manifest):
                     copying.copy_checkpoint(manifest)
+                else:
+                    copying.report.pruned.append(manifest.generation)
             for manifest in plan.there:
                 copying.end_copied(manifest)
         finally:
@@ -155,6 +164,7 @@ class _Copying:
         self._source, self._target, self._plan = source, target, plan
         self._progress = progress
         found = catalogue(target)
+        self._known = frozenset(manifest.generation for manifest in found.manifests)
         self._named = {ref.path: ref for m in found.manifests for ref in _files(m)}
         self._held = LeaseWatch(target).paths()
         self._noted = frozenset(target.list(COPIES))
@@ -174,7 +184,8 @@ class _Copying:
             self.report.failed.append((generation, str(error)))
             return
         commit.write_layout(self._target, manifest.layout, layout)
-        self._target.publish(manifest_path(generation), document)
+        if generation not in self._known:  # else files of it were lost
+            self._target.publish(manifest_path(generation), document)
         self._named |= {ref.path: ref for ref in _files(manifest)}
         self.report.copied.append(generation)
         self.end_copied(manifest)
@@ -208,7 +219,8 @@ class _Copying:
             self.report.resumed_bytes += ref.size_bytes
         else:
             note.forget(ref.path)
-            if ref.path.rpartition("/")[0] in self._held:
+            is_named = ref.path in self._named  # and so was never pruned
+            if ref.path.rpartition("/")[0] in self._held and not is_named:
                 raise RootBusy(
                     f"{ref.path} in {self._target.url} was pruned and is still being read: nothing "
                     "is written over it. Copy again when the reader has finished.",
@@ -245,6 +257,8 @@ class _Copying:
             )
         if named is None:
             return ref.path in note.paths and _is_good(self._target, ref)
+        if not _is_full(self._target, ref):
+            return False
         try:
             read_head(StoredImage(self._target, ref), {})
         except HoldfastError as error:
@@ -300,6 +314,27 @@ class _Note:
     def _write(self, paths: list[str]) -> None:
         self._target.publish(self._path, msgspec.json.encode(paths), replace=True)
         self.paths = paths
+
+
+def _whole(store: Store, found: Catalogue, among: Collection[Generation]) -> frozenset[Generation]:
+    """Returns those of which every file is there in full length, and the layout."""
+    chosen = [manifest for manifest in found.manifests if manifest.generation in among]
+    refs = {ref for manifest in chosen for ref in _files(manifest)}
+    lost = {ref for ref in refs if not _is_full(store, ref)}
+    layouts = {manifest.layout for manifest in chosen}
+    lost_layouts = {one for one in layouts if not store.exists(layout_path(one))}
+    return frozenset(
+        manifest.generation
+        for manifest in chosen
+        if lost.isdisjoint(_files(manifest)) and manifest.layout not in lost_layouts
+    )
+
+
+def _is_full(store: Store, ref: ImageRef) -> bool:
+    try:
+        return store.size_bytes(ref.path) == ref.size_bytes
+    except NotFound:
+        return False
 
 
 def _is_good(store: Store, ref: ImageRef) -> bool:
