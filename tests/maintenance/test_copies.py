@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from holdfast.catalogue import COPIES, LOCK, MANIFESTS, ROOT, catalogue
+from holdfast.catalogue import COPIES, LOCK, MANIFESTS, ROOT, catalogue, manifest_path
 from holdfast.errors import FormatError, HoldfastError, RootBusy, StorageError, UsageError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, seal
 from holdfast.maintenance.copies import CopyReport, copy, plan_copy
@@ -19,7 +20,7 @@ from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, change, paths_in, save_steps
 from support.checkpoints.roots import whole
 
@@ -80,14 +81,80 @@ def test_a_second_copy_copies_nothing_and_a_later_one_what_is_new() -> None:
     assert whole(target) == whole(source)
 
 
-def test_a_copy_of_one_checkpoint_brings_the_records_that_it_descends_from() -> None:
+@pytest.mark.promise
+def test_a_copy_of_one_checkpoint_brings_all_records_so_that_none_given_up_is_the_newest() -> None:
     source, target = fallen_back(), MemoryStore()
     copy(source, target, [Generation(1, 30)], quiet)
     assert whole(target) == ["1-30"]
-    assert catalogue(target).latest == (1, 30)  # no later start is known here that gave it up
+    found = catalogue(target)
+    assert (found.latest, found.abandoned) == (None, ((1, 30),))
     copy(source, target, [Generation(2, 25)], quiet)
     found = catalogue(target)
     assert (found.latest, found.abandoned, found.gap) == ((2, 25), ((1, 30),), "")
+
+
+def test_a_wanted_checkpoint_that_is_not_there_is_named() -> None:
+    target = MemoryStore()
+    made, report = copy(fallen_back(), target, [Generation(1, 20), Generation(1, 99)], quiet)
+    assert (report.copied, made.missing) == ([(1, 20)], ((1, 99),))
+
+
+class Pruned(PassingStore):
+    """Retention takes 1-10 while a lease on it is written."""
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        super().publish(path, data, replace=replace)
+        if path.startswith("readers/"):
+            self.inner.remove("manifests/1-10.json")
+
+
+def test_a_checkpoint_that_was_pruned_meanwhile_is_named() -> None:
+    source = MemoryStore()
+    save_steps(source, (10, 20))
+    report = sync(Pruned(source), MemoryStore())
+    assert (report.copied, report.pruned, report.failed) == ([(1, 20)], [(1, 10)], [])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("what", ["image", "part", "layout", "length"])
+def test_what_the_target_lost_of_a_checkpoint_comes_back(what: str) -> None:
+    source, target = fallen_back(), MemoryStore("target")
+    sync(source, target)
+    found = catalogue(target).find(Generation(2, 25))
+    assert found is not None
+    image, part = found.images[0].path, found.parts[0].path
+    path = {"part": part, "layout": f"layouts/{found.layout}.json"}.get(what, image)
+    sound = target.read(path)
+    target.remove(path)
+    if what == "length":
+        target.publish(path, sound[:5000])
+    made, report = copy(source, target, None, quiet)
+    lost = [(1, 10), (1, 20), (1, 30), (2, 25)] if what in ("part", "layout") else [(2, 25)]
+    assert (report.copied, report.failed) == (lost, [])
+    assert [m.generation for m in made.checkpoints] == lost
+    assert target.read(path) == sound
+    assert whole(target) == whole(source)
+    assert not plan(target, Keep(), abandoned=False)
+    assert sync(source, target) == CopyReport()
+
+
+@pytest.mark.promise
+def test_all_records_are_durable_before_the_first_manifest() -> None:
+    target = FaultyStore(MemoryStore())
+    sync(fallen_back(), target)
+    order = [path.partition("/")[0] for _, path in target.changes]
+    assert order.index(MANIFESTS) > max(k for k, one in enumerate(order) if one == "incarnations")
+
+
+def test_checkpoints_of_the_target_that_the_copied_records_give_up_are_named() -> None:
+    source, target = MemoryStore(), MemoryStore()
+    save_steps(source, (10, 20, 30))
+    assert copy(source, target, None, quiet)[0].abandons == ()
+    save_steps(source, (25,), 2, (1, 20))
+    assert plan_copy(source, target, [Generation(2, 25)]).abandons == ((1, 30),)
+    sync(source, target)
+    assert catalogue(target).abandoned == ((1, 30),)
+    assert plan_copy(source, target, None).abandons == ()
 
 
 def image_of(store: Store, n: int, step: int) -> ImageRef:
@@ -283,6 +350,61 @@ def another_attempt(source: Store, target: Store) -> None:
     target.publish("manifests/2-25.json", other.read("manifests/2-25.json"))
 
 
+def another_run_without_its_root_document(source: Store, target: Store) -> None:
+    save_steps(target, (10, 20))
+    for m in catalogue(target).manifests:
+        data = seal(replace(m, run_id="another"))
+        target.publish(manifest_path(m.generation), data, replace=True)
+    for path in (ROOT, "incarnations/1.json"):
+        target.remove(path)
+
+
+def another_record_without_its_root_document(source: Store, target: Store) -> None:
+    target.publish("incarnations/1.json", seal(Incarnation(run_id="another", n=1, nonce="n1")))
+
+
+def a_manifest_of_another_run(source: Store, target: Store) -> None:
+    commit.open_root(target, "r")
+    another_run_without_its_root_document(source, target)
+    commit.open_root(target, "r")
+
+
+def a_mixed_source(source: Store, target: Store) -> None:
+    found = catalogue(source).find(Generation(1, 10))
+    assert found is not None
+    data = seal(replace(found, run_id="another"))
+    source.publish(manifest_path(found.generation), data, replace=True)
+
+
+def an_unreadable_record_of_no_known_run(source: Store, target: Store) -> None:
+    target.publish("incarnations/1.json", b"damaged")
+
+
+def an_unreadable_pin_of_no_known_run(source: Store, target: Store) -> None:
+    target.publish("pins/1-10.json", b"damaged")
+
+
+def an_unreadable_record_of_another_start(source: Store, target: Store) -> None:
+    copy(source, target, [Generation(1, 10)], quiet)
+    target.publish("incarnations/2.json", b"damaged", replace=True)
+
+
+def another_parent_without_a_record(source: Store, target: Store) -> None:
+    copy(source, target, [Generation(1, 10)], quiet)
+    save_steps(target, (40,), 2, (1, 10))
+    target.remove("incarnations/2.json")
+
+
+def the_same_parent_without_a_record(source: Store, target: Store) -> None:
+    sync(source, target)
+    target.remove("incarnations/2.json")
+    found = catalogue(target).find(Generation(2, 25))
+    assert found is not None
+    target.remove("manifests/2-25.json")
+    save_steps(target, (40,), 2, (1, 20))
+    target.remove("incarnations/2.json")
+
+
 def a_broken_manifest(source: Store, target: Store) -> None:
     sync(source, target)
     change(target, "manifests/1-20.json")
@@ -297,6 +419,15 @@ def damaged_part(source: Store, target: Store) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[Store, Store], None], str]] = {
     "another run": (another_run, "two runs never share a root"),
+    "another run without holdfast.json": (another_run_without_its_root_document, "never share"),
+    "a record without holdfast.json": (another_record_without_its_root_document, "never share"),
+    "a manifest of another run": (a_manifest_of_another_run, "never share a root"),
+    "a manifest of another run in the source": (a_mixed_source, "never share a root"),
+    "an unreadable record, no root": (an_unreadable_record_of_no_known_run, "cannot be told"),
+    "an unreadable pin, no root": (an_unreadable_pin_of_no_known_run, "cannot be told"),
+    "an unreadable record": (an_unreadable_record_of_another_start, "cannot be told"),
+    "another parent, no record": (another_parent_without_a_record, "is another start than in"),
+    "the same parent, no record": (the_same_parent_without_a_record, "cannot be told"),
     "another start of one number": (another_start, "is another start than in"),
     "another checkpoint of one generation": (another_attempt, "both roots were written to"),
     "a broken manifest": (a_broken_manifest, "holdfast repair memory://target --from"),
@@ -312,6 +443,19 @@ def test_roots_that_contradict_each_other_are_left_as_they_are(name: str) -> Non
     with pytest.raises(HoldfastError, match=said):
         sync(source, target)
     assert {path: target.read(path) for path in paths_in(target)} == before
+
+
+@pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "unreadable"])
+def test_a_record_that_the_target_lost_comes_back_where_a_manifest_tells_its_start(
+    is_missing: bool,
+) -> None:
+    source, target = fallen_back(), MemoryStore("target")
+    sync(source, target)
+    target.publish("incarnations/2.json", b"damaged", replace=True)
+    if is_missing:
+        target.remove("incarnations/2.json")
+    sync(source, target)
+    assert target.read("incarnations/2.json") == source.read("incarnations/2.json")
 
 
 def test_a_part_that_is_damaged_in_the_target_is_not_named_once_more() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.markup import escape
 
+from holdfast.catalogue import generation_of
 from holdfast.cli.checkpoints import STEP_HELP, OpenedRoot, choose, open_root
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation
 from holdfast.maintenance.copies import CopyReport, RootCopyPlan, copy, plan_copy
 from holdfast.observe.text import count_text, size_text
@@ -45,11 +46,12 @@ def add_roots(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Copies the named checkpoints; returns 4 when any of them is damaged, 5 while a run writes to
-    the target.
+    """Copies the named checkpoints; returns 4 when any of them is damaged, 3 when one is not there
+    any more, 5 while a run writes to the target.
     """
     opened = open_root(args.root)
-    return run_copy(args, opened, {choose(opened, step).generation for step in args.step or [None]})
+    chosen = {choose(opened, step).generation for step in args.step or [None]}
+    return run_copy(args, opened, chosen)
 
 
 def run_copy(
@@ -63,12 +65,26 @@ def run_copy(
     else:
         with SlowProgress("copying") as progress:
             plan, report = copy(opened.store, target, wanted, progress)
-    broken = plan.broken if wanted is None else ()
+    broken = plan.broken if wanted is None else _newer(plan.broken, wanted)
     if args.json:
         print_json(_record(args, plan, report, broken))
     else:
         _print(args, plan, report, broken)
-    return FormatError.exit_code if report.failed or broken else 0
+    if report.failed or broken:
+        return FormatError.exit_code
+    return NotFound.exit_code if plan.missing or (wanted is not None and report.pruned) else 0
+
+
+def _newer(
+    broken: Collection[tuple[str, str]], wanted: Collection[Generation]
+) -> tuple[tuple[str, str], ...]:
+    """Returns what may be newer than all ``wanted`` ones, or say that they were given up."""
+    return tuple(
+        (path, reason)
+        for path, reason in broken
+        if (generation := generation_of(path.rpartition("/")[2])) is None
+        or generation > max(wanted)
+    )
 
 
 def _record(
@@ -84,6 +100,9 @@ def _record(
         "to_copy": [str(m.generation) for m in plan.checkpoints],
         "there": [str(m.generation) for m in plan.there],
         "copied": [str(generation) for generation in report.copied],
+        "missing": [str(generation) for generation in plan.missing],
+        "pruned": [str(generation) for generation in report.pruned],
+        "abandons": [str(generation) for generation in plan.abandons],
         "failed": [{"checkpoint": str(g), "reason": reason} for g, reason in report.failed],
         "broken": [{"path": path, "reason": reason} for path, reason in broken],
         "plan_bytes": plan.size_bytes,
@@ -103,12 +122,21 @@ def _print(
         generation = manifest.generation
         word = "would be copied" if args.dry_run else "[green]copied[/]"
         if not args.dry_run and generation not in report.copied:
-            word = "[red]not copied[/]" if generation in failed else "pruned meanwhile"
+            word = "[red]not copied[/]" if generation in failed else "[yellow]pruned meanwhile[/]"
         console.print(f"{generation}  {word}  {size_text(manifest.size_bytes)}", soft_wrap=True)
         if generation in failed:
             console.print(f"    {escape(failed[generation])}", soft_wrap=True)
+    for generation in plan.missing:
+        console.print(f"{generation}  [red]not copied[/]: pruned meanwhile", soft_wrap=True)
     for path, reason in broken:
         console.print(f"{escape(path)}  [red]not copied[/]\n    {escape(reason)}", soft_wrap=True)
+    if plan.abandons:
+        names = ", ".join(map(str, plan.abandons))
+        console.print(
+            f"[yellow]{names} of {escape(args.target)}: given up by a start whose record is "
+            "copied; a restore takes them by name only[/]",
+            soft_wrap=True,
+        )
     there = f", {count_text(len(plan.there), 'checkpoint')} there already" if plan.there else ""
     moved = plan.size_bytes if args.dry_run else report.size_bytes
     resumed = f", {size_text(report.resumed_bytes)} there already" if report.resumed_bytes else ""

@@ -40,6 +40,7 @@ from holdfast.format.manifest import (
     Generation,
     ImageRef,
     Incarnation,
+    Lineage,
     Manifest,
     Root,
     unseal,
@@ -57,8 +58,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class RootCopyPlan:
-    """What is copied, oldest first. ``there``: the target has these already; ``pins``: pinned
-    ones.
+    """What is copied, oldest first. ``there``: the target has these already, with all files in
+    full length; ``pins``: pinned ones.
     """
 
     run_id: str
@@ -68,6 +69,10 @@ class RootCopyPlan:
     pins: dict[Generation, str]
     broken: tuple[tuple[str, str], ...] = ()
     """Of the source: manifests and records that cannot be read, and why."""
+    abandons: tuple[Generation, ...] = ()
+    """Of the target: checkpoints that a start has given up whose record is copied."""
+    missing: tuple[Generation, ...] = ()
+    """Wanted ones that the source has no readable manifest of."""
 
     @property
     def size_bytes(self) -> int:
@@ -77,10 +82,14 @@ class RootCopyPlan:
 
 @dataclass(slots=True)
 class CopyReport:
-    """What a copy has done: ``copied`` and, with the reason, ``failed`` checkpoints."""
+    """What a copy has done: ``copied`` and, with the reason, ``failed`` checkpoints.
+
+    ``pruned``: those that retention took from the source before they were copied.
+    """
 
     copied: list[Generation] = field(default_factory=list)
     failed: list[tuple[Generation, str]] = field(default_factory=list)
+    pruned: list[Generation] = field(default_factory=list)
     size_bytes: int = 0
     resumed_bytes: int = 0
     """Bytes that an earlier copy, or another checkpoint of the target, had there already."""
@@ -94,19 +103,23 @@ def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | Non
     """
     run_id = _common_run(source, target)
     found, there = catalogue(source), catalogue(target)
+    for store, known in ((source, found), (target, there)):
+        _refuse_another_run(store, known, run_id)
     chosen = [m for m in found.manifests if wanted is None or m.generation in wanted]
     _refuse_another(source, target, chosen, there)
-    records = _records(found, None if wanted is None else chosen)
-    _refuse_other_starts(source, target, records, there)
-    has = {manifest.generation for manifest in there.manifests}
+    _refuse_other_starts(source, target, found, there)
+    line = Lineage(there.parents | found.parents, set(there.unreadable) - found.parents.keys())
+    has = _whole(target, there, {manifest.generation for manifest in chosen})
     named = {m.generation for m in chosen}
     return RootCopyPlan(
         run_id=run_id,
         checkpoints=tuple(m for m in chosen if m.generation not in has),
         there=tuple(m for m in chosen if m.generation in has),
-        records=records,
+        records=found.incarnations,
         pins={g: one.note for g, one in read_pins(source).items() if g in named},
         broken=found.broken,
+        abandons=tuple(g for g in there.lineage if line.is_abandoned(g)),
+        missing=tuple(sorted(set(wanted or ()) - named)),
     )
 
 
@@ -125,10 +138,12 @@ def copy(
         plan = plan_copy(source, target, wanted)
         copying = _Copying(source, target, plan, progress)
         try:
+            copying.copy_records(plan.records)  # first: they say which checkpoints were given up
             for manifest in plan.checkpoints:
-                if lease.take(manifest):  # else retention took it
+                if lease.take(manifest):
                     copying.copy_checkpoint(manifest)
-            copying.copy_records(plan.records)
+                else:
+                    copying.report.pruned.append(manifest.generation)
             for manifest in plan.there:
                 copying.end_copied(manifest)
         finally:
@@ -148,15 +163,15 @@ class _Copying:
     ) -> None:
         self._source, self._target, self._plan = source, target, plan
         self._progress = progress
-        self._records = {record.n: record for record in plan.records}
         found = catalogue(target)
+        self._known = frozenset(manifest.generation for manifest in found.manifests)
         self._named = {ref.path: ref for m in found.manifests for ref in _files(m)}
         self._held = LeaseWatch(target).paths()
         self._noted = frozenset(target.list(COPIES))
         self.report = CopyReport()
 
     def copy_checkpoint(self, manifest: Manifest) -> None:
-        """Copies one checkpoint, its records and its pin; one that is damaged is reported."""
+        """Copies one checkpoint and its pin; one that is damaged is reported."""
         generation = manifest.generation
         try:
             document = self._document(manifest)
@@ -169,8 +184,8 @@ class _Copying:
             self.report.failed.append((generation, str(error)))
             return
         commit.write_layout(self._target, manifest.layout, layout)
-        self.copy_records(_line(self._records, generation.incarnation))
-        self._target.publish(manifest_path(generation), document)
+        if generation not in self._known:  # else files of it were lost
+            self._target.publish(manifest_path(generation), document)
         self._named |= {ref.path: ref for ref in _files(manifest)}
         self.report.copied.append(generation)
         self.end_copied(manifest)
@@ -204,7 +219,8 @@ class _Copying:
             self.report.resumed_bytes += ref.size_bytes
         else:
             note.forget(ref.path)
-            if ref.path.rpartition("/")[0] in self._held:
+            is_named = ref.path in self._named  # and so was never pruned
+            if ref.path.rpartition("/")[0] in self._held and not is_named:
                 raise RootBusy(
                     f"{ref.path} in {self._target.url} was pruned and is still being read: nothing "
                     "is written over it. Copy again when the reader has finished.",
@@ -241,6 +257,8 @@ class _Copying:
             )
         if named is None:
             return ref.path in note.paths and _is_good(self._target, ref)
+        if not _is_full(self._target, ref):
+            return False
         try:
             read_head(StoredImage(self._target, ref), {})
         except HoldfastError as error:
@@ -298,6 +316,27 @@ class _Note:
         self.paths = paths
 
 
+def _whole(store: Store, found: Catalogue, among: Collection[Generation]) -> frozenset[Generation]:
+    """Returns those of which every file is there in full length, and the layout."""
+    chosen = [manifest for manifest in found.manifests if manifest.generation in among]
+    refs = {ref for manifest in chosen for ref in _files(manifest)}
+    lost = {ref for ref in refs if not _is_full(store, ref)}
+    layouts = {manifest.layout for manifest in chosen}
+    lost_layouts = {one for one in layouts if not store.exists(layout_path(one))}
+    return frozenset(
+        manifest.generation
+        for manifest in chosen
+        if lost.isdisjoint(_files(manifest)) and manifest.layout not in lost_layouts
+    )
+
+
+def _is_full(store: Store, ref: ImageRef) -> bool:
+    try:
+        return store.size_bytes(ref.path) == ref.size_bytes
+    except NotFound:
+        return False
+
+
 def _is_good(store: Store, ref: ImageRef) -> bool:
     """True if the store has all bytes of the file as they are named."""
     try:
@@ -345,37 +384,55 @@ def _refuse_another(
             )
 
 
-def _refuse_other_starts(
-    source: Store, target: Store, records: Iterable[Incarnation], there: Catalogue
-) -> None:
-    starts = there.starts
-    for record in records:
-        if record.n in starts and starts[record.n][0] != record.nonce:
+def _refuse_another_run(store: Store, found: Catalogue, run_id: str) -> None:
+    """Refuses a root with documents of another run, and one of which that cannot be told."""
+    pins = read_pins(store)
+    held = (*found.manifests, *found.incarnations, *(p.pin for p in pins.values() if p.pin))
+    other = next((one.run_id for one in held if one.run_id != run_id), None)
+    if other is not None:
+        raise UsageError(
+            f"{store.url} has checkpoints or records of run {other}, and the copy is of run "
+            f"{run_id}: two runs never share a root. Copy to an empty one."
+        )
+    broken = [*dict(found.broken), *(pin_path(g) for g, p in pins.items() if p.pin is None)]
+    if broken and not store.exists(ROOT):
+        raise FormatError(
+            f"{store.url} has no {ROOT}, and {', '.join(broken)} there cannot be read: of which "
+            "run it is cannot be told. Copy to an empty root.",
+            path=broken[0],
+        )
+
+
+def _refuse_other_starts(source: Store, target: Store, found: Catalogue, there: Catalogue) -> None:
+    """Refuses a start that is another one in the target, and one of which that cannot be told.
+
+    By its record's nonce, by the parent that manifests name; without a record there, a start is the
+    same where both roots have one and the same manifest of it.
+    """
+    here, starts = found.starts, there.starts
+    known = {manifest.generation: manifest for manifest in found.manifests}
+    same = {m.incarnation for m in there.manifests if known.get(m.generation) == m}
+    for n, parent in sorted(found.parents.items()):
+        said = {m.parent for m in there.manifests if m.incarnation == n}
+        is_other = n in starts and n in here and starts[n][0] != here[n][0]
+        if (
+            is_other
+            or said - {parent}
+            or (n not in here and there.parents.get(n, parent) != parent)
+        ):
             raise FormatError(
-                f"incarnation {record.n} in {target.url} is another start than in {source.url}: "
+                f"incarnation {n} in {target.url} is another start than in {source.url}: "
                 "both were gone on from, so their steps are not those of one run any more. Copy "
                 "to an empty root.",
-                path=f"{INCARNATIONS}/{record.n}.json",
+                path=f"{INCARNATIONS}/{n}.json",
             )
-
-
-def _records(found: Catalogue, chosen: list[Manifest] | None) -> tuple[Incarnation, ...]:
-    """Returns the records of the starts that ``chosen`` descend from; None: of all."""
-    if chosen is None:
-        return found.incarnations
-    known = {one.n: one for one in found.incarnations}
-    lines = [_line(known, manifest.incarnation) for manifest in chosen]
-    return tuple({one.n: one for line in lines for one in line}.values())
-
-
-def _line(known: dict[int, Incarnation], n: int) -> list[Incarnation]:
-    """Returns the record of incarnation ``n`` and those before it, as far as they are known."""
-    line: list[Incarnation] = []
-    while n in known:
-        line.append(known[n])
-        parent = known[n].parent
-        n = -1 if parent is None else parent[0]
-    return line
+        if n not in starts and (said or n in there.unreadable) and n not in same:
+            raise FormatError(
+                f"{INCARNATIONS}/{n}.json in {target.url} is missing or cannot be read: whether "
+                f"incarnation {n} there is the start that it is in {source.url} cannot be told. "
+                "Put that record back, or copy to an empty root.",
+                path=f"{INCARNATIONS}/{n}.json",
+            )
 
 
 def _record_in(store: Store, n: int) -> Incarnation | None:
