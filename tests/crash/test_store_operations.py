@@ -18,7 +18,7 @@ from typing import get_args
 
 import pytest
 
-from holdfast.catalogue import DAMAGED, catalogue, layout_path
+from holdfast.catalogue import DAMAGED, catalogue, layout_path, manifest_path
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.persister import Persister
@@ -81,6 +81,16 @@ def copied(*generations: Generation) -> MemoryStore:
     return store
 
 
+def broken_off() -> MemoryStore:
+    """A copy was killed before its last manifest, and a bit of what it had written changed."""
+    store = copied()
+    found = catalogue(store).find(NEW)
+    assert found is not None
+    store.remove(manifest_path(NEW))
+    change(store, found.images[0].path, 4100)
+    return store
+
+
 def damaged_root() -> MemoryStore:
     store = copied()
     found = catalogue(store).find(OLD)
@@ -131,6 +141,12 @@ WORKS: dict[str, Work] = {
     ),
     "copy what is new": Work(
         lambda: copied(Generation(1, 10), OLD),
+        lambda s: copy(source(), s, None, lambda *_: None),
+        (OLD, NEW),
+        (OLD,),
+    ),
+    "copy over what is damaged": Work(
+        broken_off,
         lambda s: copy(source(), s, None, lambda *_: None),
         (OLD, NEW),
         (OLD,),

@@ -23,6 +23,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, change, paths_in, save_steps
 from support.checkpoints.roots import whole
+from support.servers.bucket_model import World, model_store
 
 TOP = {"holdfast.json", "incarnations", "layouts", "manifests", "parts", "steps"}
 MODES: list[Mode] = ["stop", "torn", "error"]
@@ -284,6 +285,26 @@ def test_bytes_that_the_target_alone_has_are_not_lost(at: int, is_noted: bool) -
     assert (report.failed, whole(target)) == ([], ["1-10", "1-20"])
     assert all_contents(target) == sound
     assert not plan(target, Keep(), abandoned=False), "nothing is left behind"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_in_a_directory_and_in_a_bucket_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = MemoryStore("source")
+    save_steps(source, (10, 20))
+    sound = all_contents(source)
+    target: Store = LocalStore(tmp_path)
+    if kind == "bucket":
+        target = model_store(World(), monkeypatch, part_bytes=1 << 22, tries_s=1.0)
+    sync(source, target)
+    target.remove("manifests/1-20.json")
+    change(source, image_of(source, 1, 20).path, 9000)
+    report = sync(source, target)
+    assert (report.failed, whole(target)) == ([], ["1-10", "1-20"])
+    assert all_contents(target) == sound
+    assert not plan(target, Keep(), abandoned=False)
 
 
 @pytest.mark.promise
