@@ -1,8 +1,8 @@
 """Removes objects so that a holder of the lock who was stopped and woken again can do no harm.
 
-A holder announces what it removes in an object of its own, then makes sure that it still has the
-lease, and then removes it. Whoever takes the lease completes what others announced before it names
-anything, so all that an earlier holder may still remove is gone by then, and known to be.
+A holder announces what it removes in an object of its own, then renews its lease, which the server
+must take, and then removes it. Whoever takes the lease completes what others announced before it
+names anything, so all that an earlier holder may still remove is gone by then, and known to be.
 tests/storage/test_zombies.py searches all interleavings of two holders.
 """
 
@@ -40,7 +40,12 @@ class Removals:
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
         said = json.dumps({"path": path, "is_tree": is_tree}).encode()
         self._bucket.require(self._bucket.put(key, [said]), "removal", path)
-        lease.require_held()
+        try:
+            lease.require_renewed()
+        except HoldfastError:  # nothing was removed, and nobody shall do it later
+            with contextlib.suppress(HoldfastError):
+                self._bucket.delete(key)
+            raise
         self._remove(path, is_tree)
         with contextlib.suppress(HoldfastError):  # it is done again by the next holder
             self._bucket.delete(key)
@@ -52,7 +57,7 @@ class Removals:
             if found.status == 404:
                 continue
             self._bucket.require(found, "read", key)
-            lease.require_held()
+            lease.require_renewed()
             with contextlib.suppress(ValueError, KeyError, TypeError, UsageError):
                 said = json.loads(found.body)
                 self._remove(check_path(said["path"]), bool(said["is_tree"]))
