@@ -3,14 +3,21 @@ unknown."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from holdfast.errors import AlreadyPublished, RootBusy, StorageError
+from holdfast.keeper import incarnations
+from holdfast.keeper.jobs import Background
+from holdfast.persist import commit
 from holdfast.persist.commit import Sweeper
+from holdfast.policy.when import Keep
 from holdfast.storage import Store
 from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, ObjectLease
@@ -322,3 +329,49 @@ def test_in_a_bucket_only_what_was_known_is_swept_and_not_before_no_request_can_
     now[0] += settle_s(store)
     assert sweeper.sweep([]) == ["steps/1-1-mine"]
     assert store.list("steps") == ["1-1-theirs"] and store.list("layouts") == ["00ff.json"]
+
+
+@pytest.mark.promise
+def test_a_removal_that_was_announced_is_not_completed_once_its_checkpoint_is_pinned(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    for name in ("manifests/1-1.json", "manifests/1-2.json", "pins/1-1.json"):
+        store.publish(name, b"{}")
+    for number in (1, 2):
+        said = f'{{"path": "manifests/1-{number}.json", "is_tree": false}}'
+        world.objects[f"root/.removals/writer/nonce-{number}"] = said.encode()
+    store.lock("writer", "me").release()
+    assert store.list("manifests") == ["1-1.json"]
+    assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+def test_a_keeper_whose_lock_was_taken_over_locks_its_root_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, lease=TIMES)
+    commit.open_root(store, "r")
+    monkeypatch.setattr(incarnations, "open_store", lambda root: store)
+
+    async def run() -> None:
+        memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
+        access = incarnations.RootAccess(
+            "s3://model/root", cast(Any, memory), "run r, host a", Background(),
+            lambda *_: None, lambda _: None, lambda _: None,
+        )  # fmt: skip
+        first = await access.open()
+        first.keep = Keep(last=3)
+        assert await access.open() is first
+        (lease,) = store._held
+        del world.objects[lease.key]
+        lease.renew()
+        with pytest.raises(RootBusy):
+            store.publish("name", b"")
+        access.lock_anew_if_lost()
+        second = await access.open()
+        assert second is not first and second.keep == Keep(last=3)
+        store.publish("name", b"")
+        access.release()
+
+    asyncio.run(run())

@@ -101,6 +101,11 @@ class ObjectLease:
         """False once it was released, and in a forked child."""
         return not self._ended.is_set() and self._process == os.getpid()
 
+    @property
+    def is_lost(self) -> bool:
+        """True once another has it: it is not regained, and has to be taken anew."""
+        return self._taken_by is not None
+
     def require_held(self) -> None:
         """Raises RootBusy when another has the lease, StorageError when it could not be renewed."""
         if not self.is_held:

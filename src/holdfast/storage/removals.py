@@ -18,6 +18,8 @@ from holdfast.storage.lease_lock import ObjectLease
 from holdfast.storage.s3 import S3Bucket
 
 _ANNOUNCED = ".removals"
+#: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
+_MANIFESTS, _PINS = "manifests/", "pins/"
 
 
 class Removals:
@@ -51,7 +53,7 @@ class Removals:
             self._bucket.delete(key)
 
     def adopt(self, lease: ObjectLease) -> None:
-        """Completes what earlier holders of this lock announced."""
+        """Completes what earlier holders of this lock announced, but for what was pinned since."""
         for key in list(self._bucket.keys(self._of(lease))):
             found = self._bucket.get(key)
             if found.status == 404:
@@ -60,8 +62,19 @@ class Removals:
             lease.require_renewed()
             with contextlib.suppress(ValueError, KeyError, TypeError, UsageError):
                 said = json.loads(found.body)
-                self._remove(check_path(said["path"]), bool(said["is_tree"]))
+                path = check_path(said["path"])
+                if not self._is_pinned(path):
+                    self._remove(path, bool(said["is_tree"]))
             self._bucket.require(self._bucket.delete(key), "removal", key)
+
+    def _is_pinned(self, path: str) -> bool:
+        if not path.startswith(_MANIFESTS):
+            return False
+        pin = self._below + _PINS + path.removeprefix(_MANIFESTS)
+        outcome = self._bucket.head(pin)
+        if outcome.status != 404:
+            self._bucket.require(outcome, "look-up", pin)
+        return outcome.is_done
 
     def _of(self, lease: ObjectLease) -> str:
         return f"{self._below}{_ANNOUNCED}/{lease.name}/"
