@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import UsageError
 from holdfast.observe import event_place as places
 from holdfast.observe.event_place import event_place, upload
 from holdfast.observe.sinks import open_parts, set_aside, trails
@@ -62,3 +63,19 @@ def test_every_event_of_a_bucket_is_found_once_wherever_it_is(
     assert lines_of(ROOT) == ["a", "b", "c", "d", "e", "torn"]
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "another host"))
     assert lines_of(ROOT) == ["a", "b", "c", "d", "e", "torn"]
+
+
+def test_a_spool_is_private_and_that_of_another_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    spool = event_place(ROOT).directory.parent
+    assert spool.stat().st_mode & 0o777 == 0o700
+    spool.chmod(0o777)
+    event_place(ROOT)
+    assert spool.stat().st_mode & 0o777 == 0o700
+    spool.rmdir()
+    (tmp_path / "theirs").mkdir()
+    spool.symlink_to(tmp_path / "theirs")
+    with pytest.raises(UsageError, match="not a directory of this user"):
+        event_place(ROOT)

@@ -38,3 +38,28 @@ def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
     assert len(requests) - len(images) <= 23  # with retention, which removes one checkpoint
     persister.stop()
     lease.release()
+
+
+@pytest.mark.promise
+def test_in_a_bucket_a_manifest_is_not_put_again_and_what_was_gone_on_with_is_not_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, outcomes = World(), list[str | None]()
+    store = model_store(world, monkeypatch, tries_s=1.0)
+    commit.open_root(store, "r")
+    job = job_of(Generation(1, 1), RECORD)
+    for _ in range(2):  # the second is a keeper that was started anew
+        persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+        persister.work_one(job)
+        persister.stop()
+    assert outcomes == [None, None]
+    assert world.log.count(("PUT", f"root/{manifest_path(Generation(1, 1))}")) == 1
+    left = job_of(Generation(1, 2), RECORD)
+    start = f"1-2-{left.attempt}"
+    store.publish(f"steps/{start}abcdef/live-00000.safetensors", b"another's")
+    monkeypatch.setattr(store, "resume", lambda above, start: f"{start}abcdef")
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    persister.work_one(left)
+    persister.stop()
+    assert outcomes[-1] is not None
+    assert store.read(f"steps/{start}abcdef/live-00000.safetensors") == b"another's"

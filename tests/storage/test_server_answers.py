@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
 from holdfast.errors import StorageError, UsageError
 from holdfast.storage.credentials import CredentialSource
-from holdfast.storage.http_client import Answer, Connections, Server
+from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
 from holdfast.storage.open import normal_root
-from holdfast.storage.s3 import Part, S3Bucket
+from holdfast.storage.s3 import Part, S3Bucket, Upload
 from holdfast.storage.uploads import UploadSink
 from holdfast.storage.wrap import Patience, RateLimit, RequestCounts
 from support.servers.bucket_model import World, model_store
@@ -86,6 +90,28 @@ def test_an_image_of_another_size_than_was_written_is_not_finished(
     assert "root/image" not in world.objects
 
 
+LISTS = [
+    ("ListBucketResult", lambda one: list(one.keys("p")), "NextContinuationToken"),
+    ("ListMultipartUploadsResult", lambda one: one.uploads("p"), "NextKeyMarker"),
+    ("ListPartsResult", lambda one: one.parts(Upload("p", "id")), "NextPartNumberMarker"),
+]
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(("tag", "asked", "marker"), LISTS)
+def test_a_list_that_may_be_short_is_none(
+    said: list[Answer], tag: str, asked: Callable[[S3Bucket], list[object]], marker: str
+) -> None:
+    cut = f"<{tag}><IsTruncated>true</IsTruncated>%s</{tag}>"
+    again = f"<{marker}>5</{marker}>"
+    for pages in ([f"<html>{tag}</html>"], [cut % ""], [cut % again, cut % again]):
+        said[:] = [Answer(200, {}, page.encode()) for page in pages]
+        with pytest.raises(StorageError, match=r"cut short|is no List"):
+            asked(bucket())
+    said[:] = [Answer(200, {}, page.encode()) for page in (cut % again, f"<{tag}></{tag}>")]
+    assert asked(bucket()) == []
+
+
 # Credentials.
 
 
@@ -111,11 +137,11 @@ def test_a_credential_that_cannot_be_sent_is_refused_and_not_shown(
     assert SECRET not in str(raised.value) and not raised.value.retryable
 
 
-def test_a_header_that_http_forbids_is_not_quoted() -> None:
+def test_a_header_that_http_forbids_is_not_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Connections(Server("127.0.0.1", 1, False))
     connection = server._new()
     connection.connect = lambda: None  # type: ignore[method-assign]
-    server._idle.append(connection)
+    monkeypatch.setattr(server, "_connect", lambda: connection)
     with pytest.raises(StorageError) as raised:
         server.send("GET", "/", {"x-amz-security-token": SECRET + "\n"})
     assert SECRET not in str(raised.value) and not raised.value.retryable
@@ -146,7 +172,7 @@ def test_no_credentials_of_a_root_are_shown(root: str) -> None:
 @pytest.mark.promise
 def test_a_forked_child_never_takes_a_connection_of_its_parent_or_waits_for_its_locks() -> None:
     server = Connections(Server("127.0.0.1", 1, False))
-    server._idle.append(server._new())
+    server._idle.append((server._new(), 0.0))
     parents = server._idle
     held = [server, RequestCounts("s3://b"), RateLimit(1.0), CredentialSource()]
     for one in held:
@@ -158,3 +184,65 @@ def test_a_forked_child_never_takes_a_connection_of_its_parent_or_waits_for_its_
         os._exit(not (is_free and is_apart))
     assert os.waitpid(child, 0)[1] == 0
     assert server._idle is parents and len(parents) == 1
+
+
+# Kept connections.
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+
+
+def serve_each_once(ends: bool) -> tuple[int, list[int]]:
+    """Answers one request on each connection, then ends it at once, or at the next request."""
+    listener, asked = socket.create_server(("127.0.0.1", 0)), list[int]()
+
+    def work() -> None:
+        while True:
+            connection, address = listener.accept()
+            with connection:
+                connection.recv(65536)
+                asked.append(address[1])
+                connection.sendall(OK)
+                if not ends:
+                    connection.recv(65536)
+
+    threading.Thread(target=work, daemon=True).start()
+    return int(listener.getsockname()[1]), asked
+
+
+def test_a_connection_that_the_server_ended_is_not_used_again() -> None:
+    port, asked = serve_each_once(ends=True)
+    server = Connections(Server("127.0.0.1", port, False), answer_s=5.0)
+    for _ in range(3):
+        assert server.send("GET", "/", {"host": "x"}).status == 200
+        time.sleep(0.1)
+    assert len(asked) == 3
+
+
+def test_a_request_that_a_kept_connection_failed_is_sent_again_at_once_over_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, asked = serve_each_once(ends=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    one = bucket(tries_s=0.0)
+    assert one.put("k", [b""]).is_first_try
+    found = one.put("k", [b""])
+    assert found.is_done and not found.is_first_try and len(asked) == 2
+
+
+def test_a_body_that_is_not_taken_ends_after_one_wait() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Connections(Server("127.0.0.1", listener.getsockname()[1], False), answer_s=1.0)
+    begun_s = time.monotonic()
+    with pytest.raises(NoAnswer, match="TimeoutError"):
+        server.send("PUT", "/", {"host": "x", "content-length": str(64 << 20)}, [bytes(64 << 20)])
+    assert time.monotonic() - begun_s < 1.9
+    listener.close()
+
+
+@pytest.mark.parametrize("code", ["RequestTimeout", "BadDigest"])
+def test_what_happened_on_the_way_is_tried_again(said: list[Answer], code: str) -> None:
+    body = f"<Error><Code>{code}</Code></Error>".encode()
+    said += [Answer(400, {}, body), Answer(200, {})]
+    assert bucket(1.0).put("k", [b""]).is_done

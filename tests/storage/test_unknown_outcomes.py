@@ -3,17 +3,25 @@ unknown."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from holdfast.errors import AlreadyPublished, RootBusy, StorageError
+from holdfast.keeper import incarnations
+from holdfast.keeper.jobs import Background
+from holdfast.persist import commit
 from holdfast.persist.commit import Sweeper
+from holdfast.policy.when import Keep
 from holdfast.storage import Store
 from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, ObjectLease
+from holdfast.storage.uploads import ComparingSink
 from holdfast.testing.store_suite import StoreSuite
 from support.servers.bucket_model import World, model_store
 from support.servers.object_servers import TIMES
@@ -173,10 +181,55 @@ def test_a_lock_of_a_lost_holder_is_freed_by_hand_and_one_that_is_renewed_is_not
     with pytest.raises(RootBusy, match=r"run blue.*renewed a moment ago"):
         view.require_silent()
     lease._ended.set()  # its process is lost
+    lease._thread.join()
+    assert view.holder() is not None
+    begun_s = time.monotonic()
     assert view.require_silent() is not None
+    assert time.monotonic() - begun_s >= TIMES.take_over_s
     view.free()
     assert view.holder() is None
-    store.lock("writer", "run green").release()
+    next_ = store.lock("writer", "run green")
+    assert isinstance(next_, ObjectLease) and not next_.is_alone  # the first may yet write
+    next_.release()
+
+
+@pytest.mark.promise
+def test_nothing_is_removed_unless_the_lease_is_renewed_after_it_was_announced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    store.publish("name", b"mine")
+    store.lock("writer", "me")
+    world.fault = lambda kind, key: "dropped" if key.endswith(".lock") else ""
+    with pytest.raises(StorageError, match="could not be renewed just now"):
+        store.remove("name")
+    assert "root/name" in world.objects
+    assert not any("/.removals/" in key for key in world.objects)  # it was given up
+
+
+def test_a_lease_whose_object_was_removed_is_lost(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    lease = store.lock("writer", "me")
+    assert isinstance(lease, ObjectLease)
+    del world.objects[lease.key]
+    lease.renew()
+    with pytest.raises(RootBusy):
+        store.publish("name", b"mine")
+
+
+@pytest.mark.promise
+def test_an_image_that_an_earlier_try_stored_stays_when_this_one_is_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    store.publish("image", b"stored")
+    sink = ComparingSink(store, "image", 6)
+    with pytest.raises(StorageError, match="with other"):
+        sink.write(0, memoryview(b"others"))
+    sink.abort()
+    assert store.read("image") == b"stored"
 
 
 def test_without_compare_and_swap_a_root_has_one_writer_only_by_an_option(
@@ -276,3 +329,49 @@ def test_in_a_bucket_only_what_was_known_is_swept_and_not_before_no_request_can_
     now[0] += settle_s(store)
     assert sweeper.sweep([]) == ["steps/1-1-mine"]
     assert store.list("steps") == ["1-1-theirs"] and store.list("layouts") == ["00ff.json"]
+
+
+@pytest.mark.promise
+def test_a_removal_that_was_announced_is_not_completed_once_its_checkpoint_is_pinned(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch)
+    for name in ("manifests/1-1.json", "manifests/1-2.json", "pins/1-1.json"):
+        store.publish(name, b"{}")
+    for number in (1, 2):
+        said = f'{{"path": "manifests/1-{number}.json", "is_tree": false}}'
+        world.objects[f"root/.removals/writer/nonce-{number}"] = said.encode()
+    store.lock("writer", "me").release()
+    assert store.list("manifests") == ["1-1.json"]
+    assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+def test_a_keeper_whose_lock_was_taken_over_locks_its_root_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, lease=TIMES)
+    commit.open_root(store, "r")
+    monkeypatch.setattr(incarnations, "open_store", lambda root: store)
+
+    async def run() -> None:
+        memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
+        access = incarnations.RootAccess(
+            "s3://model/root", cast(Any, memory), "run r, host a", Background(),
+            lambda *_: None, lambda _: None, lambda _: None,
+        )  # fmt: skip
+        first = await access.open()
+        first.keep = Keep(last=3)
+        assert await access.open() is first
+        (lease,) = store._held
+        del world.objects[lease.key]
+        lease.renew()
+        with pytest.raises(RootBusy):
+            store.publish("name", b"")
+        access.lock_anew_if_lost()
+        second = await access.open()
+        assert second is not first and second.keep == Keep(last=3)
+        store.publish("name", b"")
+        access.release()
+
+    asyncio.run(run())

@@ -267,6 +267,7 @@ class Executor:
     # ── making durable ───────────────────────────────────────────────────────────────────────────
 
     def _start_job(self, attempt: Attempt) -> None:
+        self._root.lock_anew_if_lost()
         incarnation, persister = self._incarnations.of(attempt), self._root.persister
         try:
             if persister is None or incarnation is None:

@@ -33,7 +33,7 @@ from holdfast.keeper.persister import Outcome, Persister
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
-from holdfast.storage.base import Lock, Store
+from holdfast.storage.base import Lock, Store, is_lost
 from holdfast.storage.open import follow, open_store
 
 #: By how much two records of one start are apart at least.
@@ -67,6 +67,8 @@ class RootAccess:
         self._background = background
         self._outcome, self._pruned = outcome, pruned
         self._lock: Lock | None = None
+        self._is_lost = False
+        self._keep = Keep()
         self.persister: Persister | None = None
         self.may_open = True
         """False while another keeper decides: that keeper needs the lock."""
@@ -81,6 +83,7 @@ class RootAccess:
         """
         async with self._opening:  # ranks that join at once must not each lock it
             self._require_time_left()
+            await self._drop_lost()
             if self._lock is None:
                 lock = await self._wait_lock(patience_s)
                 try:
@@ -88,12 +91,30 @@ class RootAccess:
                 except Fenced:
                     await self._background.in_thread(lock.release)
                     raise
-                self._lock = lock
+                self._lock, self._is_lost = lock, False
             if self.persister is None:
                 self.persister = Persister(
-                    self.store, Keep(), self._outcome, self._pruned, self._remembered
+                    self.store, self._keep, self._outcome, self._pruned, self._remembered
                 )
             return self.persister
+
+    def lock_anew_if_lost(self) -> None:
+        """Have the root locked anew, in the background, where another had taken its lock over."""
+        if self._is_lost or (self._lock is not None and is_lost(self._lock)):
+            self._background.spawn(self._lock_anew())
+
+    async def _lock_anew(self) -> None:
+        with contextlib.suppress(HoldfastError):  # tried again with the next attempt
+            await self.open()
+
+    async def _drop_lost(self) -> None:
+        """End the persister first: what it had begun must not go on under the next lock."""
+        if self._lock is None or not is_lost(self._lock):
+            return
+        self._is_lost = True
+        if self.persister is not None:
+            self._keep = self.persister.keep
+        await self._background.in_thread(self.release)
 
     async def _wait_lock(self, patience_s: float) -> Lock:
         deadline_s = time.monotonic() + patience_s

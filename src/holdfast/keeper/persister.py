@@ -40,7 +40,7 @@ from holdfast.keeper.jobs import write_all
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, resume
+from holdfast.storage.base import Store, resume, settle_s
 
 Outcome = Callable[[str, str | None], None]
 _PLACES = attempt_dir, part_dir
@@ -72,8 +72,10 @@ class Persister:
         self._recorded: set[int] = set()
         self._jobs: queue.SimpleQueue[PersistJob | None] = queue.SimpleQueue()
         self._may_resume = True
+        self._resumed: PersistJob | None = None
         self._sweeper = commit.Sweeper(store)
         self._known = EMPTY
+        self._published: Manifest | None = None
         self._images = ImageWriter(store)
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
         self._thread.start()
@@ -149,6 +151,8 @@ class Persister:
         )
         job.is_publishing = True
         commit.publish(self.store, manifest)
+        if settle_s(self.store):  # where it need not be read again: a request less
+            self._published = manifest
         emit(
             CheckpointPublished(
                 incarnation=manifest.incarnation,
@@ -171,6 +175,7 @@ class Persister:
         for above in (STEPS, PARTS):
             if found := resume(self.store, above, start):
                 job.directory = job.attempt + found[len(start) :]
+                self._resumed = job
                 return
 
     def _record(self, incarnation: Incarnation) -> None:
@@ -194,14 +199,16 @@ class Persister:
                 f"{job.generation} is published already, from another attempt; it is not replaced"
             )
         # The publisher may have died before the name was durable, or before it was told so.
-        self.store.publish(path, data, replace=True)
+        # A bucket has it or not; there, to put it again could undo a removal meanwhile.
+        if not settle_s(self.store):
+            self.store.publish(path, data, replace=True)
         return True
 
     def _clean_up(self, job: PersistJob) -> None:
-        """Remove the files of this write, unless a manifest may name them: then the sweeper
-        decides.
+        """Remove the files of this write, unless a manifest may name them, as it may those that an
+        earlier keeper had begun: then the sweeper decides.
         """
-        if job.is_publishing:
+        if job.is_publishing or job is self._resumed:
             return
         for directory in _PLACES:
             with contextlib.suppress(HoldfastError):  # the sweeper removes it later
@@ -214,6 +221,8 @@ class Persister:
         just published may have been there before, removed by hand, from another attempt.
         """
         known = tuple(m for m in self._known.manifests if m.generation != published)
+        if self._published is not None and self._published.generation == published:
+            known += (self._published,)
         self._known = catalogue(self.store, Catalogue(known))
         return self._known
 

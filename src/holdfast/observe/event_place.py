@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.catalogue import ROOT, is_root
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.checksum import checksum, text
 from holdfast.storage.base import Store
 from holdfast.storage.open import is_bucket, open_store
@@ -60,8 +61,22 @@ def event_place(root: str | Path) -> EventPlace:
     if not is_bucket(str(root)):
         return EventPlace(str(root), Path(root, EVENTS), is_spool=False)
     name = f"holdfast-events-{os.getuid()}"
-    directory = Path(tempfile.gettempdir(), name, text(checksum(str(root).encode())))
-    return EventPlace(str(root), directory, is_spool=True)
+    above = Path(tempfile.gettempdir(), name)
+    _make_private(above)
+    return EventPlace(str(root), above / text(checksum(str(root).encode())), is_spool=True)
+
+
+def _make_private(directory: Path) -> None:
+    """Makes a directory that nobody else can read or write. UsageError if another has made it."""
+    with contextlib.suppress(OSError):  # without it no event is written, which harms nothing
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise UsageError(
+                f"{directory}, where events of buckets wait, is not a directory of this user: "
+                "remove it, or set TMPDIR to a directory of your own"
+            )
+        directory.chmod(0o700)
 
 
 class EventUploader:

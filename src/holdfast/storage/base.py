@@ -157,6 +157,11 @@ def settle_s(store: Store) -> float:
     return float(getattr(store, "settle_s", 0.0))
 
 
+def is_lost(lock: Lock) -> bool:
+    """Returns True for a lock that another has taken over, as happens to that of a bucket."""
+    return bool(getattr(lock, "is_lost", False))
+
+
 def resume(store: Store, above: str, start: str) -> str:
     """Returns the name of a directory below ``above`` that begins with ``start`` and whose images
     can be gone on with; "" where there is none, and in stores that only write anew.

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import http.client
 import os
+import select
 import ssl
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,17 +28,22 @@ ANSWER_S = 60.0
 #: Larger answers to anything but a read of a range are none of a store's.
 MAX_ANSWER_BYTES = 64 << 20
 _IDLE = 16
+#: A connection that was idle for longer may have been dropped on the way, and nobody told of it.
+_IDLE_S = 4.0
+#: A body is sent in pieces of this size, each of which may take as long as an answer.
+_SLICE_BYTES = 256 << 10
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 
 
 class NoAnswer(Exception):
     """The request may have had its effect or not: no answer came. ``is_sent``: False where it
-    certainly had none, because no connection was made.
+    certainly had none, because no connection was made. ``is_stale``: on a connection that had been
+    kept, so a new one may well do.
     """
 
-    def __init__(self, reason: str, *, is_sent: bool) -> None:
+    def __init__(self, reason: str, *, is_sent: bool, is_stale: bool = False) -> None:
         super().__init__(reason)
-        self.is_sent = is_sent
+        self.is_sent, self.is_stale = is_sent, is_stale
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,10 @@ class Server:
         return self.host if self.port == usual else f"{self.host}:{self.port}"
 
 
+#: An idle connection, and since when it is.
+_Kept = tuple[http.client.HTTPConnection, float]
+
+
 class Connections:
     """Connections to one server. Safe from several threads; a forked child begins with none."""
 
@@ -71,9 +82,9 @@ class Connections:
         self.server = server
         self._answer_s = answer_s
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[_Kept] = []
         self._end = weakref.finalize(self, _close_all, self._idle)
-        self._of_parent: list[list[http.client.HTTPConnection]] = []
+        self._of_parent: list[list[_Kept]] = []
         renew_in_child(self)
 
     def in_child(self) -> None:
@@ -90,17 +101,22 @@ class Connections:
         headers: Mapping[str, str],
         body: Body = (),
         into: memoryview | None = None,
+        *,
+        is_new: bool = False,
     ) -> Answer:
         """Sends one request, once, and returns the answer. NoAnswer when none comes.
 
-        ``into``: takes the body of a 200 or 206 that is not longer than this memory.
+        ``into``: takes the body of a 200 or 206 that is not longer than this memory. ``is_new``:
+        over a new connection.
         """
-        connection = self._acquire()
+        kept = None if is_new else self._take_kept()
+        connection = kept or self._connect()
         try:
             answer, is_reusable = _exchange(connection, method, target, headers, body, into)
         except (OSError, http.client.HTTPException, ValueError) as error:
             connection.close()
-            raise NoAnswer(_reason(error), is_sent=True) from error
+            is_stale = kept is not None and not isinstance(error, TimeoutError)
+            raise NoAnswer(_reason(error), is_sent=True, is_stale=is_stale) from error
         except BaseException:
             connection.close()
             raise
@@ -110,10 +126,17 @@ class Connections:
             connection.close()
         return answer
 
-    def _acquire(self) -> http.client.HTTPConnection:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
+    def _take_kept(self) -> http.client.HTTPConnection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                connection, since_s = self._idle.pop()
+            if time.monotonic() - since_s <= _IDLE_S and _is_quiet(connection):
+                return connection
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
         connection = self._new()
         try:
             connection.connect()
@@ -135,14 +158,23 @@ class Connections:
     def _release(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             if len(self._idle) < _IDLE:
-                self._idle.append(connection)
+                self._idle.append((connection, time.monotonic()))
                 return
         connection.close()
 
 
-def _close_all(connections: list[http.client.HTTPConnection]) -> None:
+def _close_all(connections: list[_Kept]) -> None:
     while connections:
-        connections.pop().close()
+        connections.pop()[0].close()
+
+
+def _is_quiet(connection: http.client.HTTPConnection) -> bool:
+    """True unless the server has ended the connection, or sent what nobody asked for."""
+    if connection.sock is None:
+        return False
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN | select.POLLHUP | select.POLLERR)
+    return not poll.poll(0)
 
 
 @cache
@@ -181,7 +213,11 @@ def _exchange(
     is_whole = True
     try:
         for piece in body:
-            connection.send(piece)
+            view = memoryview(piece)
+            for start in range(0, len(view), _SLICE_BYTES):
+                connection.send(view[start : start + _SLICE_BYTES])
+    except TimeoutError:
+        raise
     except OSError:  # a server that refuses at once closes before it has read all of it
         is_whole = False
     response = connection.getresponse()

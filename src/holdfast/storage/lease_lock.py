@@ -25,6 +25,8 @@ from holdfast.storage.s3 import S3Bucket
 
 ONE_WRITER = "HOLDFAST_BUCKET_ONE_WRITER"
 _MAX_BYTES = 8192
+#: What stands for the process in a lease that was freed by hand: its holder may not have ended.
+_BY_HAND = "freed by hand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,11 @@ class ObjectLease:
         """False once it was released, and in a forked child."""
         return not self._ended.is_set() and self._process == os.getpid()
 
+    @property
+    def is_lost(self) -> bool:
+        """True once another has it: it is not regained, and has to be taken anew."""
+        return self._taken_by is not None
+
     def require_held(self) -> None:
         """Raises RootBusy when another has the lease, StorageError when it could not be renewed."""
         if not self.is_held:
@@ -112,6 +119,21 @@ class ObjectLease:
                 f"{quiet_s:.0f} s, so nothing is changed there: another may take it over. It is "
                 "tried again; look whether this process was stopped, or its server is out of "
                 "reach.",
+                operation="lease",
+                path=self.name,
+                url=self._bucket.url,
+                errno=0,
+            )
+
+    def require_renewed(self) -> None:
+        """Renews the lease now; RootBusy or StorageError unless the server takes that."""
+        begun_s = _now_s()
+        self.renew()
+        self.require_held()
+        if self.is_held and self._renewed_s < begun_s:
+            raise StorageError(
+                f"the lease {self.name!r} of {self._bucket.url} could not be renewed just now, so "
+                "nothing is removed there",
                 operation="lease",
                 path=self.name,
                 url=self._bucket.url,
@@ -132,7 +154,7 @@ class ObjectLease:
                 if outcome.is_done:
                     self._said, self._etag = said, outcome.header("etag")
                     self._renewed_s = begun_s
-                elif outcome.status == 412:
+                elif outcome.status in (404, 412):
                     self._look(begun_s)
             except StorageError:  # tried again; require_held tells when it was too long
                 return
@@ -140,9 +162,9 @@ class ObjectLease:
     def _look(self, begun_s: float) -> None:
         """Finds out whether a renewal whose answer was lost had its effect, or another took it."""
         found = self._bucket.get(self.key)
-        if not found.is_done:
+        if not found.is_done and found.status != 404:
             return
-        there = _parsed(found.body)
+        there = _parsed(found.body) if found.is_done else _Written()
         if there.nonce == self._said.nonce:
             self._said, self._etag, self._renewed_s = there, found.header("etag"), begun_s
         else:
@@ -222,8 +244,9 @@ def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTi
         if not watched:
             watched, since_s = etag, _now_s()
         is_over = _now_s() - since_s >= times.take_over_s
-        has_ended = not there.nonce or is_dead(there.process)
-        if has_ended or is_over:
+        is_by_hand = not there.nonce and there.process == _BY_HAND
+        has_ended = not is_by_hand and (not there.nonce or is_dead(there.process))
+        if has_ended or is_by_hand or is_over:
             watched, begun_s, is_alone = "", _now_s(), has_ended
             outcome = bucket.put(key, [said.data()], if_match=etag)
         else:
@@ -263,17 +286,20 @@ class LeaseView:
         return LeaseHolder(there.owner, pid, found.header("last-modified"))
 
     def require_silent(self) -> LeaseHolder | None:
-        """Waits for as long as two renewals take; RootBusy when there is one."""
+        """Waits for as long as a take-over needs; RootBusy when it was renewed meanwhile."""
         before = self._etag
-        time.sleep(2 * self._times.renew_s)
+        time.sleep(self._times.take_over_s)
         there = self.holder()
         if there is not None and self._etag != before:
             raise _busy(self._name, self._bucket.url, there.owner)
         return there
 
     def free(self) -> None:
-        """Frees it, unless it was renewed since ``holder`` was called: RootBusy."""
-        outcome = self._bucket.put(self._key, [_Written().data()], if_match=self._etag)
+        """Frees it, unless it was renewed since ``holder`` was called: RootBusy. What its holder
+        has under way may still land, so who takes it next is not alone.
+        """
+        said = _Written(process=_BY_HAND)
+        outcome = self._bucket.put(self._key, [said.data()], if_match=self._etag)
         if outcome.status == 412:
             raise _busy(self._name, self._bucket.url, "somebody who renewed it just now")
         self._bucket.require(outcome, "unlock", self._name)

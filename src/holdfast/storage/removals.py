@@ -1,8 +1,8 @@
 """Removes objects so that a holder of the lock who was stopped and woken again can do no harm.
 
-A holder announces what it removes in an object of its own, then makes sure that it still has the
-lease, and then removes it. Whoever takes the lease completes what others announced before it names
-anything, so all that an earlier holder may still remove is gone by then, and known to be.
+A holder announces what it removes in an object of its own, then renews its lease, which the server
+must take, and then removes it. Whoever takes the lease completes what others announced before it
+names anything, so all that an earlier holder may still remove is gone by then, and known to be.
 tests/storage/test_zombies.py searches all interleavings of two holders.
 """
 
@@ -18,6 +18,8 @@ from holdfast.storage.lease_lock import ObjectLease
 from holdfast.storage.s3 import S3Bucket
 
 _ANNOUNCED = ".removals"
+#: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
+_MANIFESTS, _PINS = "manifests/", "pins/"
 
 
 class Removals:
@@ -40,23 +42,39 @@ class Removals:
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
         said = json.dumps({"path": path, "is_tree": is_tree}).encode()
         self._bucket.require(self._bucket.put(key, [said]), "removal", path)
-        lease.require_held()
+        try:
+            lease.require_renewed()
+        except HoldfastError:  # nothing was removed, and nobody shall do it later
+            with contextlib.suppress(HoldfastError):
+                self._bucket.delete(key)
+            raise
         self._remove(path, is_tree)
         with contextlib.suppress(HoldfastError):  # it is done again by the next holder
             self._bucket.delete(key)
 
     def adopt(self, lease: ObjectLease) -> None:
-        """Completes what earlier holders of this lock announced."""
+        """Completes what earlier holders of this lock announced, but for what was pinned since."""
         for key in list(self._bucket.keys(self._of(lease))):
             found = self._bucket.get(key)
             if found.status == 404:
                 continue
             self._bucket.require(found, "read", key)
-            lease.require_held()
+            lease.require_renewed()
             with contextlib.suppress(ValueError, KeyError, TypeError, UsageError):
                 said = json.loads(found.body)
-                self._remove(check_path(said["path"]), bool(said["is_tree"]))
+                path = check_path(said["path"])
+                if not self._is_pinned(path):
+                    self._remove(path, bool(said["is_tree"]))
             self._bucket.require(self._bucket.delete(key), "removal", key)
+
+    def _is_pinned(self, path: str) -> bool:
+        if not path.startswith(_MANIFESTS):
+            return False
+        pin = self._below + _PINS + path.removeprefix(_MANIFESTS)
+        outcome = self._bucket.head(pin)
+        if outcome.status != 404:
+            self._bucket.require(outcome, "look-up", pin)
+        return outcome.is_done
 
     def _of(self, lease: ObjectLease) -> str:
         return f"{self._below}{_ANNOUNCED}/{lease.name}/"

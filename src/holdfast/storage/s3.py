@@ -44,6 +44,8 @@ _ADVICE = {
     "NotImplemented": "This server lacks what a root needs; use another.",
     "QuotaExceeded": "Free some of the quota or keep fewer checkpoints.",
 }
+#: Answers that blame the request for what happened to it on the way.
+_ON_THE_WAY = frozenset({"RequestTimeout", "BadDigest"})
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 
 
@@ -67,6 +69,11 @@ class Outcome:
     def is_done(self) -> bool:
         """True for an answer of success."""
         return 200 <= self.status < 300
+
+    @property
+    def may_be_tried_again(self) -> bool:
+        """True where the same request may succeed later."""
+        return not self.status or self.status in BUSY or self.code in _ON_THE_WAY
 
     def header(self, name: str) -> str:
         """Returns a header of the answer."""
@@ -175,12 +182,12 @@ class S3Bucket:
         while True:
             outcome = self.send("GET", "", query=query)
             self.require(outcome, "list", query["prefix"])
-            page = _parsed(outcome.body)
+            page = _parsed(outcome.body, "ListBucketResult")
             yield page
-            following = _text(page, "NextContinuationToken")
-            if _text(page, "IsTruncated") != "true" or not following:
+            following = _following(page, query, {"continuation-token": "NextContinuationToken"})
+            if not following:
                 return
-            query = {**query, "continuation-token": following}
+            query = {**query, **following}
 
     # Uploads in parts.
 
@@ -191,7 +198,7 @@ class S3Bucket:
             headers["x-amz-checksum-type"] = "FULL_OBJECT"
         outcome = self.send("POST", key, query={"uploads": ""}, headers=headers)
         self.require(outcome, "create", key)
-        return _text(_parsed(outcome.body), "UploadId")
+        return _text(_parsed(outcome.body, "InitiateMultipartUploadResult"), "UploadId")
 
     def put_part(
         self, key: str, upload: str, number: int, body: Body, checksum: tuple[str, str]
@@ -227,15 +234,16 @@ class S3Bucket:
         while True:
             outcome = self.send("GET", "", query=query)
             self.require(outcome, "list", prefix)
-            page = _parsed(outcome.body)
+            page = _parsed(outcome.body, "ListMultipartUploadsResult")
             found += [
                 Upload(_decoded(_text(one, "Key")), _text(one, "UploadId"))
                 for one in page.iter("Upload")
             ]
-            if _text(page, "IsTruncated") != "true":
+            names = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
+            following = _following(page, query, names)
+            if not following:
                 return [one for one in found if one.key.startswith(prefix)]
-            query["key-marker"] = _decoded(_text(page, "NextKeyMarker"))
-            query["upload-id-marker"] = _text(page, "NextUploadIdMarker")
+            query |= following
 
     def parts(self, upload: Upload) -> list[Part]:
         """Returns the parts of an unfinished upload that the server has."""
@@ -246,11 +254,12 @@ class S3Bucket:
             if outcome.status == 404:
                 return []
             self.require(outcome, "list", upload.key)
-            page = _parsed(outcome.body)
+            page = _parsed(outcome.body, "ListPartsResult")
             found += [_part(one) for one in page.iter("Part")]
-            if _text(page, "IsTruncated") != "true":
+            following = _following(page, query, {"part-number-marker": "NextPartNumberMarker"})
+            if not following:
                 return found
-            query["part-number-marker"] = _text(page, "NextPartNumberMarker")
+            query |= following
 
     # One request, tried again where that may help.
 
@@ -280,7 +289,7 @@ class S3Bucket:
             if last.code in _EXPIRED and not is_renewed:
                 self._credentials.forget()
                 is_renewed = True
-            elif last.status and last.status not in BUSY:
+            elif not last.may_be_tried_again:
                 break
         is_known = last.status and last.status not in BUSY
         return _with(last, status=last.status if is_known else 0, is_first_try=is_first)
@@ -294,8 +303,13 @@ class S3Bucket:
         headers: Mapping[str, str],
         body: Body,
         into: memoryview | None,
+        *,
+        is_new: bool = False,
     ) -> tuple[Outcome, bool]:
-        """Returns what came of one try, and whether it may have had its effect unanswered."""
+        """Returns what came of one try, and whether it may have had its effect unanswered.
+
+        ``is_new``: over a new connection, as is tried at once where a kept one had ended.
+        """
         credentials = self._credentials.current()
         size_bytes = sum(len(piece) for piece in body)
         path = self._before + key
@@ -315,8 +329,11 @@ class S3Bucket:
         target = encoded_path(path) + (f"?{encoded_query(query)}" if query else "")
         self.require_allowed(method)  # at the very last: to hash a large body takes long
         try:
-            answer = self._connections.send(method, target, signed, body, into)
+            answer = self._connections.send(method, target, signed, body, into, is_new=is_new)
         except NoAnswer as error:
+            if error.is_stale:
+                again = self._try(kind, method, key, query, headers, body, into, is_new=True)
+                return again[0], True
             return Outcome(0, "", credentials.hidden_in(str(error))), error.is_sent
         self.traffic.count(kind, size_bytes, answer.size_bytes + len(answer.body))
         outcome = _outcome(answer, is_completion=kind == "POST uploadId")
@@ -405,7 +422,24 @@ def _status_of(code: str) -> int:
     return known.get(code, 500 if code in ("InternalError", "SlowDown") else 400)
 
 
-def _parsed(body: bytes) -> xml.Element:
+def _following(
+    page: xml.Element, query: Mapping[str, str], names: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns what to ask for the page after this one; nothing where it is the last. ``names``: of
+    the markers in the answer, by those of the query.
+    """
+    if _text(page, "IsTruncated") != "true":
+        return {}
+    found = {asked: _text(page, name) for asked, name in names.items()}
+    if "key-marker" in found:
+        found["key-marker"] = _decoded(found["key-marker"])
+    if not any(found.values()) or all(query.get(asked) == one for asked, one in found.items()):
+        raise StorageError("the server's list is cut short, and does not say where it goes on")
+    return found
+
+
+def _parsed(body: bytes, root: str = "") -> xml.Element:
+    """``root``: the tag that it must have."""
     if b"<!DOCTYPE" in body or b"<!ENTITY" in body:
         raise StorageError("the server's answer declares entities, as none of an object store does")
     try:
@@ -414,6 +448,8 @@ def _parsed(body: bytes) -> xml.Element:
         raise StorageError(f"the server's answer is no XML of an object store: {error}") from None
     for element in found.iter():
         element.tag = element.tag.rpartition("}")[2]
+    if root and found.tag != root:
+        raise StorageError(f"the server's answer is no {root}, but {found.tag[:40]!r}")
     return found
 
 

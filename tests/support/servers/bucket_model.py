@@ -63,6 +63,8 @@ class ModelBucket(S3Bucket):
         headers: Mapping[str, str],
         body: Body,
         into: memoryview | None,
+        *,
+        is_new: bool = False,
     ) -> tuple[Outcome, bool]:
         world, data = self.world, b"".join(body)
         self.require_allowed(method)
@@ -132,7 +134,7 @@ class ModelBucket(S3Bucket):
         else:
             above = ""
         listed = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys)
-        return Outcome(200, body=f"<R>{listed}{above}</R>".encode())
+        return Outcome(200, body=_document("ListBucketResult", listed + above))
 
     def _upload(self, method: str, key: str, query: Mapping[str, str], data: bytes) -> Outcome:
         parts = self.world.parts
@@ -140,13 +142,16 @@ class ModelBucket(S3Bucket):
             if method == "POST":
                 id_ = f"upload-{len(self.world.log)}"
                 parts[key, id_] = {}
-                return Outcome(200, body=f"<R><UploadId>{id_}</UploadId></R>".encode())
+                return Outcome(
+                    200,
+                    body=_document("InitiateMultipartUploadResult", f"<UploadId>{id_}</UploadId>"),
+                )
             listed = "".join(
                 f"<Upload><Key>{escape(one)}</Key><UploadId>{id_}</UploadId></Upload>"
                 for one, id_ in parts
                 if one.startswith(query["prefix"])
             )
-            return Outcome(200, body=f"<R>{listed}</R>".encode())
+            return Outcome(200, body=_document("ListMultipartUploadsResult", listed))
         there = key, query["uploadId"]
         if there not in parts:
             return Outcome(404, "NoSuchUpload")
@@ -162,12 +167,16 @@ class ModelBucket(S3Bucket):
                 f"<Size>{len(one)}</Size></Part>"
                 for n, one in sorted(parts[there].items())
             )
-            return Outcome(200, body=f"<R>{listed}</R>".encode())
+            return Outcome(200, body=_document("ListPartsResult", listed))
         if key in self.world.objects:
             return Outcome(412, "PreconditionFailed")
         found = parts.pop(there)
         self.world.objects[key] = b"".join(found[number] for number in sorted(found))
         return Outcome(200, body=b"<R/>")
+
+
+def _document(tag: str, content: str) -> bytes:
+    return f"<{tag}>{content}</{tag}>".encode()
 
 
 def _tag(data: bytes | None) -> str:
