@@ -110,7 +110,8 @@ class ModelBucket(S3Bucket):
                 or ("if-match" in headers and headers["if-match"] != _tag(there.get(key)))
             )
             if refused:
-                return Outcome(412, "PreconditionFailed")
+                is_there = key in there or "if-match" not in headers
+                return Outcome(412, "PreconditionFailed") if is_there else Outcome(404, "NoSuchKey")
             if method == "PUT":
                 there[key] = data
                 return Outcome(200, headers={"etag": _tag(data)})
