@@ -325,8 +325,6 @@ def test_while_a_manifest_cannot_be_read_no_layout_goes() -> None:
     store = MemoryStore()
     persister = Persister(store, Keep(last=1), lambda *_: None)
     persister.work_one(job_at(0, layout=GROWN))
-    persister.stop()
-    persister = Persister(store, Keep(last=1), lambda *_: None)  # one that has not read it before
     good = store.read("manifests/1-0.json")
     store.publish("manifests/1-0.json", good[:-20], replace=True)
     for step in range(1, 8):

@@ -65,8 +65,8 @@ def _probe(device: torch.device) -> bool:
     if found is None or found.type != device.type:
         return False
     try:
-        with use_device(device):
-            torch.Stream(device).record_event().synchronize()
+        with work_beside([device]):  # the first to ask may be a step that is being captured
+            torch.Stream(device).record_event()
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return True

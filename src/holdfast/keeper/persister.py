@@ -215,11 +215,14 @@ class Persister:
                 self.store.remove_tree(directory(job.generation, job.directory))
 
     def _catalogue(self, published: Generation) -> Catalogue:
-        """Read what is new in the root since the last publication.
+        """Read the root; of a bucket what is new since the last publication, for there every
+        manifest is a request. Of a directory all is read, so that damage is noticed.
 
-        A manifest never changes, and only this keeper publishes here; the generation that it has
-        just published may have been there before, removed by hand, from another attempt.
+        In a bucket a manifest never changes, and only this keeper publishes there; the generation
+        that it has just published may have been there before, from another attempt.
         """
+        if not settle_s(self.store):
+            return catalogue(self.store)
         known = tuple(m for m in self._known.manifests if m.generation != published)
         if self._published is not None and self._published.generation == published:
             known += (self._published,)
