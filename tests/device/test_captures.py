@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.accelerator import devices
+
 SIM = torch.device("sim", 0)
 EVENTS: list[torch.Event] = []
 
@@ -180,3 +182,15 @@ def test_the_host_cannot_wait_for_captured_work(sim: Any, wait: str) -> None:
 
     with pytest.raises(RuntimeError, match="during capture"):
         work()
+
+
+def test_the_first_look_for_streams_may_come_during_a_capture(
+    sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total, graphs = torch.zeros(8, device=SIM), list[Any]()
+    monkeypatch.setattr(devices, "_has_streams", {})
+    with capture(sim, graphs):
+        total.add_(1)
+        assert devices.is_capturing(SIM)
+    sim.replay(graphs[0])
+    assert total.sum().item() == 8
