@@ -14,6 +14,7 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.s3 import S3Bucket
 
 _ONE, _OTHER = b"holdfast probe 1", b"holdfast probe 2"
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,34 @@ class Kept:
 
 
 def probe(bucket: S3Bucket, prefix: str) -> Kept:
-    """Tries the conditions on a new object, whose name begins with ``prefix``; it is removed."""
+    """Tries the conditions on a new object, whose name begins with ``prefix``; it is removed.
+
+    An answer that was lost tells nothing about the server: then all is tried again on another.
+    """
+    for _ in range(_TRIES - 1):
+        found = _probe_once(bucket, prefix, is_last=False)
+        if found is not None:
+            return found
+    found = _probe_once(bucket, prefix, is_last=True)
+    assert found is not None
+    return found
+
+
+def _probe_once(bucket: S3Bucket, prefix: str, *, is_last: bool) -> Kept | None:
+    """Returns what was kept; None where an answer was lost, unless this try is the last."""
     key = f"{prefix}{secrets.token_hex(6)}"
     try:
         first = bucket.put(key, [_ONE], if_none=True)
+        if not first.is_done and not first.is_first_try and not is_last:
+            return None
         bucket.require(first, "write", key)
-        create = bucket.put(key, [_OTHER], if_none=True).status == 412
+        taken = bucket.put(key, [_OTHER], if_none=True)
         second = bucket.put(key, [_ONE], if_match=first.header("etag"))
         bucket.put(key, [_OTHER])
         stale = bucket.put(key, [_ONE], if_match=first.header("etag") or '"0"')
+        if not is_last and not all(one.is_first_try for one in (taken, second, stale)):
+            return None
+        create = taken.status == 412
         part = bucket.get(key, 9, 13)
         return Kept(
             server=first.header("server") or "a server without a name",
