@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 RIVALS := .venv-rivals
 # Where Triton goes for its interpreter, which runs kernels without a GPU.
 TRITON := .triton
+# Where atheris goes, which searches inputs that a parser does not expect, and for how many seconds.
+ATHERIS := .atheris
+FUZZ_S ?= 600
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -43,7 +46,7 @@ demo: $(READY) ## a training run is killed, and resumes exactly
 	$(BIN)/holdfast demo
 
 test: lint types layers tests device-tests ## what every change must pass
-test-all: lint types layers tests-all device-tests-all device-coverage coverage ## the same, with the slow tests and the coverage
+test-all: lint types layers tests-all device-tests-all device-coverage coverage fuzz ## the same, with the slow tests and the coverage
 
 lint: $(READY) ## style and formatting
 	$(BIN)/ruff check .
@@ -89,6 +92,10 @@ mutants: $(READY) ## break one promise after the other in a copy: each time a te
 kernels: $(READY) $(TRITON)/.ready ## Triton's kernels in its interpreter, without a GPU (downloads 290 MB once)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/offload/test_fused_sums.py
 
+.PHONY: fuzz
+fuzz: $(READY) $(ATHERIS)/.ready ## search inputs that break a parser, for FUZZ_S=600 seconds (downloads 35 MB once)
+	PYTHONPATH=$(CURDIR)/$(ATHERIS) $(BIN)/python tests/support/project/search_inputs.py $(FUZZ_S)
+
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -133,6 +140,10 @@ $(RIVALS)/.ready: benchmarks/rivals.txt constraints.txt | $(READY)
 # Beside the environment: with Triton in it, torch would behave as on a machine with a GPU.
 $(TRITON)/.ready: | $(READY)
 	$(PIP) install --quiet --no-deps --target $(TRITON) triton==3.9.0
+	@touch $@
+
+$(ATHERIS)/.ready: | $(READY)
+	$(PIP) install --quiet --no-deps --target $(ATHERIS) atheris==3.0.0
 	@touch $@
 
 # Debian's python3 makes no pip of its own without the package python3-venv; the pip outside can.
