@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.catalogue import catalogue
-from holdfast.storage.s3 import RATE_VARIABLE
+from holdfast.storage.bucket import RATE_VARIABLE
 from support.servers.object_servers import (
     BUCKET,
     SECRET_KEY,

@@ -11,9 +11,9 @@ import uuid
 
 import pytest
 
+from holdfast.storage.bucket import RATE_VARIABLE
 from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
-from holdfast.storage.s3 import RATE_VARIABLE
 from holdfast.storage.uploads import UploadSink
 from support.servers.object_servers import ObjectServer, object_store, use
 

@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage.s3 import S3Bucket
+from holdfast.storage.bucket import Bucket
 
 _ONE, _OTHER = b"holdfast probe 1", b"holdfast probe 2"
 
@@ -52,7 +52,7 @@ class Kept:
         return tuple(text for text, is_kept in needed.items() if not is_kept)
 
 
-def probe(bucket: S3Bucket, prefix: str) -> Kept:
+def probe(bucket: Bucket, prefix: str) -> Kept:
     """Tries the conditions on a new object, whose name begins with ``prefix``; it is removed."""
     key = f"{prefix}{secrets.token_hex(6)}"
     try:
@@ -76,15 +76,13 @@ def probe(bucket: S3Bucket, prefix: str) -> Kept:
             bucket.delete(key)
 
 
-def _refuses_wrong_part(bucket: S3Bucket, prefix: str, key: str) -> bool:
+def _refuses_wrong_part(bucket: Bucket, prefix: str, key: str) -> bool:
     for left in bucket.uploads(prefix):  # of a process that was killed here
         bucket.abort_upload(left.key, left.id)
     upload = bucket.begin_upload(key + "-parts")
     try:
-        wrong = {"x-amz-checksum-crc32": "AAAAAA=="}
-        query = {"partNumber": "1", "uploadId": upload}
-        outcome = bucket.send("PUT", key + "-parts", query=query, headers=wrong, body=[_ONE])
-        return outcome.status == 400
+        wrong = bucket.checksum([_OTHER])
+        return 400 <= bucket.put_part(key + "-parts", upload, 1, [_ONE], wrong).status < 500
     finally:
         with contextlib.suppress(HoldfastError):
             bucket.abort_upload(key + "-parts", upload)
@@ -93,7 +91,7 @@ def _refuses_wrong_part(bucket: S3Bucket, prefix: str, key: str) -> bool:
 _known: dict[tuple[str, str], Kept] = {}
 
 
-def require_conditions(bucket: S3Bucket, prefix: str) -> Kept:
+def require_conditions(bucket: Bucket, prefix: str) -> Kept:
     """Raises StorageError, which names the server, where it does not keep what a root needs.
 
     A bucket is probed once in a process.

@@ -15,10 +15,11 @@ from xml.sax.saxutils import escape
 import pytest
 
 from holdfast.storage import objects
+from holdfast.storage.bucket import Outcome
+from holdfast.storage.checksums import Body
 from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
-from holdfast.storage.s3 import Outcome, S3Bucket
-from holdfast.storage.signing import Body
+from holdfast.storage.s3 import S3Bucket
 from holdfast.storage.wrap import Patience
 
 #: What happens to a request: done and answered; done, and the answer lost; lost, and done when
@@ -218,5 +219,5 @@ def model_store(
     def bucket(name: str, url: str, **_: object) -> ModelBucket:
         return ModelBucket(world, name, url, patience)
 
-    patch.setattr(objects, "S3Bucket", bucket)
+    patch.setattr(objects, "open_bucket", bucket)
     return ObjectStore("model", prefix, least_part_bytes=part_bytes, lease=lease)

@@ -1,0 +1,15 @@
+"""Opens the client of a bucket by the scheme of its URL: where a new cloud is added."""
+
+from __future__ import annotations
+
+from holdfast.storage.bucket import Bucket
+from holdfast.storage.wrap import Patience
+
+SCHEMES = ("s3",)
+
+
+def open_bucket(name: str, url: str, *, patience: Patience | None, answer_s: float) -> Bucket:
+    """Returns the client of the bucket ``name``, which is in ``url``."""
+    from holdfast.storage.s3 import S3Bucket
+
+    return S3Bucket(name, url, patience=patience, answer_s=answer_s)
