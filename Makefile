@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 RIVALS := .venv-rivals
 # Where Triton goes for its interpreter, which runs kernels without a GPU.
 TRITON := .triton
+# A server of Azure Blob Storage, which roots az:// are tested on; without it these tests are skipped.
+AZURITE := .azurite
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -89,6 +91,9 @@ mutants: $(READY) ## break one promise after the other in a copy: each time a te
 kernels: $(READY) $(TRITON)/.ready ## Triton's kernels in its interpreter, without a GPU (downloads 290 MB once)
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/offload/test_fused_sums.py
 
+.PHONY: azurite
+azurite: $(AZURITE)/.ready ## the server that roots az:// are tested on (takes node and npm, downloads 190 MB once)
+
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -128,6 +133,10 @@ $(RIVALS)/.ready: benchmarks/rivals.txt constraints.txt | $(READY)
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --constraint constraints.txt \
 		--requirement benchmarks/rivals.txt
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --no-deps --editable .
+	@touch $@
+
+$(AZURITE)/.ready:
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(AZURITE) azurite@3.35.0
 	@touch $@
 
 # Beside the environment: with Triton in it, torch would behave as on a machine with a GPU.

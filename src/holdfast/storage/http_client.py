@@ -224,7 +224,8 @@ def _exchange(
         is_whole = False
     response = connection.getresponse()
     found = {name.lower(): value for name, value in response.getheaders()}
-    if response.status not in (204, 304) and not found.keys() & _LENGTHS:
+    has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
+    if not has_none and not found.keys() & _LENGTHS:
         # A head that was cut off looks whole, and its body empty.
         raise http.client.HTTPException("an answer that does not say how long it is")
     size_bytes, data = 0, b""

@@ -55,3 +55,18 @@ def text_of(element: xml.Element, name: str) -> str:
 def decoded(key: str) -> str:
     """Returns a key that a list has encoded as in a URL."""
     return urllib.parse.unquote_plus(key)
+
+
+def decoded_percent(key: str) -> str:
+    """Returns a key that a list has encoded, but for its "+"."""
+    return urllib.parse.unquote(key)
+
+
+def next_marker(page: xml.Element, asked: str) -> str:
+    """Returns the marker of the page after this one of a list of Azure; "" where it is the last."""
+    if page.find("NextMarker") is None:
+        raise StorageError("the server's list is cut short, and does not say where it goes on")
+    found = text_of(page, "NextMarker")
+    if found and found == asked:
+        raise StorageError("the server's list goes on where it began")
+    return found

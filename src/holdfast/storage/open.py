@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.storage.probe import Kept
 
 
-_BUCKETS = ("s3",)
+_BUCKETS = ("s3", "az")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 
 
@@ -93,8 +93,9 @@ def open_store(root: object) -> Store:
 def _open_bucket(root: str) -> ObjectStore:
     from holdfast.storage.objects import ObjectStore  # what speaks to servers is loaded late
 
-    bucket, _, prefix = root.partition("://")[2].partition("/")
-    return ObjectStore(bucket, prefix)
+    scheme, _, rest = root.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    return ObjectStore(bucket, prefix, scheme=scheme)
 
 
 def probe_bucket(root: str) -> Kept:
