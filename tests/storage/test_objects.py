@@ -36,3 +36,9 @@ class TestAzurite(OnServer):
     @pytest.fixture(autouse=True)
     def server(self, azurite_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
         use(azurite_server, monkeypatch)
+
+
+class TestGoogle(OnServer):
+    @pytest.fixture(autouse=True)
+    def server(self, google_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        use(google_server, monkeypatch)

@@ -24,6 +24,7 @@ RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
 #: A request that is signed with its time is refused when it is older; nothing of ours lands then.
 SETTLE_S = 960.0
 _REMOVERS = 8
+_OPERATIONS = frozenset({"uploads", "uploadId", "list-type", "delete", "compose"})
 
 
 #: Answers that blame the request for what happened to it on the way.
@@ -349,5 +350,5 @@ def with_(outcome: Outcome, **changed: object) -> Outcome:
 def _kind(method: str, query: Mapping[str, str]) -> str:
     if "comp" in query:
         return f"{method} {query['comp']}"
-    names = [name for name in query if name in ("uploads", "uploadId", "list-type", "delete")]
+    names = [name for name in query if name in _OPERATIONS]
     return f"{method} {names[0]}" if names else method

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.storage.probe import Kept
 
 
-_BUCKETS = ("s3", "az")
+_BUCKETS = ("s3", "gs", "az")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 
 

@@ -7,11 +7,13 @@ publish one checkpoint, so it is refused by name.
 from __future__ import annotations
 
 import contextlib
+import copy
 import secrets
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.bucket import Bucket
+from holdfast.storage.wrap import Patience
 
 _ONE, _OTHER = b"holdfast probe 1", b"holdfast probe 2"
 
@@ -81,8 +83,10 @@ def _refuses_wrong_part(bucket: Bucket, prefix: str, key: str) -> bool:
         bucket.abort_upload(left.key, left.id)
     upload = bucket.begin_upload(key + "-parts")
     try:
+        once = copy.copy(bucket)  # what changed on the way is sent again, but this is on purpose
+        once.patience = Patience(total_s=0.0)
         wrong = bucket.checksum([_OTHER])
-        return 400 <= bucket.put_part(key + "-parts", upload, 1, [_ONE], wrong).status < 500
+        return 400 <= once.put_part(key + "-parts", upload, 1, [_ONE], wrong).status < 500
     finally:
         with contextlib.suppress(HoldfastError):
             bucket.abort_upload(key + "-parts", upload)

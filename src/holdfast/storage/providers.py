@@ -8,6 +8,10 @@ from holdfast.storage.wrap import Patience
 
 def open_bucket(name: str, url: str, *, patience: Patience | None, answer_s: float) -> Bucket:
     """Returns the client of the bucket ``name``, which is in ``url``."""
+    if url.startswith("gs://"):
+        from holdfast.storage.google import GoogleBucket
+
+        return GoogleBucket(name, url, patience=patience, answer_s=answer_s)
     if url.startswith("az://"):
         from holdfast.storage.azure import AzureContainer
 

@@ -60,14 +60,19 @@ class XmlBucket(Bucket):
     def end_upload(
         self, key: str, upload: str, parts: Iterable[Part], *, if_match: str = ""
     ) -> Outcome:
+        condition = self._condition(if_none=not if_match, if_match=if_match)
+        return self._end(key, upload, parts, condition)
+
+    def _end(
+        self, key: str, upload: str, parts: Iterable[Part], condition: Mapping[str, str]
+    ) -> Outcome:
         listed = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escaped(part.etag)}</ETag>"
             f"{_checksum_element(part)}</Part>"
             for part in parts
         )
         body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
-        condition = self._condition(if_none=not if_match, if_match=if_match)
-        headers = condition | {"content-type": "text/xml"}
+        headers = {**condition, "content-type": "text/xml"}
         return self.send("POST", key, query={"uploadId": upload}, headers=headers, body=[body])
 
     def abort_upload(self, key: str, upload: str) -> Outcome:

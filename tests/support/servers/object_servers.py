@@ -26,6 +26,8 @@ from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
 from holdfast.storage.providers import open_bucket
 from holdfast.storage.wrap import Patience
+from support.servers import google_shim
+from support.servers.google_shim import make_key
 
 ACCESS_KEY, SECRET_KEY = "holdfasttestkey", "canary-SECRET-c0ffee+/=d00d"
 REGION = "us-east-1"
@@ -119,6 +121,19 @@ class Azurite(ObjectServer):
         }
 
 
+class GoogleShim(ObjectServer):
+    """The shim of Google's XML API."""
+
+    scheme = "gs"
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "HOLDFAST_GS_ENDPOINT": f"http://127.0.0.1:{self.port}",
+            "GOOGLE_APPLICATION_CREDENTIALS": str(make_key(self._folder, self.port)),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+
+
 def free_ports(count: int) -> list[int]:
     """Returns ports that were free a moment ago, below 50,000: some servers add 10,000."""
     found: list[int] = []
@@ -175,6 +190,13 @@ def azurite(folder: Path) -> ObjectServer:
     return Azurite("Azurite", [found, *options], port, folder)
 
 
+def google(folder: Path) -> ObjectServer:
+    """A shim of Google's XML API, whose tokens are valid for six seconds."""
+    (port,) = free_ports(1)
+    command = [sys.executable, google_shim.__file__, str(port), str(folder), "6"]
+    return GoogleShim("the shim of Google", command, port, folder)
+
+
 @contextlib.contextmanager
 def running(server: ObjectServer, folder: Path) -> Iterator[ObjectServer]:
     """Runs a server with a bucket, and removes what it left."""
@@ -211,6 +233,14 @@ def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectS
         yield server
 
 
+@pytest.fixture(scope="session")
+def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """One for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("google")
+    with running(google(folder), folder) as server:
+        yield server
+
+
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 
 
@@ -228,6 +258,7 @@ TIMES = LeaseTimes(renew_s=0.2, stop_s=0.8, take_over_s=1.6)
 
 def object_store(prefix: str, **options: object) -> ObjectStore:
     """Returns a store on the server of the environment."""
-    scheme = "az" if "AZURE_STORAGE_ACCOUNT" in os.environ else "s3"
+    named = {"AZURE_STORAGE_ACCOUNT": "az", "GOOGLE_APPLICATION_CREDENTIALS": "gs"}
+    scheme = next((one for name, one in named.items() if name in os.environ), "s3")
     usual = {"patience": Patience(total_s=20.0), "lease": TIMES, "scheme": scheme}
     return ObjectStore(BUCKET, prefix, **{**usual, **options})  # type: ignore[arg-type]
