@@ -110,27 +110,27 @@ class GoogleBucket(XmlBucket):
     ) -> Outcome:
         below, id_ = _below(key, upload)
         made = self._end(below, id_, parts, {})
-        if not made.is_done and made.is_first_try and made.status:
-            return made
-        found = self.head(below)  # nobody else has this name: what is there is this upload's
-        if not found.is_done:
-            return found if made.is_done else with_(made, is_first_try=False)
+        if not made.is_done:
+            if made.is_first_try and made.status:
+                return made
+            if not self.head(below).is_done:  # nobody else has this name
+                return with_(made, is_first_try=False)
         condition = self._condition(if_none=not if_match, if_match=if_match)
-        named = self._name(key, below, found, condition)
+        named = self._name(key, below, condition)
         if named.is_done:
             self.delete(below)
         return named
 
-    def _name(self, key: str, below: str, found: Outcome, condition: Mapping[str, str]) -> Outcome:
+    def _name(self, key: str, below: str, condition: Mapping[str, str]) -> Outcome:
         """Makes the object ``key`` of the one below it, on a condition."""
-        part = f"<Name>{escaped(below)}</Name><Generation>{found.header('etag')}</Generation>"
-        body = f"<ComposeRequest><Component>{part}</Component></ComposeRequest>".encode()
+        part = f"<Component><Name>{escaped(below)}</Name></Component>"
+        body = f"<ComposeRequest>{part}</ComposeRequest>".encode()
         headers = {**condition, "content-type": "text/xml"}
         outcome = self.send("PUT", key, query={"compose": ""}, headers=headers, body=[body])
         if outcome.is_done or (outcome.is_first_try and outcome.status):
             return outcome
         there = self.head(key)
-        is_same = there.is_done and _content(there) == _content(found)
+        is_same = there.is_done and _is_same(there, self.head(below))
         return there if is_same else with_(outcome, is_first_try=False)
 
     def abort_upload(self, key: str, upload: str) -> Outcome:
@@ -160,5 +160,7 @@ def _below(key: str, upload: str) -> tuple[str, str]:
     return (f"{key}{_PARTS}{letters}", id_) if is_ours else (key, upload)
 
 
-def _content(outcome: Outcome) -> tuple[str, str]:
-    return outcome.header("content-length"), outcome.header("x-goog-hash")
+def _is_same(one: Outcome, other: Outcome) -> bool:
+    """True for two objects of the same bytes, by their checksum."""
+    names = ("content-length", "x-goog-hash")
+    return all(one.header(name) and one.header(name) == other.header(name) for name in names)

@@ -31,8 +31,8 @@ def normal_root(root: object) -> str:
     """Returns ``root`` in the one form that every process of a run agrees on, independent of the
     working directory.
 
-    Raises UsageError for a value that is no path, a scheme other than ``file://`` and ``s3://``,
-    and a home nobody has.
+    Raises UsageError for a value that is no path, a scheme other than ``file://`` and those of
+    buckets, and a home nobody has.
     """
     if not isinstance(root, (str, os.PathLike)):
         raise UsageError(f"{root!r} is no root: give the path of a directory as str or Path")
@@ -43,7 +43,7 @@ def normal_root(root: object) -> str:
     if "://" in text and scheme != "file":
         raise UsageError(
             f"{_without_credentials(text)!r}: this version stores in directories and in buckets "
-            "(s3://bucket/prefix); give a path every rank can reach"
+            "(s3://, gs:// or az://bucket/prefix); give a path every rank can reach"
         )
     if not text.removeprefix("file://") or "\0" in text:
         raise UsageError(f"{text!r} is no root: give the path of a directory")
