@@ -355,6 +355,21 @@ def test_a_root_is_one_url_and_has_no_credentials_in_it(scheme: str) -> None:
         assert "canary" not in str(raised.value)
 
 
+def test_an_upload_of_anothers_is_ended_and_the_object_of_its_name_stays(
+    google_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(google_server, monkeypatch)
+    store = object_store(f"clouds/{uuid.uuid4().hex}")
+    bucket, key = store.bucket, f"{store._below}name"
+    assert isinstance(bucket, GoogleBucket)
+    store.publish("name", b"data")
+    foreign = bucket._begin(key, {})
+    (found,) = bucket.uploads(key)
+    assert (found.key, found.id) == (key, foreign)
+    assert bucket.abort_upload(found.key, found.id).is_done
+    assert bucket.uploads(key) == [] and store.read("name") == b"data"
+
+
 def test_a_token_that_ends_in_the_middle_of_an_upload_is_renewed(
     google_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

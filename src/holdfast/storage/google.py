@@ -7,11 +7,12 @@ which takes a condition.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 
 from holdfast.storage import checksums
-from holdfast.storage.bucket import SETTLE_S, Outcome, Part, Signed, Upload, with_
+from holdfast.storage.bucket import Outcome, Part, Signed, Upload, with_
 from holdfast.storage.checksums import Body
 from holdfast.storage.google_identity import server, token_source
 from holdfast.storage.http_client import Answer
@@ -28,23 +29,23 @@ _ADVICE = {
     "401": "Correct or renew the credentials.",
     "403": _RIGHT,
 }
-#: A token does not say when a request was made; it is valid for an hour.
-_SETTLE_UNTIMED_S = 3660.0
 #: What follows an image's key in that of an upload, with letters that no other upload has.
 _PARTS = "/.parts-"
+_LETTERS = re.compile(r"[0-9a-f]{12}")
 
 
 class GoogleBucket(XmlBucket):
     """One bucket, with the credentials of the environment."""
 
     advice = _ADVICE
+    #: A token does not say when a request was made; it is valid for an hour.
+    settle_s = 3660.0
 
     def __init__(
         self, name: str, url: str, *, patience: Patience | None = None, answer_s: float = 60.0
     ) -> None:
         super().__init__(name, url, server(), patience=patience, answer_s=answer_s)
         self._tokens = token_source()
-        self.settle_s = max(SETTLE_S, _SETTLE_UNTIMED_S)
 
     def _signed(
         self,
@@ -136,13 +137,15 @@ class GoogleBucket(XmlBucket):
     def abort_upload(self, key: str, upload: str) -> Outcome:
         below, id_ = _below(key, upload)
         outcome = super().abort_upload(below, id_)
-        gone = self.delete(below)
-        return outcome if outcome.status != 404 else gone
+        if below == key or not (outcome.is_done or outcome.status == 404):
+            return outcome
+        return self.delete(below)  # it may have been completed
 
     def uploads(self, prefix: str) -> list[Upload]:
         found = []
         for one in super().uploads(prefix):
-            key, is_ours, letters = one.key.rpartition(_PARTS)
+            key, _, letters = one.key.rpartition(_PARTS)
+            is_ours = _LETTERS.fullmatch(letters)
             found.append(Upload(key, f"{letters}:{one.id}") if is_ours else one)
         return found
 
@@ -156,7 +159,8 @@ class GoogleBucket(XmlBucket):
 
 def _below(key: str, upload: str) -> tuple[str, str]:
     """Returns the key under which an upload was begun, and its id there."""
-    letters, is_ours, id_ = upload.partition(":")
+    letters, _, id_ = upload.partition(":")
+    is_ours = _LETTERS.fullmatch(letters)
     return (f"{key}{_PARTS}{letters}", id_) if is_ours else (key, upload)
 
 
