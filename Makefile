@@ -10,6 +10,8 @@ TRITON := .triton
 # Where atheris goes, which searches inputs that a parser does not expect, and for how many seconds.
 ATHERIS := .atheris
 FUZZ_S ?= 600
+# A server of Azure Blob Storage, which roots az:// are tested on; without it these tests are skipped.
+AZURITE := .azurite
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -96,6 +98,9 @@ kernels: $(READY) $(TRITON)/.ready ## Triton's kernels in its interpreter, witho
 fuzz: $(READY) $(ATHERIS)/.ready ## search inputs that break a parser, for FUZZ_S=600 seconds (downloads 35 MB once)
 	PYTHONPATH=$(CURDIR)/$(ATHERIS) $(BIN)/python tests/support/project/search_inputs.py $(FUZZ_S)
 
+.PHONY: azurite
+azurite: $(AZURITE)/.ready ## the server that roots az:// are tested on (takes node and npm, downloads 190 MB once)
+
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -135,6 +140,10 @@ $(RIVALS)/.ready: benchmarks/rivals.txt constraints.txt | $(READY)
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --constraint constraints.txt \
 		--requirement benchmarks/rivals.txt
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --no-deps --editable .
+	@touch $@
+
+$(AZURITE)/.ready:
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(AZURITE) azurite@3.35.0
 	@touch $@
 
 # Beside the environment: with Triton in it, torch would behave as on a machine with a GPU.

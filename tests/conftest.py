@@ -37,6 +37,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 seaweedfs_server = object_servers.seaweedfs_server
 moto_server = object_servers.moto_server
+azurite_server = object_servers.azurite_server
+google_server = object_servers.google_server
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -74,7 +74,8 @@ class Checkpointer:
     Every rank makes one, with the same arguments, after ``init_process_group`` (or without a group,
     alone).
 
-    ``root``: a directory that all ranks reach, or a bucket, ``s3://bucket/prefix``.
+    ``root``: a directory that all ranks reach, or a bucket: ``s3://bucket/prefix``,
+    ``gs://bucket/prefix`` or ``az://container/prefix``.
     ``state``: names to modules, optimizers, schedulers, ``holdfast.Rng()``, anything with
     ``state_dict`` and ``load_state_dict``, and plain values. It stays yours to change between
     saves.

@@ -105,7 +105,7 @@ def test_a_root_that_cannot_be_a_directory_is_refused_and_left_alone(
     assert files(tmp_path) == there
 
 
-@pytest.mark.parametrize("url", ["gs://bucket", "az://box/run", "http://host/run", "S3://b"])
+@pytest.mark.parametrize("url", ["abfs://bucket", "hf://box/run", "http://host/run", "S3://b"])
 def test_a_scheme_that_is_not_served_is_refused_by_every_door(url: str) -> None:
     doors: list[Callable[[], Any]] = [
         lambda: holdfast.Checkpointer(url, build()),

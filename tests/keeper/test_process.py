@@ -76,7 +76,7 @@ def test_a_second_keeper_of_an_arena_steps_back_and_a_broken_one_says_why(
     with pytest.raises(KeeperError, match="no keeper answered"):
         find_or_start(directory, run_id="r", root=str(tmp_path), host_id="h", timeout_s=1.0)
     with pytest.raises(KeeperError, match="ended with exit code"):
-        find_or_start(arena_dir / "two", run_id="r", root="gs://bucket", host_id="h", timeout_s=30)
+        find_or_start(arena_dir / "two", run_id="r", root="hf://bucket", host_id="h", timeout_s=30)
     os.close(held)
 
 

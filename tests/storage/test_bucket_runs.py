@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.catalogue import catalogue
-from holdfast.storage.s3 import RATE_VARIABLE
+from holdfast.storage.bucket import RATE_VARIABLE
+from support.servers.google_shim import make_key
 from support.servers.object_servers import (
     BUCKET,
     SECRET_KEY,
@@ -68,9 +70,10 @@ print("exit", child.exitcode)
 
 @pytest.fixture
 def environment(
-    seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> dict[str, str]:
-    use(seaweedfs_server, monkeypatch)
+    """What processes are given; the parameter is a server's fixture."""
+    use(request.getfixturevalue(getattr(request, "param", "seaweedfs_server")), monkeypatch)
     spool = tmp_path / "tmp"
     spool.mkdir()
     monkeypatch.setenv("TMPDIR", str(spool))
@@ -115,11 +118,17 @@ def keepers(arena: Path) -> list[int]:
     return found
 
 
+CLOUDS = ["seaweedfs_server", "google_server", "azurite_server"]
+in_each_cloud = pytest.mark.parametrize("environment", CLOUDS, indirect=True)
+
+
+@in_each_cloud
 def test_a_run_in_a_bucket_is_killed_and_goes_on_bit_for_bit_and_is_pruned(
     environment: dict[str, str], arena_dir: Path
 ) -> None:
     name = f"runs/{uuid.uuid4().hex}"
-    root, whole = f"s3://{BUCKET}/{name}", f"s3://{BUCKET}/{name}-whole"
+    root = object_store(name).url
+    whole = f"{root}-whole"
     expected = train(whole, environment, 12).split()[-1]
     train(root, environment, 12, die_at=5)
     for keeper in keepers(arena_dir):  # the host is lost, with all that was in memory
@@ -143,25 +152,57 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_bit_for_bit_and_is_pruned(
     assert len(store.list("manifests")) == 1 and len(store.list("steps")) == 1
     holdfast(environment, "pin", root, "11")
     holdfast(environment, "report", root)
-    assert "is a bucket of SeaweedFS" in holdfast(environment, "doctor", "--quick", root)
+    said = holdfast(environment, "doctor", "--quick", root)
+    assert any(f"is a bucket of {name}" in said for name in ("SeaweedFS", "Azurite", "GoogleShim"))
     assert "11" in holdfast(environment, "completion", "--words", "show", root, "--step", "")
 
 
+def wrong_credentials(scheme: str, folder: Path) -> tuple[dict[str, str], str]:
+    """Returns credentials that a server refuses, with a secret in each, and what it says."""
+    if scheme == "gs":
+        wrong = make_key(folder, 1)
+        said = json.loads(wrong.read_text())
+        said["token_uri"] = os.environ["HOLDFAST_GS_ENDPOINT"] + "/token"
+        wrong.write_text(json.dumps(said))
+        return {"GOOGLE_APPLICATION_CREDENTIALS": str(wrong)}, "invalid_grant"
+    if scheme == "az":
+        key = base64.b64encode(b"canary-ANOTHER-KEY").decode()
+        return {"AZURE_STORAGE_KEY": key}, "AuthorizationFailure"
+    wrong_key = {"AWS_ACCESS_KEY_ID": "another", "AWS_SESSION_TOKEN": f"t{SECRET_KEY}"}
+    return wrong_key, "InvalidAccessKeyId"
+
+
+def secrets_of(environment: Mapping[str, str]) -> set[str]:
+    """Returns what nothing may show: keys, each line of them, and the beginning of every token."""
+    found = {SECRET_KEY, SECRET_KEY.replace("/", ""), "ya29.canary", "canary-ANOTHER"}
+    found |= {one for name in ("AZURE_STORAGE_KEY",) if (one := environment.get(name))}
+    if file := environment.get("GOOGLE_APPLICATION_CREDENTIALS"):
+        lines = json.loads(Path(file).read_text())["private_key"].splitlines()
+        found |= {line for line in lines if not line.startswith("-----")}
+    return found
+
+
+@in_each_cloud
 def test_no_secret_is_in_anything_that_a_run_leaves(
-    environment: dict[str, str], arena_dir: Path, tmp_path: Path
+    environment: dict[str, str],
+    arena_dir: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     name = f"runs/{uuid.uuid4().hex}"
-    root = f"s3://{BUCKET}/{name}"
+    root = object_store(name).url
+    scheme = root.partition(":")[0]
     said = [train(root, environment | {"HOLDFAST_LOG": "debug"}, 4, die_at=3)]
     for pid in keepers(arena_dir):
         said.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace"))
     said.append(train(root, environment, 6))
     for words in (["ls"], ["show"], ["verify"], ["report"], ["doctor", "--quick"], ["prune"]):
         said.append(holdfast(environment, words[0], root, *words[1:], "--json", code=None))
-    wrong = environment | {"AWS_ACCESS_KEY_ID": "another", "AWS_SESSION_TOKEN": f"t{SECRET_KEY}"}
+    changed, refusal = wrong_credentials(scheme, tmp_path_factory.mktemp("wrong"))
+    wrong = environment | changed
     said.append(holdfast(wrong, "ls", root, code=5))
     said.append(run([sys.executable, "-c", TRAIN, root, "9", "-1"], wrong, 1))
-    inside = root.replace("s3://", f"s3://another:{SECRET_KEY.replace('/', '')}@")
+    inside = root.replace("://", f"://another:{SECRET_KEY.replace('/', '')}@")
     said.append(holdfast(environment, "ls", inside, code=2))
     store = object_store(name)
     said += [store.bucket.get(key).body.decode(errors="replace") for key in store.bucket.keys(name)]
@@ -169,8 +210,8 @@ def test_no_secret_is_in_anything_that_a_run_leaves(
         for file in above.rglob("*"):
             if file.is_file() and "seaweedfs" not in str(file):
                 said.append(file.read_bytes().decode(errors="replace"))
-    assert len(said) > 20 and "InvalidAccessKeyId" in "".join(said)
-    for secret in (SECRET_KEY, SECRET_KEY.replace("/", "")):
+    assert len(said) > 20 and refusal in "".join(said)
+    for secret in secrets_of(environment) | secrets_of(wrong):
         assert not any(secret in one for one in said)
 
 

@@ -11,9 +11,9 @@ import uuid
 
 import pytest
 
+from holdfast.storage.bucket import RATE_VARIABLE
 from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
-from holdfast.storage.s3 import RATE_VARIABLE
 from holdfast.storage.uploads import UploadSink
 from support.servers.object_servers import ObjectServer, object_store, use
 
@@ -93,10 +93,11 @@ def kill_and_resume(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("server", ["seaweedfs_server", "google_server", "azurite_server"])
 def test_a_killed_upload_is_gone_on_with(
-    seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(seaweedfs_server, monkeypatch)
+    use(request.getfixturevalue(server), monkeypatch)
     kill_and_resume(1, monkeypatch)
 
 

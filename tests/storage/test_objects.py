@@ -1,4 +1,4 @@
-"""A bucket does what a directory does, on two servers: SeaweedFS, a real one, and moto."""
+"""A bucket of each cloud does what a directory does, on servers of these clouds."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ class TestMoto(OnServer):
     @pytest.fixture(autouse=True)
     def server(self, moto_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
         use(moto_server, monkeypatch)
+
+
+class TestAzurite(OnServer):
+    @pytest.fixture(autouse=True)
+    def server(self, azurite_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        use(azurite_server, monkeypatch)
+
+
+class TestGoogle(OnServer):
+    @pytest.fixture(autouse=True)
+    def server(self, google_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        use(google_server, monkeypatch)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.errors import StorageError, UsageError
+from holdfast.storage.bucket import Part, Upload
 from holdfast.storage.credentials import CredentialSource
 from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
 from holdfast.storage.open import normal_root
-from holdfast.storage.s3 import Part, S3Bucket, Upload
+from holdfast.storage.s3 import S3Bucket
 from holdfast.storage.uploads import UploadSink
 from holdfast.storage.wrap import Patience, RateLimit, RequestCounts
 from support.servers.bucket_model import World, model_store

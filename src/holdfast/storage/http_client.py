@@ -8,7 +8,6 @@ into the caller's memory.
 from __future__ import annotations
 
 import http.client
-import os
 import select
 import ssl
 import threading
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from holdfast.errors import StorageError
-from holdfast.storage.signing import Body
+from holdfast.storage.checksums import Body
 from holdfast.storage.wrap import renew_in_child
 
 CONNECT_S = 10.0
@@ -76,10 +75,13 @@ _Kept = tuple[http.client.HTTPConnection, float]
 
 
 class Connections:
-    """Connections to one server. Safe from several threads; a forked child begins with none."""
+    """Connections to one server. Safe from several threads; a forked child begins with none.
 
-    def __init__(self, server: Server, *, answer_s: float = ANSWER_S) -> None:
-        self.server = server
+    ``ca_file``: the certificates that it is checked with; "" for those of the system.
+    """
+
+    def __init__(self, server: Server, *, answer_s: float = ANSWER_S, ca_file: str = "") -> None:
+        self.server, self._ca_file = server, ca_file
         self._answer_s = answer_s
         self._lock = threading.Lock()
         self._idle: list[_Kept] = []
@@ -151,7 +153,7 @@ class Connections:
         server = self.server
         if server.is_secure:
             return http.client.HTTPSConnection(
-                server.host, server.port, timeout=CONNECT_S, context=_tls()
+                server.host, server.port, timeout=CONNECT_S, context=_tls(self._ca_file)
             )
         return http.client.HTTPConnection(server.host, server.port, timeout=CONNECT_S)
 
@@ -178,8 +180,8 @@ def _is_quiet(connection: http.client.HTTPConnection) -> bool:
 
 
 @cache
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
+def _tls(ca_file: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=ca_file or None)
 
 
 def _reason(error: BaseException) -> str:
@@ -222,7 +224,8 @@ def _exchange(
         is_whole = False
     response = connection.getresponse()
     found = {name.lower(): value for name, value in response.getheaders()}
-    if response.status not in (204, 304) and not found.keys() & _LENGTHS:
+    has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
+    if not has_none and not found.keys() & _LENGTHS:
         # A head that was cut off looks whole, and its body empty.
         raise http.client.HTTPException("an answer that does not say how long it is")
     size_bytes, data = 0, b""

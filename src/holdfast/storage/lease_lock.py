@@ -21,7 +21,7 @@ from types import TracebackType
 from holdfast.errors import RootBusy, StorageError
 from holdfast.events import Warned, emit
 from holdfast.storage.base import root_busy
-from holdfast.storage.s3 import S3Bucket
+from holdfast.storage.bucket import Bucket
 
 ONE_WRITER = "HOLDFAST_BUCKET_ONE_WRITER"
 _MAX_BYTES = 8192
@@ -71,7 +71,7 @@ class ObjectLease:
     """A lease that is held until ``release``, or lost. A forked child does not have it."""
 
     def __init__(
-        self, bucket: S3Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
+        self, bucket: Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
         times: LeaseTimes,
         *,
         is_alone: bool = True,
@@ -219,7 +219,7 @@ def _keep_renewing(
         del lease
 
 
-def take_lease(bucket: S3Bucket, key: str, name: str, owner: str, times: LeaseTimes) -> ObjectLease:
+def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTimes) -> ObjectLease:
     """Takes the lease; RootBusy when another renews it.
 
     ``bucket`` is used for renewals too: its patience must end well before ``stop_s``. Where another
@@ -267,7 +267,7 @@ class LeaseHolder:
 class LeaseView:
     """A lease as others see it."""
 
-    def __init__(self, bucket: S3Bucket, key: str, name: str, times: LeaseTimes) -> None:
+    def __init__(self, bucket: Bucket, key: str, name: str, times: LeaseTimes) -> None:
         self._bucket, self._key, self._name, self._times = bucket, key, name, times
         self._etag = ""
 

@@ -23,11 +23,12 @@ from holdfast.storage.base import (
     flat,
     short_read,
 )
+from holdfast.storage.bucket import Bucket, Outcome
 from holdfast.storage.files import ROOT_FILE
 from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, LeaseView, ObjectLease, take_lease
 from holdfast.storage.probe import Kept, require_conditions
+from holdfast.storage.providers import open_bucket
 from holdfast.storage.removals import Removals
-from holdfast.storage.s3 import Outcome, S3Bucket
 from holdfast.storage.uploads import PART_BYTES, ComparingSink, UploadSink, part_bytes
 from holdfast.storage.wrap import Patience
 
@@ -36,8 +37,6 @@ _PIECE_BYTES = 16 << 20
 _READERS = 4
 #: The letters at the end of a directory's name that tell one write of an attempt from another.
 _RANDOM = 6
-#: A signed request that is older is refused by the server; nothing of ours can land after that.
-SETTLE_S = 960.0
 
 
 class ObjectStore:
@@ -46,21 +45,20 @@ class ObjectStore:
     Names that begin with a dot are the store's own: its locks, and what it probes a server with.
     """
 
-    settle_s = SETTLE_S
-
     def __init__(
         self,
         bucket: str,
         prefix: str = "",
         *,
+        scheme: str = "s3",
         patience: Patience | None = None,
         answer_s: float = 60.0,
         least_part_bytes: int = PART_BYTES,
         lease: LeaseTimes | None = None,
     ) -> None:
-        self._url = f"s3://{bucket}" + (f"/{prefix}" if prefix else "")
+        self._url = f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
         self._below = f"{prefix}/" if prefix else ""
-        self._bucket = S3Bucket(bucket, self._url, patience=patience, answer_s=answer_s)
+        self._bucket = open_bucket(bucket, self._url, patience=patience, answer_s=answer_s)
         self._bucket.guard = self._require_held
         self._part_bytes = least_part_bytes
         self._lease_times = lease or LeaseTimes()
@@ -82,9 +80,14 @@ class ObjectStore:
         return self._url
 
     @property
-    def bucket(self) -> S3Bucket:
+    def bucket(self) -> Bucket:
         """The bucket, and what was sent to it."""
         return self._bucket
+
+    @property
+    def settle_s(self) -> float:
+        """For how many seconds a change may still take effect that nobody answered."""
+        return self._bucket.settle_s
 
     @property
     def probe_prefix(self) -> str:
@@ -319,7 +322,7 @@ class ObjectStore:
             raise _no_lease(self.url, self._kept.server)
         times = self._lease_times
         patience = Patience(total_s=times.renew_s)
-        bucket = S3Bucket(
+        bucket = open_bucket(
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
         lease = take_lease(bucket, key, name, owner, times)
@@ -381,7 +384,7 @@ class ObjectStore:
 
     def _found(self, outcome: Outcome, path: str) -> Outcome:
         """Returns the outcome of a read; NotFound, or StorageError where it failed."""
-        if outcome.status == 404 and outcome.code != "NoSuchBucket":
+        if outcome.is_absent:
             raise NotFound(f"there is no {path} in {self.url}", path=path)
         self._bucket.require(outcome, "read", path)
         return outcome

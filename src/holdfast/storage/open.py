@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.storage.probe import Kept
 
 
-_BUCKETS = ("s3",)
+_BUCKETS = ("s3", "gs", "az")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 
 
@@ -31,8 +31,8 @@ def normal_root(root: object) -> str:
     """Returns ``root`` in the one form that every process of a run agrees on, independent of the
     working directory.
 
-    Raises UsageError for a value that is no path, a scheme other than ``file://`` and ``s3://``,
-    and a home nobody has.
+    Raises UsageError for a value that is no path, a scheme other than ``file://`` and those of
+    buckets, and a home nobody has.
     """
     if not isinstance(root, (str, os.PathLike)):
         raise UsageError(f"{root!r} is no root: give the path of a directory as str or Path")
@@ -43,7 +43,7 @@ def normal_root(root: object) -> str:
     if "://" in text and scheme != "file":
         raise UsageError(
             f"{_without_credentials(text)!r}: this version stores in directories and in buckets "
-            "(s3://bucket/prefix); give a path every rank can reach"
+            "(s3://, gs:// or az://bucket/prefix); give a path every rank can reach"
         )
     if not text.removeprefix("file://") or "\0" in text:
         raise UsageError(f"{text!r} is no root: give the path of a directory")
@@ -93,8 +93,9 @@ def open_store(root: object) -> Store:
 def _open_bucket(root: str) -> ObjectStore:
     from holdfast.storage.objects import ObjectStore  # what speaks to servers is loaded late
 
-    bucket, _, prefix = root.partition("://")[2].partition("/")
-    return ObjectStore(bucket, prefix)
+    scheme, _, rest = root.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    return ObjectStore(bucket, prefix, scheme=scheme)
 
 
 def probe_bucket(root: str) -> Kept:

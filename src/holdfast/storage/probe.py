@@ -7,11 +7,13 @@ publish one checkpoint, so it is refused by name.
 from __future__ import annotations
 
 import contextlib
+import copy
 import secrets
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.storage.s3 import S3Bucket
+from holdfast.storage.bucket import Bucket
+from holdfast.storage.wrap import Patience
 
 _ONE, _OTHER = b"holdfast probe 1", b"holdfast probe 2"
 _TRIES = 3
@@ -53,7 +55,7 @@ class Kept:
         return tuple(text for text, is_kept in needed.items() if not is_kept)
 
 
-def probe(bucket: S3Bucket, prefix: str) -> Kept:
+def probe(bucket: Bucket, prefix: str) -> Kept:
     """Tries the conditions on a new object, whose name begins with ``prefix``; it is removed.
 
     An answer that was lost tells nothing about the server: then all is tried again on another.
@@ -67,7 +69,7 @@ def probe(bucket: S3Bucket, prefix: str) -> Kept:
     return found
 
 
-def _probe_once(bucket: S3Bucket, prefix: str, *, is_last: bool) -> Kept | None:
+def _probe_once(bucket: Bucket, prefix: str, *, is_last: bool) -> Kept | None:
     """Returns what was kept; None where an answer was lost, unless this try is the last."""
     key = f"{prefix}{secrets.token_hex(6)}"
     try:
@@ -96,15 +98,15 @@ def _probe_once(bucket: S3Bucket, prefix: str, *, is_last: bool) -> Kept | None:
             bucket.delete(key)
 
 
-def _refuses_wrong_part(bucket: S3Bucket, prefix: str, key: str) -> bool:
+def _refuses_wrong_part(bucket: Bucket, prefix: str, key: str) -> bool:
     for left in bucket.uploads(prefix):  # of a process that was killed here
         bucket.abort_upload(left.key, left.id)
     upload = bucket.begin_upload(key + "-parts")
     try:
-        wrong = {"x-amz-checksum-crc32": "AAAAAA=="}
-        query = {"partNumber": "1", "uploadId": upload}
-        outcome = bucket.send("PUT", key + "-parts", query=query, headers=wrong, body=[_ONE])
-        return outcome.status == 400
+        once = copy.copy(bucket)  # what changed on the way is sent again, but this is on purpose
+        once.patience = Patience(total_s=0.0)
+        wrong = bucket.checksum([_OTHER])
+        return 400 <= once.put_part(key + "-parts", upload, 1, [_ONE], wrong).status < 500
     finally:
         with contextlib.suppress(HoldfastError):
             bucket.abort_upload(key + "-parts", upload)
@@ -113,7 +115,7 @@ def _refuses_wrong_part(bucket: S3Bucket, prefix: str, key: str) -> bool:
 _known: dict[tuple[str, str], Kept] = {}
 
 
-def require_conditions(bucket: S3Bucket, prefix: str) -> Kept:
+def require_conditions(bucket: Bucket, prefix: str) -> Kept:
     """Raises StorageError, which names the server, where it does not keep what a root needs.
 
     A bucket is probed once in a process.

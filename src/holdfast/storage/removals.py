@@ -14,8 +14,8 @@ import threading
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.storage.base import check_path
+from holdfast.storage.bucket import Bucket
 from holdfast.storage.lease_lock import ObjectLease
-from holdfast.storage.s3 import S3Bucket
 
 _ANNOUNCED = ".removals"
 #: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
@@ -25,7 +25,7 @@ _MANIFESTS, _PINS = "manifests/", "pins/"
 class Removals:
     """The removals of one root. Safe from several threads."""
 
-    def __init__(self, bucket: S3Bucket, below: str) -> None:
+    def __init__(self, bucket: Bucket, below: str) -> None:
         self._bucket, self._below = bucket, below
         self._lock = threading.Lock()
         self._count = 0

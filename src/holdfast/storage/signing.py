@@ -1,4 +1,4 @@
-"""Signs requests to an S3 bucket (Signature Version 4), and computes the checksums of their bodies.
+"""Signs requests to an S3 bucket (Signature Version 4).
 
 A part's checksum travels in a signed header, so a server that checks it refuses bytes that changed
 on the way, also where the body itself is not signed (over TLS).
@@ -6,23 +6,17 @@ on the way, also where the body itself is not signed (over TLS).
 
 from __future__ import annotations
 
-import base64
-import ctypes
 import hashlib
 import hmac
-import importlib.metadata
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from urllib.parse import quote
+
+from holdfast.storage.checksums import Body
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
 _ALGORITHM = "AWS4-HMAC-SHA256"
 _SERVICE = "s3"
-
-Body = Sequence[memoryview | bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,91 +101,3 @@ def _signing_key(secret: str, day: str, region: str) -> bytes:
     for part in (day, region, _SERVICE, "aws4_request"):
         key = hmac.new(key, part.encode(), hashlib.sha256).digest()
     return key
-
-
-# Checksums of parts: CRC64NVME where ISA-L is installed, the CRC32 of zlib elsewhere.
-
-
-def checksum_header(body: Body) -> tuple[str, str]:
-    """Returns the header with the checksum of a body, by the fastest function that there is."""
-    crc64 = _crc64nvme()
-    if crc64 is not None:
-        found = 0
-        for piece in body:
-            found = crc64(found, piece)
-        return "x-amz-checksum-crc64nvme", base64.b64encode(found.to_bytes(8, "big")).decode()
-    found = 0
-    for piece in body:
-        found = zlib.crc32(piece, found)
-    return "x-amz-checksum-crc32", base64.b64encode(found.to_bytes(4, "big")).decode()
-
-
-def checksum_algorithm() -> str:
-    """Returns the name of the checksum that ``checksum_header`` computes here."""
-    return "CRC32" if _crc64nvme() is None else "CRC64NVME"
-
-
-class _Crc64:
-    """CRC64NVME by ISA-L, of any contiguous memory, without a copy."""
-
-    def __init__(self, load: str) -> None:
-        function = ctypes.CDLL(load).crc64_rocksoft_refl
-        function.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64)
-        function.restype = ctypes.c_uint64
-        self._function = function
-
-    def __call__(self, before: int, piece: memoryview | bytes) -> int:
-        if not len(piece):
-            return before
-        with _address_of(piece) as address:
-            return int(self._function(before, address, len(piece)))
-
-
-class _Buffer(ctypes.Structure):
-    """A Py_buffer: the one way to the address of memory that is read only."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-@contextmanager
-def _address_of(piece: memoryview | bytes) -> Iterator[int | None]:
-    """Yields the address of contiguous memory, which stays where it is meanwhile."""
-    found = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(piece), ctypes.byref(found), 0)
-    try:
-        yield found.buf
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
-
-
-@cache
-def _crc64nvme() -> _Crc64 | None:
-    for load in _libraries():
-        try:
-            found = _Crc64(load)
-        except (OSError, AttributeError):
-            continue
-        if found(0, b"123456789") == 0xAE8B14860A799888:
-            return found
-    return None
-
-
-def _libraries() -> Iterable[str]:
-    try:
-        files = importlib.metadata.distribution("pyeclib").files or ()
-        yield from (str(file.locate()) for file in files if file.name.startswith("libisal"))
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    yield "libisal.so.2"

@@ -7,15 +7,14 @@ an unfinished part is copied. An image of one part is one object, put when it is
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.base import SinkFill, Store, already_published, flat
-from holdfast.storage.s3 import Outcome, Part, S3Bucket, Upload
-from holdfast.storage.signing import Body, checksum_header
+from holdfast.storage.bucket import Bucket, Outcome, Part, Upload
+from holdfast.storage.checksums import Body, md5
 
 #: As the writer's chunks, so that a part is a chunk but for the header before the first.
 PART_BYTES = 8 << 20
@@ -59,7 +58,7 @@ class UploadSink:
 
     def __init__(
         self,
-        bucket: S3Bucket,
+        bucket: Bucket,
         key: str,
         path: str,
         size_bytes: int,
@@ -133,7 +132,7 @@ class UploadSink:
             return
         body = filling.body()
         there = self._there.get(number)
-        checksum = checksum_header(body)
+        checksum = self._bucket.checksum(body)
         if there is not None and _is_same(there, filling.size_bytes, checksum, body):
             self._sent[number] = there
             self.resumed_bytes += filling.size_bytes
@@ -193,7 +192,7 @@ class UploadSink:
             raise self._bucket.failure(outcome, "finish", self._path)
 
     def _is_unfinished(self) -> bool:
-        return Upload(self._key, self._upload) in self._bucket.uploads(self._key)
+        return self._bucket.is_begun(Upload(self._key, self._upload))
 
     def abort(self) -> None:
         if self._filling.abort():
@@ -248,7 +247,4 @@ def _is_same(there: Part, size_bytes: int, checksum: tuple[str, str], body: Body
         return False
     if there.checksum[0]:
         return there.checksum == checksum
-    found = hashlib.md5(usedforsecurity=False)
-    for piece in body:
-        found.update(piece)
-    return there.etag.strip('"') == found.hexdigest()
+    return there.etag.strip('"') == md5(body).hex()

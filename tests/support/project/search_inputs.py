@@ -1,8 +1,8 @@
 """Searches, with atheris, inputs on which a parser raises what it should not.
 
-``search_inputs.py SECONDS [PARSER]`` prints a line for each parser, with the number of inputs tried.
-``search_inputs.py PARSER SECONDS CORPUS`` fuzzes one in its own process, as atheris wants it: inputs that
-reach new code are kept in CORPUS.
+``SECONDS [PARSER]`` prints a line for each parser, with the number of inputs tried. ``PARSER SECONDS
+CORPUS`` fuzzes one in its own process, as atheris wants it: inputs that reach new code are kept in
+CORPUS.
 """
 
 from __future__ import annotations

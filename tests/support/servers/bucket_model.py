@@ -10,15 +10,17 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 from xml.sax.saxutils import escape
 
 import pytest
 
 from holdfast.storage import objects
+from holdfast.storage.bucket import Outcome
+from holdfast.storage.checksums import Body
 from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
-from holdfast.storage.s3 import Outcome, S3Bucket
-from holdfast.storage.signing import Body
+from holdfast.storage.s3 import S3Bucket
 from holdfast.storage.wrap import Patience
 
 #: What happens to a request: done and answered; done, and the answer lost; lost, and done when
@@ -44,6 +46,107 @@ class World:
         late, self.late = self.late, []
         for request in late:
             request()
+
+    def answer(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        data: bytes,
+    ) -> Outcome:
+        """Does what an S3 server does."""
+        there = self.objects
+        if "uploadId" in query or "uploads" in query:
+            return self._upload(method, key, query, data)
+        if method == "POST":
+            for one in data.split(b"<Key>")[1:]:
+                there.pop(one.split(b"</Key>")[0].decode(), None)
+            return Outcome(200, body=b"<DeleteResult/>")
+        if "list-type" in query:
+            return self._list(query)
+        if method in ("PUT", "DELETE"):
+            if not self.ignores_conditions and self.refuses(key, headers):
+                is_there = key in there or "if-match" not in headers
+                return Outcome(412, "PreconditionFailed") if is_there else Outcome(404, "NoSuchKey")
+            if method == "PUT":
+                there[key] = data
+                return Outcome(200, headers={"etag": self.tag(key)})
+            there.pop(key, None)
+            return Outcome(204)
+        if key not in there:
+            return Outcome(404, "NoSuchKey")
+        return self._content(key, headers.get("range", ""), is_head=method == "HEAD")
+
+    def refuses(self, key: str, headers: Mapping[str, str]) -> bool:
+        """True where the condition of a write is not so."""
+        is_taken = "if-none-match" in headers and key in self.objects
+        return is_taken or ("if-match" in headers and headers["if-match"] != self.tag(key))
+
+    def tag(self, key: str) -> str:
+        """Returns what conditions name an object by."""
+        return _tag(self.objects.get(key))
+
+    def _content(self, key: str, range_: str, *, is_head: bool) -> Outcome:
+        return _content(self.objects[key], self.tag(key), range_, is_head=is_head)
+
+    def _list(self, query: Mapping[str, str]) -> Outcome:
+        prefix, found = query["prefix"], sorted(self.objects)
+        keys = [key for key in found if key.startswith(prefix)]
+        if "delimiter" in query:
+            below = {key[len(prefix) :].partition("/") for key in keys}
+            keys = [prefix + name for name, slash, _ in below if not slash]
+            above = "".join(
+                f"<CommonPrefixes><Prefix>{quote(prefix + name)}/</Prefix></CommonPrefixes>"
+                for name, slash, _ in below
+                if slash
+            )
+        else:
+            above = ""
+        listed = "".join(f"<Contents><Key>{quote(key)}</Key></Contents>" for key in keys)
+        return Outcome(200, body=_document("ListBucketResult", listed + above))
+
+    def _upload(self, method: str, key: str, query: Mapping[str, str], data: bytes) -> Outcome:
+        parts = self.parts
+        if "uploads" in query:
+            if method == "POST":
+                id_ = f"upload-{len(self.log)}"
+                parts[key, id_] = {}
+                return Outcome(
+                    200,
+                    body=_document("InitiateMultipartUploadResult", f"<UploadId>{id_}</UploadId>"),
+                )
+            listed = "".join(
+                f"<Upload><Key>{quote(one)}</Key><UploadId>{id_}</UploadId></Upload>"
+                for one, id_ in parts
+                if one.startswith(query["prefix"])
+            )
+            return Outcome(200, body=_document("ListMultipartUploadsResult", listed))
+        there = key, query["uploadId"]
+        if there not in parts:
+            return Outcome(404, "NoSuchUpload")
+        if method == "PUT":
+            parts[there][int(query["partNumber"])] = data
+            return Outcome(200, headers={"etag": _tag(data)})
+        if method == "DELETE":
+            del parts[there]
+            return Outcome(204)
+        if method == "GET":
+            listed = "".join(
+                f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(_tag(one))}</ETag>"
+                f"<Size>{len(one)}</Size></Part>"
+                for n, one in sorted(parts[there].items())
+            )
+            return Outcome(200, body=_document("ListPartsResult", listed))
+        return self.complete(key, query["uploadId"], data)
+
+    def complete(self, key: str, upload: str, data: bytes) -> Outcome:
+        """Makes an object of the parts of an upload, where there is none."""
+        if key in self.objects:
+            return Outcome(412, "PreconditionFailed")
+        found = self.parts.pop((key, upload))
+        self.objects[key] = b"".join(found[number] for number in sorted(found))
+        return Outcome(200, body=b"<R/>")
 
 
 class ModelBucket(S3Bucket):
@@ -77,103 +180,15 @@ class ModelBucket(S3Bucket):
             if fault == "dropped":
                 return Outcome(0, "", "no answer"), True
             if fault == "late":
-                world.late.append(lambda: self._answer(method, key, query, headers, data))
+                world.late.append(lambda: world.answer(method, key, query, headers, data))
                 return Outcome(0, "", "no answer"), True
-            outcome = self._answer(method, key, query, headers, data)
+            outcome = world.answer(method, key, query, headers, data)
             if fault == "lost":
                 return Outcome(0, "", "no answer"), True
         if into is not None and outcome.is_done:
             into[: len(outcome.body)] = outcome.body
             outcome = Outcome(206, headers=outcome.headers, size_bytes=len(outcome.body))
         return outcome, False
-
-    def _answer(
-        self,
-        method: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        data: bytes,
-    ) -> Outcome:
-        there = self.world.objects
-        if "uploadId" in query or "uploads" in query:
-            return self._upload(method, key, query, data)
-        if method == "POST":
-            for one in data.split(b"<Key>")[1:]:
-                there.pop(one.split(b"</Key>")[0].decode(), None)
-            return Outcome(200, body=b"<DeleteResult/>")
-        if "list-type" in query:
-            return self._list(query)
-        if method in ("PUT", "DELETE"):
-            refused = not self.world.ignores_conditions and (
-                ("if-none-match" in headers and key in there)
-                or ("if-match" in headers and headers["if-match"] != _tag(there.get(key)))
-            )
-            if refused:
-                is_there = key in there or "if-match" not in headers
-                return Outcome(412, "PreconditionFailed") if is_there else Outcome(404, "NoSuchKey")
-            if method == "PUT":
-                there[key] = data
-                return Outcome(200, headers={"etag": _tag(data)})
-            there.pop(key, None)
-            return Outcome(204)
-        if key not in there:
-            return Outcome(404, "NoSuchKey")
-        return _content(there[key], headers.get("range", ""), is_head=method == "HEAD")
-
-    def _list(self, query: Mapping[str, str]) -> Outcome:
-        prefix, found = query["prefix"], sorted(self.world.objects)
-        keys = [key for key in found if key.startswith(prefix)]
-        if "delimiter" in query:
-            below = {key[len(prefix) :].partition("/") for key in keys}
-            keys = [prefix + name for name, slash, _ in below if not slash]
-            above = "".join(
-                f"<CommonPrefixes><Prefix>{escape(prefix + name)}/</Prefix></CommonPrefixes>"
-                for name, slash, _ in below
-                if slash
-            )
-        else:
-            above = ""
-        listed = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys)
-        return Outcome(200, body=_document("ListBucketResult", listed + above))
-
-    def _upload(self, method: str, key: str, query: Mapping[str, str], data: bytes) -> Outcome:
-        parts = self.world.parts
-        if "uploads" in query:
-            if method == "POST":
-                id_ = f"upload-{len(self.world.log)}"
-                parts[key, id_] = {}
-                return Outcome(
-                    200,
-                    body=_document("InitiateMultipartUploadResult", f"<UploadId>{id_}</UploadId>"),
-                )
-            listed = "".join(
-                f"<Upload><Key>{escape(one)}</Key><UploadId>{id_}</UploadId></Upload>"
-                for one, id_ in parts
-                if one.startswith(query["prefix"])
-            )
-            return Outcome(200, body=_document("ListMultipartUploadsResult", listed))
-        there = key, query["uploadId"]
-        if there not in parts:
-            return Outcome(404, "NoSuchUpload")
-        if method == "PUT":
-            parts[there][int(query["partNumber"])] = data
-            return Outcome(200, headers={"etag": _tag(data)})
-        if method == "DELETE":
-            del parts[there]
-            return Outcome(204)
-        if method == "GET":
-            listed = "".join(
-                f"<Part><PartNumber>{n}</PartNumber><ETag>{escape(_tag(one))}</ETag>"
-                f"<Size>{len(one)}</Size></Part>"
-                for n, one in sorted(parts[there].items())
-            )
-            return Outcome(200, body=_document("ListPartsResult", listed))
-        if key in self.world.objects:
-            return Outcome(412, "PreconditionFailed")
-        found = parts.pop(there)
-        self.world.objects[key] = b"".join(found[number] for number in sorted(found))
-        return Outcome(200, body=b"<R/>")
 
 
 def _document(tag: str, content: str) -> bytes:
@@ -184,9 +199,9 @@ def _tag(data: bytes | None) -> str:
     return "" if data is None else f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
-def _content(data: bytes, range_: str, *, is_head: bool) -> Outcome:
+def _content(data: bytes, tag: str, range_: str, *, is_head: bool) -> Outcome:
     headers = {
-        "etag": _tag(data),
+        "etag": tag,
         "content-length": str(len(data)),
         "last-modified": "Mon, 23 Nov 2026 18:35:33 GMT",
     }
@@ -218,5 +233,5 @@ def model_store(
     def bucket(name: str, url: str, **_: object) -> ModelBucket:
         return ModelBucket(world, name, url, patience)
 
-    patch.setattr(objects, "S3Bucket", bucket)
+    patch.setattr(objects, "open_bucket", bucket)
     return ObjectStore("model", prefix, least_part_bytes=part_bytes, lease=lease)

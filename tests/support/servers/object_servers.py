@@ -6,6 +6,7 @@ test is skipped, and says what to install.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import shutil
@@ -23,33 +24,49 @@ import pytest
 
 from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
-from holdfast.storage.s3 import S3Bucket
+from holdfast.storage.providers import open_bucket
 from holdfast.storage.wrap import Patience
+from support.servers import google_shim
+from support.servers.google_shim import make_key
 
 ACCESS_KEY, SECRET_KEY = "holdfasttestkey", "canary-SECRET-c0ffee+/=d00d"
 REGION = "us-east-1"
 BUCKET = "holdfast-tests"
+ACCOUNT, ACCOUNT_KEY = "holdfasttests", base64.b64encode(b"canary-ACCOUNT-KEY-c0ffee").decode()
+#: Where `make azurite` puts it.
+AZURITE = Path(__file__).parents[3] / ".azurite/node_modules/.bin/azurite-blob"
 _READY_S = 60.0
 
 
 class ObjectServer:
     """A running server; ``environment`` is what a client of it needs."""
 
+    scheme = "s3"
+    _making: Mapping[str, str] = {}
+
     def __init__(self, name: str, command: list[str], port: int, folder: Path) -> None:
         self.name, self._command, self.port, self._folder = name, command, port, folder
-        self.environment: Mapping[str, str] = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        self.environment: Mapping[str, str] = self._environment()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_REGION": REGION,
         }
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Starts it and waits until it answers."""
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
+                self._command,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                start_new_session=True,
+                env={**os.environ, **self.environment},
             )
         until_s = time.monotonic() + _READY_S
         while not self._answers():
@@ -72,9 +89,10 @@ class ObjectServer:
         with pytest.MonkeyPatch.context() as patched:
             for key, value in self.environment.items():
                 patched.setenv(key, value)
-            bucket = S3Bucket(name, f"s3://{name}", patience=Patience(total_s=_READY_S))
-            # The path of a bucket is that of no key, so the name is cut off by hand.
-            outcome = bucket.send("PUT", "")
+            url, patience = f"{self.scheme}://{name}", Patience(total_s=_READY_S)
+            bucket = open_bucket(name, url, patience=patience, answer_s=60.0)
+            # The path of a bucket is that of no key.
+            outcome = bucket.send("PUT", "", query=self._making)
             assert outcome.is_done or outcome.status == 409, outcome
 
     def _answers(self) -> bool:
@@ -86,6 +104,34 @@ class ObjectServer:
         except OSError:
             return False
         return True
+
+
+class Azurite(ObjectServer):
+    """Azurite, which speaks Azure Blob Storage."""
+
+    scheme = "az"
+    _making: Mapping[str, str] = {"restype": "container"}
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "AZURE_STORAGE_ACCOUNT": ACCOUNT,
+            "AZURE_STORAGE_KEY": ACCOUNT_KEY,
+            "AZURE_STORAGE_SERVICE_ENDPOINT": f"http://127.0.0.1:{self.port}/{ACCOUNT}",
+            "AZURITE_ACCOUNTS": f"{ACCOUNT}:{ACCOUNT_KEY}",
+        }
+
+
+class GoogleShim(ObjectServer):
+    """The shim of Google's XML API."""
+
+    scheme = "gs"
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "HOLDFAST_GS_ENDPOINT": f"http://127.0.0.1:{self.port}",
+            "GOOGLE_APPLICATION_CREDENTIALS": str(make_key(self._folder, self.port)),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
 
 
 def free_ports(count: int) -> list[int]:
@@ -134,6 +180,23 @@ def moto(folder: Path) -> ObjectServer:
     return ObjectServer("moto", [str(server), "-p", str(port)], port, folder)
 
 
+def azurite(folder: Path) -> ObjectServer:
+    """An Azurite, which keeps everything in its memory."""
+    found = str(AZURITE) if AZURITE.exists() else shutil.which("azurite-blob")
+    if found is None:
+        pytest.skip("no Azurite, which az:// is tested on: make azurite (takes node and npm)")
+    (port,) = free_ports(1)
+    options = ("--inMemoryPersistence", "--disableTelemetry", "--silent", "--blobPort", str(port))
+    return Azurite("Azurite", [found, *options], port, folder)
+
+
+def google(folder: Path) -> ObjectServer:
+    """A shim of Google's XML API, whose tokens are valid for six seconds."""
+    (port,) = free_ports(1)
+    command = [sys.executable, google_shim.__file__, str(port), str(folder), "6"]
+    return GoogleShim("the shim of Google", command, port, folder)
+
+
 @contextlib.contextmanager
 def running(server: ObjectServer, folder: Path) -> Iterator[ObjectServer]:
     """Runs a server with a bucket, and removes what it left."""
@@ -162,9 +225,28 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServ
         yield server
 
 
+@pytest.fixture(scope="session")
+def azurite_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """One for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("azurite")
+    with running(azurite(folder), folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """One for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("google")
+    with running(google(folder), folder) as server:
+        yield server
+
+
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+
+
 def use(server: ObjectServer, patch: pytest.MonkeyPatch) -> None:
     """Makes it the server of this test."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
+    for name in [name for name in os.environ if name.startswith(_SETTINGS)]:
         patch.delenv(name)
     for name, value in server.environment.items():
         patch.setenv(name, value)
@@ -176,5 +258,7 @@ TIMES = LeaseTimes(renew_s=0.2, stop_s=0.8, take_over_s=1.6)
 
 def object_store(prefix: str, **options: object) -> ObjectStore:
     """Returns a store on the server of the environment."""
-    chosen: dict[str, object] = {"patience": Patience(total_s=20.0), "lease": TIMES, **options}
-    return ObjectStore(BUCKET, prefix, **chosen)  # type: ignore[arg-type]
+    named = {"AZURE_STORAGE_ACCOUNT": "az", "GOOGLE_APPLICATION_CREDENTIALS": "gs"}
+    scheme = next((one for name, one in named.items() if name in os.environ), "s3")
+    usual = {"patience": Patience(total_s=20.0), "lease": TIMES, "scheme": scheme}
+    return ObjectStore(BUCKET, prefix, **{**usual, **options})  # type: ignore[arg-type]

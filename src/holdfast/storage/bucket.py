@@ -1,0 +1,354 @@
+"""Speaks to one bucket of any cloud: single requests, each with its condition and its end.
+
+What is a cloud's own is in the classes below: how a request is signed and its condition said, and
+the shapes of lists and of uploads in parts. The store above knows none of it. What is not known
+stays so here: an answer that was lost makes an ``Outcome`` that says it, and the store decides by
+reading back.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar
+
+from holdfast.errors import StorageError, UsageError
+from holdfast.storage.checksums import Body
+from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
+from holdfast.storage.wrap import BUSY, Patience, RateLimit, RequestCounts
+
+RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
+#: A request that is signed with its time is refused when it is older; nothing of ours lands then.
+SETTLE_S = 960.0
+_REMOVERS = 8
+_OPERATIONS = frozenset({"uploads", "uploadId", "list-type", "delete", "compose"})
+
+
+#: Answers that blame the request for what happened to it on the way.
+ON_THE_WAY = frozenset({"RequestTimeout", "BadDigest", "Md5Mismatch", "Crc64Mismatch"})
+NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a request, after all its tries.
+
+    ``is_first_try``: False where an earlier try may have had its effect. ``status`` 0: no answer,
+    or none but that the server is busy: whether it had its effect is not known. 412: what the
+    condition asked for is not so. The header "etag" is what later conditions name.
+    """
+
+    status: int
+    code: str = ""
+    message: str = ""
+    headers: Mapping[str, str] | None = None
+    body: bytes = b""
+    size_bytes: int = 0
+    is_first_try: bool = True
+
+    @property
+    def is_done(self) -> bool:
+        """True for an answer of success."""
+        return 200 <= self.status < 300
+
+    @property
+    def is_absent(self) -> bool:
+        """True where there is a bucket, and no such object in it."""
+        return self.status == 404 and self.code not in NO_BUCKET
+
+    @property
+    def may_be_tried_again(self) -> bool:
+        """True where the same request may succeed later."""
+        return not self.status or self.status in BUSY or self.code in ON_THE_WAY
+
+    def header(self, name: str) -> str:
+        """Returns a header of the answer."""
+        return (self.headers or {}).get(name, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an unfinished upload. ``checksum``: header and value, where the server keeps it."""
+
+    number: int
+    etag: str
+    size_bytes: int = 0
+    checksum: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload that was begun and not yet ended."""
+
+    key: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A request as it is sent. ``hidden_in`` returns a text without anything of its credentials."""
+
+    target: str
+    headers: dict[str, str]
+    hidden_in: Callable[[str], str]
+
+
+class Bucket(ABC):
+    """One bucket. Safe from several threads and in forked children; keys are whole."""
+
+    settle_s = SETTLE_S
+    """For how long a request may still take its effect that nobody answered."""
+    advice: ClassVar[Mapping[str, str]] = {}
+    """What to do, by the code of an error or its status."""
+    reach_advice = "look whether the server can be reached and is well"
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        server: Server,
+        *,
+        patience: Patience | None,
+        answer_s: float,
+        ca_file: str = "",
+    ) -> None:
+        self.name, self.url = name, url
+        self.server = server.name
+        self.patience = patience or Patience()
+        self.traffic = RequestCounts(url)
+        self._connections = Connections(server, answer_s=answer_s, ca_file=ca_file)
+        self._rate = RateLimit(_rate())
+        self.guard: Callable[[], None] = lambda: None
+        """Called before every try of a request that changes something; raises to refuse it."""
+
+    # What is a cloud's own.
+
+    @abstractmethod
+    def _signed(
+        self,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: Body,
+    ) -> Signed:
+        """Signs a request with the credentials of this moment."""
+
+    @abstractmethod
+    def _is_expired(self, outcome: Outcome) -> bool:
+        """True where the credentials were refused that may be found anew."""
+
+    @abstractmethod
+    def _renew_credentials(self) -> None:
+        """Has the credentials found anew."""
+
+    @abstractmethod
+    def _outcome(self, kind: str, answer: Answer) -> Outcome:
+        """Reads an answer."""
+
+    @abstractmethod
+    def _condition(self, *, if_none: bool, if_match: str) -> dict[str, str]:
+        """Returns the headers that say the condition of a write."""
+
+    @abstractmethod
+    def checksum(self, body: Body) -> tuple[str, str]:
+        """Returns the header with the checksum of a body that this server compares."""
+
+    @abstractmethod
+    def keys(self, prefix: str) -> Iterator[str]:
+        """Yields every key that begins with ``prefix``."""
+
+    @abstractmethod
+    def names(self, prefix: str) -> Iterator[str]:
+        """Yields what follows ``prefix``, up to the next "/", of every key."""
+
+    @abstractmethod
+    def begin_upload(self, key: str) -> str:
+        """Begins an upload and returns its id."""
+
+    @abstractmethod
+    def put_part(
+        self, key: str, upload: str, number: int, body: Body, checksum: tuple[str, str]
+    ) -> Outcome:
+        """Sends one part; ``checksum`` is what ``checksum`` returned for it."""
+
+    @abstractmethod
+    def end_upload(
+        self, key: str, upload: str, parts: Iterable[Part], *, if_match: str = ""
+    ) -> Outcome:
+        """Makes the object of its parts, where there is none of this name, or the one with this
+        tag.
+        """
+
+    @abstractmethod
+    def abort_upload(self, key: str, upload: str) -> Outcome:
+        """Ends an upload and removes its parts; one that is not there is fine."""
+
+    @abstractmethod
+    def uploads(self, prefix: str) -> list[Upload]:
+        """Returns the unfinished uploads of keys that begin with ``prefix``."""
+
+    @abstractmethod
+    def parts(self, upload: Upload) -> list[Part]:
+        """Returns the parts of an unfinished upload that the server has."""
+
+    def is_begun(self, upload: Upload) -> bool:
+        """True while an upload has not become an object, and was not ended otherwise."""
+        return upload in self.uploads(upload.key)
+
+    # Objects.
+
+    def get(
+        self, key: str, first: int = 0, last: int | None = None, into: memoryview | None = None
+    ) -> Outcome:
+        """Reads an object, or its bytes from ``first`` to ``last``, both included."""
+        is_range = first or last is not None
+        headers = {"range": f"bytes={first}-{'' if last is None else last}"} if is_range else {}
+        return self.send("GET", key, headers=headers, into=into)
+
+    def head(self, key: str) -> Outcome:
+        """Looks an object up."""
+        return self.send("HEAD", key)
+
+    def put(self, key: str, body: Body, *, if_none: bool = False, if_match: str = "") -> Outcome:
+        """Writes an object whole. ``if_none``: only where there is none; ``if_match``: only in the
+        place of the one with this tag.
+        """
+        condition = self._condition(if_none=if_none, if_match=if_match)
+        return self.send("PUT", key, headers=condition, body=body)
+
+    def delete(self, key: str) -> Outcome:
+        """Removes an object; a missing one is fine."""
+        outcome = self.send("DELETE", key)
+        return with_(outcome, status=204) if outcome.is_absent else outcome
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Removes objects. StorageError names the first that stays."""
+        if not keys:
+            return
+        with ThreadPoolExecutor(min(_REMOVERS, len(keys))) as pool:
+            for key, outcome in zip(keys, pool.map(self.delete, keys), strict=True):
+                self.require(outcome, "removal", key)
+
+    # One request, tried again where that may help.
+
+    def send(
+        self,
+        method: str,
+        key: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Body = (),
+        into: memoryview | None = None,
+    ) -> Outcome:
+        """Sends a request until it is answered or the patience is over. Each try is signed, then
+        allowed by ``guard``, then sent.
+        """
+        query, headers = query or {}, headers or {}
+        size_bytes = sum(len(piece) for piece in body)
+        kind = _kind(method, query)
+        is_first, is_renewed, last = True, False, Outcome(0)
+        for number in self.patience.pauses():
+            if number > 1:
+                self.traffic.again(kind, last.message or last.code or f"status {last.status}")
+            self._rate.wait(size_bytes)
+            last, may_have_effect = self._try(kind, method, key, query, headers, body, into)
+            is_first = is_first and not may_have_effect
+            if not is_renewed and self._is_expired(last):
+                self._renew_credentials()
+                is_renewed = True
+            elif not last.may_be_tried_again:
+                break
+        is_known = last.status and last.status not in BUSY
+        return with_(last, status=last.status if is_known else 0, is_first_try=is_first)
+
+    def _try(
+        self,
+        kind: str,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: Body,
+        into: memoryview | None,
+        *,
+        is_new: bool = False,
+    ) -> tuple[Outcome, bool]:
+        """Returns what came of one try, and whether it may have had its effect unanswered.
+
+        ``is_new``: over a new connection, as is tried at once where a kept one had ended.
+        """
+        size_bytes = sum(len(piece) for piece in body)
+        signed = self._signed(method, key, query, headers, body)
+        if size_bytes or method in ("PUT", "POST"):
+            signed.headers["content-length"] = str(size_bytes)
+        self.require_allowed(method)  # at the very last: to hash a large body takes long
+        try:
+            answer = self._connections.send(
+                method, signed.target, signed.headers, body, into, is_new=is_new
+            )
+        except NoAnswer as error:
+            if error.is_stale:
+                again = self._try(kind, method, key, query, headers, body, into, is_new=True)
+                return again[0], True
+            return Outcome(0, "", signed.hidden_in(str(error))), error.is_sent
+        self.traffic.count(kind, size_bytes, answer.size_bytes + len(answer.body))
+        outcome = self._outcome(kind, answer)
+        may_have_effect = not outcome.status or outcome.status >= 500
+        return with_(outcome, message=signed.hidden_in(outcome.message)), may_have_effect
+
+    def require_allowed(self, method: str) -> None:
+        """Raises what ``guard`` raises, for a request that changes something."""
+        if method not in ("GET", "HEAD"):
+            self.guard()
+
+    # Errors.
+
+    def require(self, outcome: Outcome, operation: str, key: str) -> None:
+        """Raises StorageError unless the request succeeded."""
+        if not outcome.is_done:
+            raise self.failure(outcome, operation, key)
+
+    def failure(self, outcome: Outcome, operation: str, key: str) -> StorageError:
+        """Returns the error for a request that did not succeed."""
+        where = f"{operation} of {key} in {self.url}" if key else f"{operation} in {self.url}"
+        if not outcome.status:
+            reason = outcome.message or outcome.code or "the server is busy"
+            text = (
+                f"{where} failed: {reason}. It was tried for {self.patience.total_s:.0f} s; "
+                f"{self.reach_advice}."
+            )
+        else:
+            code = outcome.code or f"status {outcome.status}"
+            said = f": {outcome.message}" if outcome.message else ""
+            text = f"{where} failed: {code}{said}. {self._advice(outcome)}".rstrip()
+        error = StorageError(text, operation=operation, path=key, url=self.url, errno=0)
+        error.retryable = not outcome.status or outcome.status in BUSY
+        return error
+
+    def _advice(self, outcome: Outcome) -> str:
+        return self.advice.get(outcome.code) or self.advice.get(str(outcome.status), "")
+
+
+def _rate() -> float:
+    text = os.environ.get(RATE_VARIABLE) or "0"
+    if not text.isdecimal():
+        raise UsageError(f"{RATE_VARIABLE}={text!r} is no number of bytes a second")
+    return float(text)
+
+
+def with_(outcome: Outcome, **changed: object) -> Outcome:
+    """Returns an outcome that differs in what is named."""
+    found = {name: getattr(outcome, name) for name in Outcome.__dataclass_fields__}
+    return Outcome(**{**found, **changed})
+
+
+def _kind(method: str, query: Mapping[str, str]) -> str:
+    if "comp" in query:
+        return f"{method} {query['comp']}"
+    names = [name for name in query if name in _OPERATIONS]
+    return f"{method} {names[0]}" if names else method

@@ -1,0 +1,135 @@
+"""Keeps the token that requests to a cloud carry, and renews it before it ends.
+
+A token is asked for once and used by all threads; a forked child asks anew. Nothing of a token, or
+of what it is asked for with, is in a message: an answer is told by its status and its error's name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlencode, urlsplit
+
+from holdfast.errors import StorageError
+from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
+from holdfast.storage.wrap import BUSY, Patience, renew_in_child
+
+#: A token is renewed when it has less than this left, as the clouds' own libraries do.
+RENEW_S = 225.0
+_ANSWER_S = 10.0
+_PATIENCE = Patience(total_s=20.0)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a request carries, and for how many seconds it is valid; it is never shown."""
+
+    text: str = field(repr=False)
+    lasts_s: float
+
+
+class TokenSource:
+    """Gives a token that is valid now. Safe from several threads, and after a fork."""
+
+    def __init__(
+        self, fetch: Callable[[], Token], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fetch, self._clock = fetch, clock
+        self.in_child()
+        renew_in_child(self)
+
+    def in_child(self) -> None:
+        """Begins without a token: the lock may be held by a thread that is not here."""
+        self._lock = threading.Lock()
+        self._token: Token | None = None
+        self._ends_s = 0.0
+
+    def current(self) -> Token:
+        """Returns a valid token. StorageError where none is to be had."""
+        with self._lock:
+            left_s = self._ends_s - self._clock()
+            if self._token is None or left_s < RENEW_S:
+                self._renew(left_s)
+            assert self._token is not None
+            return self._token
+
+    def _renew(self, left_s: float) -> None:
+        begun_s = self._clock()
+        try:
+            self._token = self._fetch()
+        except StorageError:
+            if self._token is None or left_s <= 0:
+                raise
+            return  # the one there is still does
+        self._ends_s = begun_s + self._token.lasts_s
+
+    def forget(self) -> None:
+        """Has the token asked for anew: a server says that it has expired."""
+        with self._lock:
+            self._token = None
+
+
+def fetch_token(
+    method: str,
+    url: str,
+    *,
+    what: str,
+    headers: Mapping[str, str] | None = None,
+    form: Mapping[str, str] | None = None,
+) -> Token:
+    """Asks for a token. StorageError, which calls its source ``what``, where there is none."""
+    answer = _answer(method, url, what, headers or {}, form)
+    try:
+        said = json.loads(answer.body)
+        if answer.status == 200:
+            return Token(str(said["access_token"]), float(said["expires_in"]))
+        name = said.get("error", "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        name = ""
+    shown = name if isinstance(name, str) and _NAME.fullmatch(name) else "no token in its answer"
+    raise no_token(what, f"status {answer.status}, {shown}", retryable=answer.status in BUSY)
+
+
+def no_token(what: str, why: str, *, retryable: bool = False) -> StorageError:
+    """Returns the error for a source that gives no token."""
+    error = StorageError(f"{what} gave no token for object stores: {why}.")
+    error.retryable = retryable
+    return error
+
+
+def _answer(
+    method: str, url: str, what: str, headers: Mapping[str, str], form: Mapping[str, str] | None
+) -> Answer:
+    parts = urlsplit(url)
+    is_secure = parts.scheme == "https"
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise no_token(what, "its address is no URL")
+    server = Server(parts.hostname, parts.port or (443 if is_secure else 80), is_secure)
+    connections = Connections(server, answer_s=_ANSWER_S)
+    body = urlencode(form).encode() if form is not None else b""
+    all_ = {"host": server.name, "accept": "application/json", **headers}
+    if form is not None:
+        all_ |= {
+            "content-type": "application/x-www-form-urlencoded",
+            "content-length": str(len(body)),
+        }
+    target = parts.path + (f"?{parts.query}" if parts.query else "")
+    found, reason = None, ""
+    for _ in _PATIENCE.pauses():
+        try:
+            found = connections.send(method, target or "/", all_, [body] if body else ())
+        except NoAnswer as error:
+            reason = type(error.__cause__).__name__
+            if not error.is_sent:  # nobody is there: that does not change
+                break
+            continue
+        if found.status not in BUSY:
+            break
+    if found is None:
+        raise no_token(what, f"it cannot be reached ({reason})", retryable=True)
+    return found
