@@ -1,6 +1,6 @@
 """Searches, with atheris, inputs on which a parser raises what it should not.
 
-``SECONDS [PARSER]`` prints a line for each parser, with the number of inputs tried. ``PARSER SECONDS
+``SECONDS [PARSER]`` prints a line for each parser, with the number of inputs. ``PARSER SECONDS
 CORPUS`` fuzzes one in its own process, as atheris wants it: inputs that reach new code are kept in
 CORPUS.
 """
