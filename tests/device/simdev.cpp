@@ -497,6 +497,7 @@ int host_register(uintptr_t at, size_t size) {
   auto next = sim.regions.lower_bound(at);
   if (region_of(at) || (next != sim.regions.end() && next->first < at + size)) return t_refused = ALREADY_REGISTERED;
   sim.regions[at] = size;
+  count("registered");
   return 0;
 }
 int host_unregister(uintptr_t at) {
@@ -507,6 +508,7 @@ int host_unregister(uintptr_t at) {
     if (flight.low < at + sim.regions[at] && at < flight.high && !flight.landed->is_done()) report("unregistered: a copy is under way");
   sim.regions.erase(at);
   g_past.erase(at);
+  count("unregistered");
   return 0;
 }
 
