@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.events import ImagePassed, MemoryPinned, Warned, subscribe
+from holdfast.capture import transfers
+from holdfast.events import ImageCaptured, ImagePassed, MemoryPinned, Warned, subscribe
+from support.runs.mishaps import listening
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -191,3 +193,35 @@ def test_small_tensors_that_pass_through_a_ring_are_a_few_copies(
             parameter.zero_()
     holdfast.load(tmp_path, state)
     assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("arena_bytes", [0, 14 * MIB])
+def test_copies_of_a_device_that_shares_its_link_keep_to_their_rate(
+    arena_bytes: int, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a slot, and through a ring."""
+    monkeypatch.setattr(transfers, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(transfers, "GROUP_BYTES", 4 * MIB)
+    monkeypatch.setenv("HOLDFAST_DEVICE_BYTES_S", str(16 * MIB))
+    if arena_bytes:
+        monkeypatch.setenv("HOLDFAST_ARENA_BYTES", str(arena_bytes))
+    model = nn.ModuleList([nn.Linear(MIB // 4, 4, bias=False) for _ in range(4)]).to(device)
+    truth = {name: one.cpu() for name, one in model.state_dict().items()}
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    with listening() as events, holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
+        ckpt.save(0, durable=True).wait_durable(60)
+    (captured,) = (one for one in events if isinstance(one, (ImageCaptured, ImagePassed)))
+    assert isinstance(captured, ImagePassed) == bool(arena_bytes)
+    assert captured.copy_s >= 0.75  # three quarters of a second for all but the last 4 MiB
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    holdfast.load(tmp_path, {"model": model})
+    assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
+
+
+def test_a_rate_that_is_no_number_is_refused_at_the_start(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DEVICE_BYTES_S", "20G")
+    with pytest.raises(holdfast.UsageError, match="HOLDFAST_DEVICE_BYTES_S='20G' is no number"):
+        holdfast.Checkpointer(tmp_path, {"model": nn.Linear(2, 2).to(device)}, storage=None)

@@ -15,7 +15,8 @@ import xml.etree.ElementTree as xml
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import StorageError, UsageError
+from holdfast.errors import StorageError
+from holdfast.policy.arguments import bytes_per_second
 from holdfast.storage.credentials import CredentialSource, region, server_of
 from holdfast.storage.http_client import Answer, Connections, NoAnswer
 from holdfast.storage.signing import (
@@ -118,7 +119,7 @@ class S3Bucket:
         self._credentials = CredentialSource()
         self.server = server.name
         self._is_unsigned = server.is_secure or bool(os.environ.get(UNSIGNED_VARIABLE))
-        self._rate = RateLimit(_rate())
+        self._rate = RateLimit(bytes_per_second(RATE_VARIABLE, os.environ.get(RATE_VARIABLE, "")))
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
 
@@ -377,13 +378,6 @@ class S3Bucket:
 
 
 _BY_STATUS = {301: "PermanentRedirect", 401: "AccessDenied", 403: "AccessDenied"}
-
-
-def _rate() -> float:
-    text = os.environ.get(RATE_VARIABLE) or "0"
-    if not text.isdecimal():
-        raise UsageError(f"{RATE_VARIABLE}={text!r} is no number of bytes a second")
-    return float(text)
 
 
 def _escaped(text: str) -> str:
