@@ -288,6 +288,7 @@ class PacedClock:
         self.now_s += seconds
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("pinned_bytes", [0, 1 << 40])
 def test_paced_copies_are_enqueued_at_their_rate_and_the_fence_opens_with_the_last(
     late: LateDevice, pinned_bytes: int

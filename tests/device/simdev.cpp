@@ -899,6 +899,7 @@ PYBIND11_MODULE(simdev, m) {
   m.def("maybe_set_device", [](int device) { t_device = device; });
   m.def("current_device", [] { return t_device; });
   m.def("set_stream", [](int device, int64_t id) { Guard::set(device); t_stream[device] = id; });
+  m.def("own_stream", [] { static std::atomic<int64_t> next{STREAMS}; return ++next; });
   m.def("host_register", &host_register, Release());
   m.def("host_unregister", &host_unregister, Release());
   m.def("relaxed", [](bool on) { return std::exchange(t_relaxed, on); });

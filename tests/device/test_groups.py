@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from device.vendor import add_simulated_vendor
 from holdfast.events import Warned
 from holdfast.offload import HybridAdamW
 from holdfast.offload import placement as placing
+from holdfast.offload.streams import measure
 from support.runs.accelerators import limited_memory
 from support.runs.launch import run_ranks
 from support.runs.mishaps import listening
@@ -95,9 +97,8 @@ def train_replicas(rank: int, world: int, meeting: Path, is_full: bool) -> Train
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(24, 24) for _ in range(3)]).to("sim")
     optimizer = HybridAdamW(model.parameters(), 1e-2, subgroup_elements=700)
-    measure = placing.measure
     with pytest.MonkeyPatch.context() as patch, listening() as events:
-        patch.setattr(placing, "measure", lambda *given: measure(*given, elements=1 << 18))
+        patch.setattr(placing, "measure", partial(measure, elements=1 << 18))
         for step in range(3):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(world * step + rank))
             model(x.to("sim")).square().mean().backward()

@@ -53,6 +53,7 @@ def stepped(module: nn.Module) -> Any:
     return optimizer
 
 
+@pytest.mark.untimed
 def test_a_thousand_small_parameters_and_their_optimizer_are_a_few_copies(
     tmp_path: Path, device: str
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_thousand_small_parameters_and_their_optimizer_are_a_few_copies(
     assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.untimed
 def test_tensors_that_do_not_lie_as_they_are_stored_take_no_memory_of_their_size(
     tmp_path: Path, device: str
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_large_volatile_leaf_takes_no_memory_of_the_device_and_is_of_the_momen
     assert kept_bytes <= 64 * MIB and peak_bytes <= 128 * MIB
 
 
+@pytest.mark.untimed
 def test_many_middling_volatile_leaves_take_a_bounded_part_of_the_device(
     tmp_path: Path, device: str
 ) -> None:
@@ -173,6 +176,7 @@ def test_many_middling_volatile_leaves_take_a_bounded_part_of_the_device(
     assert all(torch.equal(one, buffers[name]) for name, one in again["buffers"].items())
 
 
+@pytest.mark.untimed
 def test_small_tensors_that_pass_through_a_ring_are_a_few_copies(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +199,8 @@ def test_small_tensors_that_pass_through_a_ring_are_a_few_copies(
     assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.promise
+@pytest.mark.untimed
 @pytest.mark.parametrize("arena_bytes", [0, 14 * MIB])
 def test_copies_of_a_device_that_shares_its_link_keep_to_their_rate(
     arena_bytes: int, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +225,7 @@ def test_copies_of_a_device_that_shares_its_link_keep_to_their_rate(
     assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.untimed
 def test_a_rate_that_is_no_number_is_refused_at_the_start(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

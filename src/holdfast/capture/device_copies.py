@@ -255,4 +255,4 @@ def side_stream(device: torch.device) -> torch.Stream:
     """Return the copy stream of this device: a thread's current device may be another."""
     found = _streams.get(device)
     # Of two threads one sets it: what is gathered on a device relies on there being one stream.
-    return found or _streams.setdefault(device, devices.make_stream(device))
+    return found or _streams.setdefault(device, devices.make_own_stream(device))
