@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from holdfast.capture.copier import device_rate
 from holdfast.capture.saver import Saver
 from holdfast.capture.task import RankIdentity, Timeouts
 from holdfast.catalogue import EMPTY, ROOT, Catalogue, catalogue, read_document
@@ -180,12 +181,13 @@ def _hosts_of_one_plan(
 
 def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[bytes, bytes]:
     """Encodes the settings that must be equal on all ranks, and the use of rules; raises for a
-    state that cannot be saved.
+    state that cannot be saved, and for a setting of this machine that has no meaning.
     """
     if not isinstance(state, dict) or not state:
         raise UsageError("the state is a dict from names to objects, and not empty")
     usage = describer.usage()
     describer.describe()
+    device_rate()
     plan = msgspec.json.encode(
         {
             "root": options.root,

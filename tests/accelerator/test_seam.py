@@ -7,11 +7,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from holdfast.accelerator import devices, vendors
+from holdfast.accelerator import devices, generators, vendors
+from holdfast.accelerator.pinnable_pages import allocate
 from support.project.contracts import PROJECT
 
 SEAM = PROJECT / "src/holdfast/accelerator"
@@ -71,10 +74,24 @@ def test_a_vendor_nobody_knows_pins_nothing_and_delays_nothing() -> None:
     vendor.unregister(0)
     vendor.clear_error(device)
     vendor.delay(1.0)
+    stream: object = object()
+    assert vendor.stream_of(stream) is stream  # type: ignore[arg-type]
+    assert vendor.pci_address(device) == ""
     with vendor.relax_capture():
         pass
     assert devices.explain(vendors.UNKNOWN) == "not known for this device"
     assert devices.explain(2) == "error 2 of its driver"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_a_vendor_that_has_a_file_is_asked_once_its_devices_are_met(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vendors, "_vendors", {})
+    device: Any = SimpleNamespace(type=kind)  # torch knows "npu" only with what its maker adds
+    vendor = vendors.vendor_of(device)
+    assert type(vendor).__module__ == f"holdfast.accelerator.{kind}"
+    assert vendors.vendor_of(device) is vendor
 
 
 def test_a_refused_registration_takes_its_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +183,15 @@ def test_relaxing_and_delaying_ask_the_vendor_of_the_device(
     assert devices.is_capturing(cpu)
     devices.unregister(7, cpu)
     assert asked == ["relaxed", 0.5, "stream", "relaxed", 7]
+
+
+def test_without_an_accelerator_there_are_no_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "accelerator_type", lambda: "")
+    assert generators.generator_states() == []
+    generators.set_generator_states([torch.zeros(16, dtype=torch.uint8)], 0)
+    generators.seed_generators(1)
+
+
+def test_more_memory_than_there_is_is_refused_with_its_size() -> None:
+    with pytest.raises(MemoryError, match=r"no \d+ MiB of host memory for a device to copy to"):
+        allocate(torch.Size((1 << 60,)), torch.uint8)

@@ -21,6 +21,7 @@ from holdfast.capture.transfers import SmallTensors, Transfer, plan_transfers
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.state.bindings import Bindings
+from holdfast.storage.wrap import RateLimit
 from support.models.late_devices import HOST, LateDevice, late_device
 from support.runs.ring_runs import Through
 
@@ -41,6 +42,7 @@ def run(
     pins: Any = None,
     check: Callable[[], None] = lambda: None,
     ready: Any = None,
+    pace: Callable[[int], None] = lambda _: None,
 ) -> tuple[bytes, Any]:
     memory = memoryview(bytearray(through.image.size_bytes))
     enqueued: list[int] = []
@@ -51,7 +53,10 @@ def run(
         told.append(size_bytes)
 
     progress = CopyProgress(
-        check=check, copied=copied, enqueued=lambda _: enqueued.append(len(late.work))
+        check=check,
+        copied=copied,
+        enqueued=lambda _: enqueued.append(len(late.work)),
+        pace=pace,
     )
     target = SlotTarget(memory, through.plan)
     target.pins = pins
@@ -266,3 +271,49 @@ def test_what_is_copied_out_is_read_when_it_is_there(late: LateDevice) -> None:
     copy.source = _Elsewhere(copy.source, torch.device("meta"))
     ready: Any = SimpleNamespace(synchronize=lambda: copy.source.copy_(source))
     assert run(through, late, ready=ready) == (whole, sealed)
+
+
+class PacedClock:
+    """A clock that only sleeps move on; notes when how much work of a device was enqueued."""
+
+    def __init__(self, late: LateDevice) -> None:
+        self.now_s, self.late = 0.0, late
+        self.enqueued: list[tuple[float, int]] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.enqueued.append((self.now_s, len(self.late.work)))
+        self.now_s += seconds
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("pinned_bytes", [0, 1 << 40])
+def test_paced_copies_are_enqueued_at_their_rate_and_the_fence_opens_with_the_last(
+    late: LateDevice, pinned_bytes: int
+) -> None:
+    """The rate is a block a second; a copy has four blocks, or the two of a piece."""
+    through, clock = large(), PacedClock(late)
+    limit = RateLimit(BLOCK_BYTES, clock=clock, sleep=clock.sleep)
+    pins = Pins(pinned_bytes, 1 << 40)
+    assert run(through, late, pins, pace=limit.wait) == through.whole()
+    blocks = 4 if pinned_bytes else 2
+    assert len(late.work) == 12 // blocks
+    assert clock.now_s == pytest.approx(12 - blocks)  # the last is waited for, not its time
+    for now_s, copies in clock.enqueued:
+        assert (copies - 1) * blocks - 1e-6 < now_s < copies * blocks + 1e-6
+
+
+def test_a_copy_that_waits_for_its_rate_is_cancelled_at_once(late: LateDevice) -> None:
+    clock = PacedClock(late)
+    limit = RateLimit(1.0, clock=clock, sleep=clock.sleep)  # a day for each block
+
+    def check() -> None:
+        if clock.now_s > 5:
+            raise CopyCancelled("no more")
+
+    with pytest.raises(CopyCancelled, match="no more"):
+        run(large(), late, check=check, pace=lambda size: limit.wait(size, check))
+    assert clock.now_s < 6
+    assert late.landed == len(late.work) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.accelerator import devices, vendors
-from holdfast.accelerator.host_memory import allocate, memory_of
+from holdfast.accelerator.pinnable_pages import allocate, memory_of
 from holdfast.capture import pinning
 from holdfast.capture.copier import SlotCache
 from holdfast.capture.pinning import Pins, pin_all, pin_beside

@@ -10,7 +10,7 @@ import torch
 
 from capture.test_through_ring import bits, form
 from holdfast.accelerator import devices
-from holdfast.accelerator.host_memory import allocate, memory_of
+from holdfast.accelerator.pinnable_pages import allocate, memory_of
 from holdfast.capture import staging, volatile_copies
 from holdfast.capture.pinning import Pins
 from holdfast.capture.volatile_copies import stage

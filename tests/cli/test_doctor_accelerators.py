@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.accelerator import report, vendors
+from holdfast.accelerator import device_facts, vendors
 from holdfast.cli.doctor.accelerator import probe_near, probe_torch
 from holdfast.cli.doctor.rules.accelerator_rules import judge_accelerators
 from holdfast.cli.doctor.rules.findings import (
@@ -149,7 +149,7 @@ def test_what_is_pinned_to_try_it_is_let_go_again(
 ) -> None:
     driver = Driver(status)
     monkeypatch.setitem(vendors._vendors, "cpu", driver)
-    found = report.pin(str(tmp_path), torch.device("cpu"), 1 << 20)
+    found = device_facts.pin(str(tmp_path), torch.device("cpu"), 1 << 20)
     assert found["size_bytes"] == 1 << 20 and found["elapsed_s"] >= 0
     assert found["reason"] == ("error 2 of its driver" if status else "")
     assert driver.pinned == bool(status)
@@ -157,7 +157,7 @@ def test_what_is_pinned_to_try_it_is_let_go_again(
 
 
 def test_a_directory_that_cannot_be_written_to_pins_nothing() -> None:
-    found = report.pin("/proc/self", torch.device("cpu"), 1 << 20)
+    found = device_facts.pin("/proc/self", torch.device("cpu"), 1 << 20)
     assert found["reason"] != ""
 
 
@@ -171,7 +171,7 @@ def test_devices_of_any_maker_are_reported(tmp_path: Path, monkeypatch: pytest.M
     ):
         monkeypatch.setattr(torch.accelerator, name, answer)
     monkeypatch.setattr(torch, "get_device_module", lambda _: object())
-    found = report.report(str(tmp_path))
+    found = device_facts.report(str(tmp_path))
     assert (found["accelerator"], found["cuda"]) == ("xpu", False)
     assert found["devices"] == ["xpu:0", "xpu:1"]
     assert found["pinning"]["reason"] == "not known for this device"

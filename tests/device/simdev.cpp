@@ -497,6 +497,7 @@ int host_register(uintptr_t at, size_t size) {
   auto next = sim.regions.lower_bound(at);
   if (region_of(at) || (next != sim.regions.end() && next->first < at + size)) return t_refused = ALREADY_REGISTERED;
   sim.regions[at] = size;
+  count("registered");
   return 0;
 }
 int host_unregister(uintptr_t at) {
@@ -507,6 +508,7 @@ int host_unregister(uintptr_t at) {
     if (flight.low < at + sim.regions[at] && at < flight.high && !flight.landed->is_done()) report("unregistered: a copy is under way");
   sim.regions.erase(at);
   g_past.erase(at);
+  count("unregistered");
   return 0;
 }
 
@@ -897,6 +899,7 @@ PYBIND11_MODULE(simdev, m) {
   m.def("maybe_set_device", [](int device) { t_device = device; });
   m.def("current_device", [] { return t_device; });
   m.def("set_stream", [](int device, int64_t id) { Guard::set(device); t_stream[device] = id; });
+  m.def("own_stream", [] { static std::atomic<int64_t> next{STREAMS}; return ++next; });
   m.def("host_register", &host_register, Release());
   m.def("host_unregister", &host_unregister, Release());
   m.def("relaxed", [](bool on) { return std::exchange(t_relaxed, on); });

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.offload import HybridAdamW, bit_sums, mapped_memory
+from holdfast.accelerator import devices, pinnable_pages
+from holdfast.offload import HybridAdamW, bit_sums
 from support.models import hybrids
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -93,7 +94,7 @@ def test_an_optimizer_that_is_dropped_frees_nothing_that_is_copied(
     is_sending: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "sim":  # so that a copy that is under way is reported, and ends no test
-        monkeypatch.setattr(mapped_memory._LIBC, "munmap", lambda *_: 0)
+        monkeypatch.setattr(pinnable_pages._libc, "munmap", lambda *_: 0)
     for _ in range(4):
         model, optimizer = made(device, dtype, 0.0)
         for step in range(2):
@@ -112,15 +113,28 @@ def test_an_optimizer_that_is_dropped_frees_nothing_that_is_copied(
 def test_a_gradient_that_changed_and_changed_back_while_it_was_sent_is_sent_again(
     device: str,
 ) -> None:
-    """Its bits are the same, and what arrived may be those in between."""
-    found = []
+    """Its bits are the same, and what arrived are those in between: the copies are held until they
+    are there.
+    """
+    found, there = [], torch.device(device, 0)
     for times in (1.0, 2.0):
         model, optimizer = made(device, torch.float32, 0.0, early_gradients=True)
         for step in range(4):
+            is_held = step == 2
+            if is_held:
+                sending: Any = optimizer._streams.gradients
+                with devices.use_stream(sending._stream):
+                    devices.delay(there, 0.1)
             backward(model, step)
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad.mul_(times).mul_(1 / times)
+            gradients = [parameter.grad for parameter in model.parameters()]
+            for gradient in gradients:
+                assert gradient is not None
+                gradient.mul_(times)
+            if is_held:
+                devices.delay(there, 0.3)
+            for gradient in gradients:
+                assert gradient is not None
+                gradient.mul_(1 / times)
             optimizer.step()
             optimizer.zero_grad()
         found.append(content(model, optimizer))

@@ -27,6 +27,12 @@ class SimulatedVendor(Vendor):
         with suppress(RuntimeError):
             torch.ones(1, device=device).add_(1)
 
+    def make_own_stream(self, device: torch.device) -> torch.Stream:
+        made, index = torch.Stream(device), device.index or 0
+        return torch.Stream(
+            stream_id=self._sim.own_stream(), device_index=index, device_type=made.device_type
+        )
+
     def is_capturing(self, stream: torch.Stream) -> bool:
         return bool(self._sim.is_capturing())
 

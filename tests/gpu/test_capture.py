@@ -137,3 +137,35 @@ def test_a_save_waits_for_nothing_on_the_device(tmp_path: Path, device: str) -> 
         handle = checkpointer.save(1)
         assert not event.query()
         handle.wait_captured(60)
+
+
+def test_counts_of_joined_parameters_are_compared_as_they_were_at_the_save(
+    tmp_path: Path, device: str
+) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"}).to(device)
+    parameters = list(model.parameters())
+    for at, parameter in enumerate(parameters):
+        holdfast.declare(parameter, holdfast.Shard((4, 2), (2 * at, 0), name="w"))
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+
+    def train(trained: list[nn.Parameter]) -> None:
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    counts = [optimizer.state[parameter] for parameter in parameters]
+    with holdfast.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        for step in range(3):
+            train(parameters)
+            delay(torch.device(device, 0), 0.05)
+            if step == 1:  # as where one part had no gradient
+                counts[1]["step"].fill_(1.0)
+            handle = checkpointer.save(step, durable=True)
+            train(parameters[:1])  # fenced: must not reach into what is compared
+            counts[1]["step"].copy_(counts[0]["step"])
+            if step != 1:
+                handle.wait_durable(60)
+                continue
+            with pytest.raises(holdfast.HoldfastError, match=r"a\.weight\.step is 3\.0 and"):
+                handle.wait_durable(60)

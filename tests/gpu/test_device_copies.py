@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.events import ImagePassed, MemoryPinned, Warned, subscribe
+from holdfast.capture import transfers
+from holdfast.events import ImageCaptured, ImagePassed, MemoryPinned, Warned, subscribe
+from support.runs.mishaps import listening
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
@@ -51,6 +53,7 @@ def stepped(module: nn.Module) -> Any:
     return optimizer
 
 
+@pytest.mark.untimed
 def test_a_thousand_small_parameters_and_their_optimizer_are_a_few_copies(
     tmp_path: Path, device: str
 ) -> None:
@@ -70,6 +73,7 @@ def test_a_thousand_small_parameters_and_their_optimizer_are_a_few_copies(
     assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.untimed
 def test_tensors_that_do_not_lie_as_they_are_stored_take_no_memory_of_their_size(
     tmp_path: Path, device: str
 ) -> None:
@@ -157,6 +161,7 @@ def test_a_large_volatile_leaf_takes_no_memory_of_the_device_and_is_of_the_momen
     assert kept_bytes <= 64 * MIB and peak_bytes <= 128 * MIB
 
 
+@pytest.mark.untimed
 def test_many_middling_volatile_leaves_take_a_bounded_part_of_the_device(
     tmp_path: Path, device: str
 ) -> None:
@@ -171,6 +176,7 @@ def test_many_middling_volatile_leaves_take_a_bounded_part_of_the_device(
     assert all(torch.equal(one, buffers[name]) for name, one in again["buffers"].items())
 
 
+@pytest.mark.untimed
 def test_small_tensors_that_pass_through_a_ring_are_a_few_copies(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,3 +197,38 @@ def test_small_tensors_that_pass_through_a_ring_are_a_few_copies(
             parameter.zero_()
     holdfast.load(tmp_path, state)
     assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.promise
+@pytest.mark.untimed
+@pytest.mark.parametrize("arena_bytes", [0, 14 * MIB])
+def test_copies_of_a_device_that_shares_its_link_keep_to_their_rate(
+    arena_bytes: int, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a slot, and through a ring."""
+    monkeypatch.setattr(transfers, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(transfers, "GROUP_BYTES", 4 * MIB)
+    monkeypatch.setenv("HOLDFAST_DEVICE_BYTES_S", str(16 * MIB))
+    if arena_bytes:
+        monkeypatch.setenv("HOLDFAST_ARENA_BYTES", str(arena_bytes))
+    model = nn.ModuleList([nn.Linear(MIB // 4, 4, bias=False) for _ in range(4)]).to(device)
+    truth = {name: one.cpu() for name, one in model.state_dict().items()}
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    with listening() as events, holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
+        ckpt.save(0, durable=True).wait_durable(60)
+    (captured,) = (one for one in events if isinstance(one, (ImageCaptured, ImagePassed)))
+    assert isinstance(captured, ImagePassed) == bool(arena_bytes)
+    assert captured.copy_s >= 0.75  # three quarters of a second for all but the last 4 MiB
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    holdfast.load(tmp_path, {"model": model})
+    assert all(torch.equal(one.cpu(), truth[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.untimed
+def test_a_rate_that_is_no_number_is_refused_at_the_start(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DEVICE_BYTES_S", "20G")
+    with pytest.raises(holdfast.UsageError, match="HOLDFAST_DEVICE_BYTES_S='20G' is no number"):
+        holdfast.Checkpointer(tmp_path, {"model": nn.Linear(2, 2).to(device)}, storage=None)

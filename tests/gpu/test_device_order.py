@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 import holdfast
 from holdfast.accelerator import devices, vendors
 from holdfast.capture.device_copies import side_stream
-from holdfast.events import Event, ImagePassed, subscribe
+from holdfast.events import Event, ImagePassed, MemoryPinned, subscribe
+from support.runs.mishaps import listening
 
 pytestmark = pytest.mark.gpu
 
@@ -74,6 +76,41 @@ def test_an_image_that_passes_a_ring_is_of_the_step_it_names(
             assert all(map(torch.equal, content(again), [one.cpu() for one in expected]))
     end()
     assert passed
+
+
+@pytest.mark.promise
+def test_a_leaf_that_was_copied_out_passes_a_ring_when_it_is_there(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory on the host is pinned by then, so that no thread waits for its copy."""
+    monkeypatch.setenv("HOLDFAST_ARENA_BYTES", str(24 * MIB))
+    there = torch.device(device, 0)
+    state = {"average": averaged(device), "model": build(0, device, width=1000, layers=8)}
+    average = state["average"].get_buffer("average")
+    with listening() as events, holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
+        ckpt.save(0, durable=True).wait_durable(60)
+        until_s = time.monotonic() + 30
+        while sum(isinstance(one, MemoryPinned) for one in events) < 2:  # the ring, and the leaf
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        for step in range(1, 4):
+            average.fill_(step)
+            with devices.use_stream(side_stream(there)):
+                devices.delay(there, 0.1)
+            handle = ckpt.save(step, durable=True)
+            average.fill_(-1.0)
+            handle.wait_durable(60)
+            again = averaged("cpu")
+            holdfast.load(tmp_path, {"average": again}, step, only=["average.*"])
+            assert bool((again.get_buffer("average") == step).all())
+    assert any(isinstance(one, ImagePassed) for one in events)
+
+
+def averaged(device: str) -> nn.Module:
+    """The first leaf of a state, large enough to be copied out."""
+    module = nn.Module()
+    module.register_buffer("average", torch.zeros(1 << 20, device=device))
+    return module
 
 
 @pytest.mark.unordered("aten::(add|cat) .* stream")  # the update that overtakes

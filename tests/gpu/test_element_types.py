@@ -48,6 +48,7 @@ def contents(state: dict[str, Any]) -> dict[str, bytes]:
 
 
 @pytest.mark.promise
+@pytest.mark.untimed
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_tensors_of_every_type_are_loaded_with_the_bits_that_were_saved(
     tmp_path: Path, device: str

@@ -208,6 +208,7 @@ def test_a_device_that_is_full_at_a_step_breaks_none_off(
     assert {optimizer.state[p]["step"].item() for p in model.parameters()} == {5.0}
 
 
+@pytest.mark.untimed
 def test_a_checksum_takes_little_memory_for_a_moment(device: str) -> None:
     elements = 1 << (28 if device == "cuda" else 26)
     tensor = torch.empty(elements, dtype=torch.bfloat16, device=device)
@@ -217,6 +218,7 @@ def test_a_checksum_takes_little_memory_for_a_moment(device: str) -> None:
     assert torch.accelerator.max_memory_allocated() - before < 64 << 20
 
 
+@pytest.mark.untimed
 def test_rows_that_share_a_page_are_both_pinned(device: str) -> None:
     said: list[Event] = []
     end = subscribe(lambda event, _: said.append(event))
@@ -346,6 +348,7 @@ def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
     return found
 
 
+@pytest.mark.untimed
 def test_a_module_moved_afterwards_is_refused(device: str) -> None:
     if device == "sim":
         pytest.skip("torch gives a module that is moved there other parameters")
@@ -359,6 +362,7 @@ def test_a_module_moved_afterwards_is_refused(device: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.untimed
 def test_parameters_on_two_devices_are_refused(device: str) -> None:
     parameters = [nn.Parameter(torch.ones(3, device=one)) for one in ("cpu", device)]
     with pytest.raises(holdfast.UsageError, match="one optimizer is for one device"):

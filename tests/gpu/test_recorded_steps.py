@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.capture.device_copies import side_stream
 from support.runs.device_updates import UpdatedRun, captured
 
 pytestmark = pytest.mark.gpu
@@ -69,3 +70,10 @@ def test_copies_that_several_threads_land_break_no_graph(
     torch.accelerator.synchronize()
     assert total.tolist() == [2.0] * 8
     checkpointer.close()
+
+
+@pytest.mark.promise
+def test_no_stream_that_a_program_may_capture_is_the_one_of_our_copies(device: str) -> None:
+    """torch lends 32 streams in turn, so one of so many would be it."""
+    ours = side_stream(torch.device(device, 0))
+    assert all(torch.Stream(ours.device) != ours for _ in range(40))

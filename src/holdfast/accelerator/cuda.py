@@ -15,13 +15,16 @@ from holdfast.accelerator.vendors import Vendor
 _CYCLES = 1.5e9
 #: ``cudaStreamCaptureModeRelaxed``.
 _RELAXED = 2
+#: ``cudaStreamNonBlocking``: it does not wait for the default stream.
+_NON_BLOCKING = 1
 
 
 class CudaVendor(Vendor):
     """NVIDIA's and AMD's GPUs."""
 
     def __init__(self) -> None:
-        self._exchange = _exchange_function()
+        self._exchange = _function("ThreadExchangeStreamCaptureMode")
+        self._create = _function("StreamCreateWithFlags")
 
     def register(self, address: int, size_bytes: int) -> int:
         return int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
@@ -38,6 +41,12 @@ class CudaVendor(Vendor):
     def clear_error(self, device: torch.device) -> None:
         with suppress(RuntimeError):
             torch.ones(1, device=device).add_(1)
+
+    def make_own_stream(self, device: torch.device) -> torch.Stream:
+        made = ctypes.c_void_p()
+        if self._create is None or self._create(ctypes.byref(made), _NON_BLOCKING):
+            return torch.Stream(device)
+        return torch.cuda.ExternalStream(made.value, device)
 
     def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
         if not isinstance(event, torch.cuda.Event):
@@ -76,15 +85,9 @@ class CudaVendor(Vendor):
         )
 
 
-def _exchange_function() -> Any:
-    """Return ``cudaThreadExchangeStreamCaptureMode`` of the runtime that torch has loaded; None if
-    it is not found.
-    """
-    name = (
-        "hipThreadExchangeStreamCaptureMode"
-        if torch.version.hip
-        else ("cudaThreadExchangeStreamCaptureMode")
-    )
+def _function(name: str) -> Any:
+    """Return a function of the runtime that torch has loaded; None if it is not found."""
+    name = ("hip" if torch.version.hip else "cuda") + name
     with suppress(OSError, AttributeError):
         return getattr(ctypes.CDLL(_runtime_path()), name)
     return None

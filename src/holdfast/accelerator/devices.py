@@ -91,6 +91,15 @@ def make_stream(device: torch.device) -> torch.Stream:
         return torch.Stream(device)
 
 
+def make_own_stream(device: torch.device) -> torch.Stream:
+    """Return a new stream that torch lends to nobody else, where the device has such.
+
+    Of those in torch's pool the 33rd is the first again: a program may capture a graph on it.
+    """
+    with use_device(device):
+        return vendor_of(device).make_own_stream(device)
+
+
 def current_stream(device: torch.device) -> torch.Stream:
     """Return this thread's current stream of ``device``."""
     return torch.accelerator.current_stream(device)

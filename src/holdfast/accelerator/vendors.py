@@ -34,6 +34,10 @@ class Vendor:
     def clear_error(self, device: torch.device) -> None:
         """Take back the error of a refused call, which the driver keeps for the next launch."""
 
+    def make_own_stream(self, device: torch.device) -> torch.Stream:
+        """Return a new stream; one that torch lends to nobody else, where the device has such."""
+        return torch.Stream(device)
+
     def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
         """Return an event behind the work of ``stream`` that the host waits for asleep, where the
         device can do that; ``event``, if given, recorded again.

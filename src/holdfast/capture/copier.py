@@ -22,6 +22,7 @@ from holdfast.events import ImageCaptured, ImagePassed, emit
 from holdfast.format.image import Image, fill_in
 from holdfast.format.manifest import AttemptId
 from holdfast.geometry.layout import Layout, table_from_json
+from holdfast.policy.arguments import bytes_per_second
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
     SlotFile,
@@ -31,12 +32,23 @@ from holdfast.protocol.arena import (
     read_layout,
 )
 from holdfast.state.describe import Description
+from holdfast.storage.wrap import RateLimit
 
 #: Bytes copied between two progress messages, each of which wakes the keeper: as many as it
 #: writes at once, since it waits for whole chunks.
 PROGRESS_BYTES = 8 << 20
+#: Set where a device and the network share a link.
+DEVICE_RATE = "HOLDFAST_DEVICE_BYTES_S"
 #: Interval at which a copy that waits for ring space repeats its progress message.
 _TELL_AGAIN_S = 0.25
+
+
+def device_rate() -> int:
+    """Return the most bytes a second that are copied from this process's devices; 0: no limit.
+
+    UsageError where the setting is no number.
+    """
+    return bytes_per_second(DEVICE_RATE, os.environ.get(DEVICE_RATE, ""))
 
 
 class Copier:
@@ -44,6 +56,7 @@ class Copier:
 
     def __init__(self) -> None:
         self.slots = SlotCache()
+        self._rate = RateLimit(device_rate())
         self.lost_a_copy = False
         """True after a GPU stopped answering during a copy: it may write into its slot at any later
         time.
@@ -77,7 +90,7 @@ class Copier:
         image = fill_in(plan.image, metadata(place, grant), len(values))
         began_s = time.monotonic()
         self._turn += 1
-        progress = _progress(capture, grant, tell, room_s)
+        progress = _progress(capture, grant, tell, room_s, self._rate)
         with torch.no_grad():
             try:
                 seal = copy_image(
@@ -130,7 +143,7 @@ class Copier:
         values = capture.description.values
         image: Image = fill_in(plan.image, metadata(place, grant), len(values))
         began_s = time.monotonic()
-        progress = _progress(capture, grant, tell, room_s)
+        progress = _progress(capture, grant, tell, room_s, self._rate)
         with torch.no_grad():
             try:
                 seal = copy_through_ring(
@@ -185,7 +198,11 @@ def metadata(place: RankIdentity, grant: m.Grant) -> dict[str, str]:
 
 
 def _progress(
-    capture: CaptureTask, grant: m.Grant, tell: Callable[[m.Message], None], room_s: float
+    capture: CaptureTask,
+    grant: m.Grant,
+    tell: Callable[[m.Message], None],
+    room_s: float,
+    rate: RateLimit,
 ) -> CopyProgress:
     so_far, reported = 0, -PROGRESS_BYTES
 
@@ -225,6 +242,7 @@ def _progress(
         copied=copied,
         enqueued=enqueued,
         shared=capture.share,
+        pace=lambda size_bytes: rate.wait(size_bytes, capture.check),
         has_room=lambda needed_bytes: capture.room.wait(needed_bytes, 0.0),
         wait_room=wait_room,
     )

@@ -318,7 +318,9 @@ def _move_from_gpu(
         if target.has_copied_out:
             for event in ready.values():
                 event.synchronize()
+        stop = 0
         for move in target.moves:
+            size_bytes, stop = move.stop - stop, move.stop
             progress.check()
             while arriving and not progress.has_room(filling.needs(move.stop)):
                 take_arrival()
@@ -327,6 +329,7 @@ def _move_from_gpu(
                 move.run()
                 arriving.append((move.stop, lambda: None))
                 continue
+            progress.pace(size_bytes)
             stream = streams[move.device]
             with devices.use_stream(stream):
                 move.run()

@@ -68,7 +68,7 @@ def copy_from_devices(
         landed(target.memory[start:stop], base, progress.check) as landing,
         side_streams(ready) as streams,
     ):
-        enqueuing = Enqueuing(target, landing, streams, progress.check)
+        enqueuing = Enqueuing(target, landing, streams, progress)
         for device, stream in streams.items():
             stream.wait_event(ready[device])
         enqueuing.enqueue_all(plan_transfers(target.plan, streams))
@@ -110,9 +110,10 @@ class Enqueuing:
         target: SlotTarget,
         landing: Landing,
         streams: Mapping[torch.device, torch.Stream],
-        check: Callable[[], None],
+        progress: CopyProgress,
     ) -> None:
-        self._target, self._landing, self._streams, self._check = target, landing, streams, check
+        self._target, self._landing, self._streams = target, landing, streams
+        self._progress = progress
         self._direct_bytes, self._border_bytes = target.pinned()
         self._used: list[torch.Event] = []
         self._later: list[LandingJob] = []
@@ -121,7 +122,7 @@ class Enqueuing:
     def enqueue_all(self, groups: Iterable[TransferGroup]) -> None:
         """Enqueue all transfers in the order of the image."""
         for group in groups:
-            self._check()
+            self._progress.check()
             events: list[torch.Event] = []
             is_direct = group.stop <= self._direct_bytes
             if is_direct and group.transfers:
@@ -170,6 +171,7 @@ class Enqueuing:
             mine = [one for one in transfers if one.device == device]
             if not mine:
                 continue
+            self._progress.pace(sum(one.size_bytes for one in mine))
             with devices.use_stream(stream):
                 for transfer in mine:
                     for part in self._between_borders(transfer):
@@ -194,6 +196,7 @@ class Enqueuing:
         events, at = [], 0
         for tensors in small:
             stream = self._streams[tensors.device]
+            self._progress.pace(tensors.size_bytes)
             with devices.use_stream(stream):
                 tensors.enqueue(piece[at : at + tensors.size_bytes])
                 events.append(_events.record(stream))
@@ -252,4 +255,4 @@ def side_stream(device: torch.device) -> torch.Stream:
     """Return the copy stream of this device: a thread's current device may be another."""
     found = _streams.get(device)
     # Of two threads one sets it: what is gathered on a device relies on there being one stream.
-    return found or _streams.setdefault(device, devices.make_stream(device))
+    return found or _streams.setdefault(device, devices.make_own_stream(device))

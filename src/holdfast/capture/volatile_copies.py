@@ -13,7 +13,7 @@ import torch
 
 from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
-from holdfast.accelerator.host_memory import memory_of
+from holdfast.accelerator.pinnable_pages import memory_of
 from holdfast.capture.copy_plan import Segment, SegmentCopy, TensorCopy
 from holdfast.capture.device_copies import landed, side_streams
 from holdfast.capture.landing import Landing, LandingJob

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from holdfast.accelerator.devices import (
     relax_capture,
     unregister,
 )
+from holdfast.accelerator.pinnable_pages import allocate, memory_of
 from holdfast.events import Warned, emit
 from holdfast.storage.direct import Scratch
 
@@ -137,46 +139,32 @@ def pinned(
 ) -> torch.Tensor:
     """Return zeros on pages of their own, pinned for ``device`` where its driver can.
 
-    A forked child does not have them: it would get a copy of all pinned pages at once. ``copies``:
-    waited for before the memory is freed, which is with the last view of the tensor.
+    ``copies``: waited for before the memory is freed, which is with the last view of the tensor.
     """
-    size_bytes = -(-elements * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
-    address = _anonymous(size_bytes)
-    owner = (ctypes.c_char * size_bytes).from_address(address)
-    with torch.inference_mode(False):  # it is updated later, outside of inference mode
-        made = torch.frombuffer(owner, dtype=dtype, count=elements)
+    made = allocate(torch.Size((elements,)), dtype)
+    pages = memory_of(made)
     # By the driver itself: torch's own pinned memory comes in powers of two.
-    status = register(address, size_bytes, device)
+    status = register(pages.address, pages.size_bytes, device)
     if not status:
-        _LIBC.madvise(address, size_bytes, mmap.MADV_DONTFORK)
+        pages.hide_from_children()
+        pages.unpin = partial(_unpin, pages.address, device, copies)
     else:
         emit(
             Warned(
-                message=f"{size_bytes >> 20} MiB of an optimizer's state could not be pinned for "
-                f"{device} ({explain(status)}): copies to and from it will be slow. Where the "
+                message=f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned "
+                f"for {device} ({explain(status)}): copies to and from it will be slow. Where the "
                 "driver lacks memory, more of it on this host helps, or fewer parameters per "
                 "process."
             )
         )
-    there = None if status else device
-    weakref.finalize(owner, _unmap, address, size_bytes, there, os.getpid(), copies).atexit = False
     return made
 
 
-def _unmap(
-    address: int,
-    size_bytes: int,
-    device: torch.device | None,
-    owner: int,
-    copies: Collection[Wait],
-) -> None:
-    """Free memory, unless a forked child does: other memory may be there in it."""
-    if os.getpid() != owner:
-        return
-    if device is not None:
-        with relax_capture(device):
-            for wait in list(copies):
-                with suppress(Exception):  # of a broken device, which copies nothing more
-                    wait()
-            unregister(address, device)
-    _LIBC.munmap(address, size_bytes)
+def _unpin(address: int, device: torch.device, copies: Collection[Wait]) -> bool:
+    """Unpin memory behind the copies that use it; True, as it may be freed then."""
+    with relax_capture(device):
+        for wait in list(copies):
+            with suppress(Exception):  # of a broken device, which copies nothing more
+                wait()
+        unregister(address, device)
+    return True

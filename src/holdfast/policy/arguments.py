@@ -99,6 +99,13 @@ def count_of_saves(name: str, value: SupportsIndex | None) -> int | None:
     return number
 
 
+def bytes_per_second(name: str, text: str) -> int:
+    """Parses a whole number of bytes a second; 0, no limit, for "". UsageError otherwise."""
+    if not (text or "0").isdecimal():
+        raise UsageError(f"{name}={text!r:.100} is no number of bytes a second")
+    return int(text or 0)
+
+
 def parity_rate(name: str, text: str) -> int:
     """Parses bytes a second as people write them: "500M" is 500,000,000; 0 for "". UsageError
     otherwise.

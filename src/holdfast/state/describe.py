@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.accelerator.devices import is_on_device, is_streamed
-from holdfast.accelerator.host_memory import allocate
+from holdfast.accelerator.pinnable_pages import allocate
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.geometry.layout import table_hash, table_to_json
 from holdfast.rules import Rules

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.errors import StorageError, UsageError
+from holdfast.errors import StorageError
+from holdfast.policy.arguments import bytes_per_second
 from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
 from holdfast.storage.wrap import BUSY, Patience, RateLimit, RequestCounts
@@ -120,7 +121,7 @@ class Bucket(ABC):
         self.patience = patience or Patience()
         self.traffic = RequestCounts(url)
         self._connections = Connections(server, answer_s=answer_s, ca_file=ca_file)
-        self._rate = RateLimit(_rate())
+        self._rate = RateLimit(bytes_per_second(RATE_VARIABLE, os.environ.get(RATE_VARIABLE, "")))
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
 
@@ -332,13 +333,6 @@ class Bucket(ABC):
 
     def _advice(self, outcome: Outcome) -> str:
         return self.advice.get(outcome.code) or self.advice.get(str(outcome.status), "")
-
-
-def _rate() -> float:
-    text = os.environ.get(RATE_VARIABLE) or "0"
-    if not text.isdecimal():
-        raise UsageError(f"{RATE_VARIABLE}={text!r} is no number of bytes a second")
-    return float(text)
 
 
 def with_(outcome: Outcome, **changed: object) -> Outcome:

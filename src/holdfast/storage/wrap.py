@@ -19,6 +19,8 @@ from typing import Protocol
 
 from holdfast.events import Warned, emit
 
+#: The longest sleep of a wait for a rate, which may be ended meanwhile.
+_NAP_S = 0.1
 #: Answers that say: not now.
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
@@ -92,16 +94,18 @@ class RateLimit:
         """Makes a new lock."""
         self._lock = threading.Lock()
 
-    def wait(self, size_bytes: int) -> None:
-        """Waits until ``size_bytes`` may be sent."""
+    def wait(self, size_bytes: int, check: Callable[[], None] = lambda: None) -> None:
+        """Waits until ``size_bytes`` may be sent; ``check`` is called meanwhile, and may raise."""
         if not self._bytes_s or not size_bytes:
             return
         with self._lock:
             now_s = self._clock()
             begin_s = max(now_s, self._free_s)
             self._free_s = begin_s + size_bytes / self._bytes_s
-        if begin_s > now_s:
-            self._sleep(begin_s - now_s)
+        while now_s < begin_s:
+            self._sleep(min(begin_s - now_s, _NAP_S))
+            check()
+            now_s = self._clock()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

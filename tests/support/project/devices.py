@@ -63,6 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames and metafunc.definition.path.parent.name in _FOLDERS:
         is_simulated = metafunc.config.getoption("--device") is not None
         all_delays = chosen_delays(metafunc.config) if is_simulated else [None]
+        if metafunc.definition.get_closest_marker("untimed"):
+            all_delays = all_delays[:1]
         metafunc.parametrize("device", all_delays, indirect=True, ids=_name)
 
 

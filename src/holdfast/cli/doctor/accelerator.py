@@ -21,7 +21,7 @@ from holdfast.cli.doctor.rules.findings import Near, Pinning, Torch
 
 TIMEOUT_S = 30.0
 #: Prints what is found about devices, and about a directory in the first argument.
-REPORT = "from holdfast.accelerator.report import main; main()"
+REPORT = "from holdfast.accelerator.device_facts import main; main()"
 #: Classes of the PCI bus: other display controllers, and accelerators of computation.
 _CLASSES = ("0x0302", "0x0380", "0x1200")
 _CONTEXTS_TIMEOUT_S = 5.0

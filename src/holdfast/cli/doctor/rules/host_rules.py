@@ -36,6 +36,7 @@ SETTINGS = (
     "HOLDFAST_BUCKET_ONE_WRITER",
     "HOLDFAST_BUCKET_UNSIGNED",
     "HOLDFAST_GS_ENDPOINT",
+    "HOLDFAST_DEVICE_BYTES_S",
 )
 #: As in ``holdfast.restore.read_once``, which needs torch.
 EXCHANGE_MODES = ("auto", "always", "never")

@@ -1,6 +1,6 @@
 """Host memory that a device copies to: pages of their own, freed only when nothing copies there.
 
-A forked child does not have them: it would get a copy of all pinned pages at once.
+A forked child does not have pinned ones: it would get a copy of all of them at once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class PinnablePages:
         # Not a mapping of Python's: a child would unmap what is at this address by then.
         found = _libc.mmap(None, self.size_bytes, _READ_WRITE, flags, -1, 0)
         if found is None or found == _FAILED:
-            raise MemoryError(f"the system has no {size_bytes >> 20} MiB to copy a leaf out to")
+            raise MemoryError(
+                f"the system has no {size_bytes >> 20} MiB of host memory for a device to copy to"
+            )
         self.address = int(found)
         _libc.madvise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)
-        _libc.madvise(self.address, self.size_bytes, mmap.MADV_DONTFORK)
         self._is_mapped = True
         self.pins: object = None
         """What pins the pages for a device; None: nothing does."""
@@ -46,8 +47,13 @@ class PinnablePages:
         """Undoes what pinned the pages; False: they must not be freed now, but are later."""
         self._owner = os.getpid()
 
+    def hide_from_children(self) -> None:
+        """Keep the pages out of processes that are forked from now on."""
+        _libc.madvise(self.address, self.size_bytes, mmap.MADV_DONTFORK)
+
     def place(self, start: int, size_bytes: int, _: int) -> None:
-        """Have these pages there, so that no copy waits for a page fault."""
+        """Have these pages there to be pinned, so that no copy waits for a page fault."""
+        self.hide_from_children()
         _libc.madvise(self.address + start, size_bytes, _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
@@ -62,7 +68,7 @@ _memories: dict[int, PinnablePages] = {}
 
 
 def allocate(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in host memory of its own, which is not written to yet."""
+    """Return zeros on pages of their own, freed with the last view of the tensor."""
     size_bytes = shape.numel() * dtype.itemsize
     memory = PinnablePages(size_bytes)
     owner = (ctypes.c_char * size_bytes).from_address(memory.address)
