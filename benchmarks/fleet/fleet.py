@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import resource
 import sys
@@ -22,15 +23,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.fleet.losses import Losses, racks
-from benchmarks.fleet.meter import Hold, Meter, holds_in, report_all_holds
+from benchmarks.fleet.meter import (
+    Hold,
+    Meter,
+    Tick,
+    holds_in,
+    percentile,
+    report_all_holds,
+    ticks_in,
+)
 from benchmarks.fleet.players import PlayedHost
 from benchmarks.fleet.relay import Relay
 from benchmarks.fleet.run import Fleet
 from benchmarks.fleet.trainers import Host
 from benchmarks.kit import machine, markdown, processes, results
 from benchmarks.kit.options import Parser
+from holdfast.keeper.loop_watch import MOST_S
 
 RACK = 16
+SHARES = (0.5, 0.99, 0.999, 1.0)
 MANY = results.Section(
     "Many hosts",
     "`python -m benchmarks fleet`: what a run of very many hosts costs its coordinator, over real\n"
@@ -231,6 +242,28 @@ def shown_use(meter: Meter, holds: Sequence[Hold]) -> str:
     return markdown.table([*head, "loops held, s"], rows)
 
 
+def shown_ticks(meter: Meter, ticks: Sequence[Tick]) -> str:
+    """The table of how long loops were held, by phase: as the clock says, and by what their own
+    keepers worked meanwhile.
+    """
+    rows = []
+    spans = [(one.phase, one.ended_s - one.wall_s, one.ended_s) for one in meter.found]
+    for phase, since_s, until_s in [*spans, ("all", 0.0, math.inf)]:
+        there = [tick for tick in ticks if since_s < tick.ended_s <= until_s]
+        held = [max(0.0, tick.held_s) for tick in there]
+        own = [max(0.0, min(tick.held_s, tick.used_s)) for tick in there]
+        row = [phase, f"{len(there)}"]
+        for values in (held, own):
+            row += [f"{1e3 * percentile(values, share):.1f}" for share in SHARES]
+            row.append(f"{sum(value > MOST_S for value in values)}")
+        rows.append(row)
+    shares = [f"{100 * share:g} %" for share in SHARES]
+    head = ["what happens", "ticks", *shares, "over 50", *(f"own {one}" for one in shares)]
+    return "Loops held, ms, percentiles of the ticks of all real keepers:\n\n" + markdown.table(
+        [*head, "own over 50"], rows
+    )
+
+
 def shown_traffic(story: Story, hosts: int) -> str:
     """What was said in saves, and how long the last host's request took to become a grant."""
     parts = [
@@ -249,18 +282,14 @@ def shown_traffic(story: Story, hosts: int) -> str:
     return "\n\n".join(parts)
 
 
-def shown(story: Story | Losses, options: Namespace, ticks: float) -> str:
+def shown(story: Story | Losses, options: Namespace, ticks: Sequence[Tick]) -> str:
     """All tables."""
     holds = holds_in(story.fleet.root)
     parts = [f"{options.hosts} hosts, {options.ranks} ranks each, {options.leaves} leaves:"]
     parts.append(shown_use(story.meter, holds))
     if isinstance(story, Story):
         parts.append(shown_traffic(story, options.hosts))
-    longest = max((hold.held_s for hold in holds), default=0.0)
-    parts.append(
-        f"Loops were held for more than 50 ms {len(holds)} times in {ticks:.0f} ticks of all real "
-        f"keepers, {longest:.2f} s at most."
-    )
+    parts.append(shown_ticks(story.meter, ticks))
     return "\n\n".join(parts)
 
 
@@ -290,13 +319,11 @@ def main(arguments: Sequence[str]) -> int:
         os.environ["PYTHONPATH"] = report_all_holds(Path(directory, "changes"))
         fleet = make(Path(directory, "root"), options)
         story = story_of(fleet, options)
-        began_s = time.monotonic()
         try:
             asyncio.run(told(story))
         finally:
             processes.end_descendants(0)
-            ticks = (time.monotonic() - began_s) / 0.1 * len(fleet.hosts)
-            text = shown(story, options, ticks)
+            text = shown(story, options, ticks_in(Path(directory, "changes")))
             print(text)
         if options.document:
             facts = machine.facts(Path(directory), ("msgspec",))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +16,21 @@ import msgspec
 from benchmarks.kit import processes
 from holdfast.observe.log import trails
 
-#: Has keepers report each time that their loop was held, and not once a minute.
+#: Has keepers report each time that their loop was held, and not once a minute; and note each tick.
 IN_KEEPER = """
-import sys
+import os, struct, sys
 if "holdfast.keeper" in sys.orig_argv:
+    import time
     from holdfast.keeper import loop_watch
-    loop_watch.LoopWatch.__init__.__kwdefaults__["report_s"] = 0.0
+    watch = loop_watch.LoopWatch
+    watch.__init__.__kwdefaults__["report_s"] = 0.0
+    ticks = open(f"{os.path.dirname(__file__)}/{os.getpid()}.ticks", "wb", buffering=0)
+    async def noted(self, seconds, pause=watch.pause):
+        began_s, waited_s, used_s = time.monotonic(), self._waited_s(), time.process_time()
+        await pause(self, seconds)
+        held_s = time.monotonic() - began_s - seconds - (self._waited_s() - waited_s)
+        ticks.write(struct.pack("ddd", time.time(), held_s, time.process_time() - used_s))
+    watch.pause = noted
 """
 
 
@@ -79,6 +90,35 @@ class Hold:
     host: str
     ended_s: float
     held_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One pause of a keeper's loop."""
+
+    ended_s: float
+    held_s: float
+    """By how much longer it was than asked for, without the wait for a processor."""
+    used_s: float
+    """Processor time of all threads of the keeper meanwhile: on a machine with a processor for
+    each keeper nothing holds a loop for longer.
+    """
+
+
+def ticks_in(directory: Path) -> list[Tick]:
+    """All ticks of the keepers that were started with this directory."""
+    files = [path.read_bytes() for path in directory.glob("*.ticks")]
+    whole = (data[: len(data) // 24 * 24] for data in files)
+    return sorted(
+        (Tick(*one) for data in whole for one in struct.iter_unpack("ddd", data)),
+        key=lambda tick: tick.ended_s,
+    )
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The value that this share of them does not exceed; 0 of none."""
+    there = sorted(values)
+    return there[math.ceil(share * len(there)) - 1] if there else 0.0
 
 
 def holds_in(root: Path) -> list[Hold]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import struct
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from holdfast.keeper import loop_watch
 
 #: A coordinator that plans the images of all ranks itself, on its loop.
 PLANS_ALL = """
@@ -101,27 +104,64 @@ def test_a_rack_of_real_keepers_is_lost_with_the_coordinator_and_nothing_of_the_
     told(fleet, tmp_path, "--hosts", "32", "--real", "32", *few, *way)
 
 
-def work_of_first_save(fleet: ModuleType, root: Path) -> float:
-    """Processor time of the coordinator's loop."""
+def use_of_first_save(fleet: ModuleType, root: Path) -> Any:
+    """What the coordinator's keeper used, and when."""
     planned = ("--hosts", "4", "--real", "4", "--ranks", "16", "--leaves", "2000")
     story = first_save(fleet, root, *planned, "--saves", "0", "--parity", "0")
     assert story.fleet.save_now.is_complete
-    (found,) = (each.loop_s for each in story.meter.found if each.phase.endswith("first save"))
-    return float(found)
+    (found,) = (each for each in story.meter.found if each.phase.endswith("first save"))
+    return found
+
+
+def longest_work(meter: ModuleType, changes: Path, usage: Any) -> float:
+    """The longest time for which the loop of any keeper was held by work of this keeper."""
+    since_s = usage.ended_s - usage.wall_s
+    ticks = [t for t in meter.ticks_in(changes) if since_s < t.ended_s <= usage.ended_s]
+    return float(max(min(tick.held_s, tick.used_s) for tick in ticks))
 
 
 def test_the_first_save_under_a_new_layout_is_little_work_for_the_coordinator(
-    fleet: ModuleType, tmp_path: Path
+    fleet: ModuleType, meter: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert work_of_first_save(fleet, tmp_path) < MOST_S
+    changes = tmp_path / "changes"
+    monkeypatch.setenv("PYTHONPATH", meter.report_all_holds(changes))
+    usage = use_of_first_save(fleet, tmp_path / "root")
+    assert usage.loop_s < MOST_S
+    assert longest_work(meter, changes, usage) < loop_watch.MOST_S
 
 
 def test_a_coordinator_that_plans_the_images_of_all_ranks_is_found_out(
     fleet: ModuleType, meter: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", meter.report_all_holds(tmp_path / "changes", PLANS_ALL))
-    assert work_of_first_save(fleet, tmp_path / "root") > MOST_S
+    changes = tmp_path / "changes"
+    monkeypatch.setenv("PYTHONPATH", meter.report_all_holds(changes, PLANS_ALL))
+    usage = use_of_first_save(fleet, tmp_path / "root")
+    assert usage.loop_s > MOST_S
+    assert longest_work(meter, changes, usage) > 2 * loop_watch.MOST_S
     assert max(hold.held_s for hold in meter.holds_in(tmp_path / "root")) > MOST_S / 2
+
+
+def test_percentiles_are_of_the_nearest_rank(meter: ModuleType) -> None:
+    values = [float(n) for n in range(1000, 0, -1)]
+    found = [meter.percentile(values, share) for share in (0.5, 0.99, 0.999, 1.0)]
+    assert found == [500, 990, 999, 1000]
+    assert meter.percentile([], 0.5) == 0
+
+
+def test_the_table_of_ticks_tells_a_busy_machine_from_a_busy_keeper(
+    fleet: ModuleType, meter: ModuleType, tmp_path: Path
+) -> None:
+    ticks = [(10.0, 0.2, 0.01), (11.0, 0.001, 0.5), (30.0, 0.06, 0.07), (31.0, -0.002, 0.0)]
+    whole = b"".join(struct.pack("ddd", *tick) for tick in ticks)
+    (tmp_path / "1.ticks").write_bytes(whole + b"cut short")
+    measured = meter.Meter()
+    measured.found = [meter.Usage("a save", wall_s=5.0, ended_s=12.0)]
+    shown = fleet.shown_ticks(measured, meter.ticks_in(tmp_path)).splitlines()
+    assert [cell.strip() for cell in shown[-2].split("|")[1:-1]] == [
+        *("a save", "2", "1.0", "200.0", "200.0", "200.0", "1"),
+        *("1.0", "10.0", "10.0", "10.0", "0"),
+    ]
+    assert [cell.strip() for cell in shown[-1].split("|")[2:8:5]] == ["4", "2"]
 
 
 LARGE = ("--hosts", "64", "--real", "64", "--leaves", "3000", "--saves", "0", "--parity", "0")

@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from holdfast import Every
-from holdfast.capture.handles import DURABLE, SaveHandle
+from holdfast.capture.handles import DURABLE, PendingHandles, SaveHandle
 from holdfast.capture.pending_saves import PendingSaves
 from holdfast.capture.session import KeeperSession
 from holdfast.errors import HoldfastError, KeeperError, SnapshotSkipped
@@ -35,7 +35,7 @@ class Saver:
         self.losses, self._is_lost, self.taken = losses, is_lost, 0
 
     def save(self, step: int, *, durable: bool, **_: object) -> SaveHandle:
-        handle = SaveHandle(step, durable=durable, explain=str, parity=0)
+        self.last = handle = SaveHandle(step, durable=durable, explain=str, parity=0)
         self.taken += 1
         self.previous_was_lost = self.taken <= self.losses and self._is_lost
         if self.taken <= self.losses:
@@ -46,6 +46,9 @@ class Saver:
 
     def previous_was_skipped(self) -> bool:
         return False
+
+    def unpaid(self) -> list[SaveHandle]:
+        return [self.last] if self.last.state != DURABLE else []
 
     def end_capture(self, *, timeout_s: float) -> bool:
         return True
@@ -77,6 +80,55 @@ def test_a_last_save_that_came_to_nothing_by_itself_is_told_and_not_repeated() -
     with pytest.raises(SnapshotSkipped, match="out of reach"):
         close(saver)
     assert saver.taken == 1
+
+
+class FoundWhole(Saver):
+    """Its first save is missed, and the next keeper finds all of it and makes it durable."""
+
+    def previous_was_skipped(self) -> bool:
+        return self.taken == 1
+
+    def unpaid(self) -> list[SaveHandle]:
+        return []
+
+    def decline(self, step: int, durable: bool, error: Exception, handle: object) -> SaveHandle:
+        declined = SaveHandle(step, durable=durable, explain=str)
+        declined.fail(SnapshotSkipped(str(error)), captured=False)
+        return declined
+
+
+@pytest.mark.parametrize("is_declined", [False, True])
+def test_at_the_end_what_the_next_keeper_found_is_not_saved_again_but_a_later_step_that_was_due_is(
+    is_declined: bool,
+) -> None:
+    saver: Any = FoundWhole(1)
+    pending = PendingSaves(saver, Pace(), is_alone=True)
+    pending.save(20, durable=True, exact=False)
+    if is_declined:
+        pending.decline(21, durable=True, error=ValueError("no state"))
+    pending.keep(
+        lambda step, *, durable: pending.save(step, durable=durable, exact=True),
+        timeout_s=60.0,
+        is_newest_promised=False,
+    )
+    assert saver.taken == (2 if is_declined else 1)
+
+
+def test_a_save_that_repeats_a_missed_one_fulfils_all_that_the_missed_one_was_to_fulfil() -> None:
+    handles = PendingHandles()
+    due, asked, again = (SaveHandle(n, durable=True, explain=str) for n in (1, 2, 2))
+    fleeting = SaveHandle(2, durable=False, explain=str)
+    handles.add(1, [due])
+    handles.add(2, [asked, *handles.unpaid(1)])
+    handles.join(2, fleeting)
+    handles.join(2, again)
+    handles.fail(2, SnapshotSkipped("missed"), captured=False)
+    last = SaveHandle(3, durable=True, explain=str)
+    handles.add(3, [last, *handles.unpaid(2)])
+    handles.durable(3)
+    told = [(one.state, one.step) for one in (due, asked, again, last)]
+    assert told == [("durable", 3)] * 4
+    assert (fleeting.state, fleeting.step) == ("failed", 2)
 
 
 @pytest.mark.parametrize("every", [1, 1000], ids=["due at each step", "due by itself"])

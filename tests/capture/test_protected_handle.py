@@ -115,7 +115,6 @@ def test_what_is_told_late_of_a_step_says_nothing_of_a_save_that_went_on_to_anot
     missed = rank.save(1, durable=True)
     rank.hear(m.Aborted(step=1, attempt="a1", reason="the keeper went away", is_lost=True))
     assert missed.state == "failed"
-    missed.renew()
     rank.promises.add(2, [missed])
     rank.hear(m.Aborted(step=1, attempt="a1", reason="its image was not reported"))
     assert missed.state == "pending"

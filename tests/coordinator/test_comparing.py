@@ -24,7 +24,7 @@ def seal(keeper: Keeper, rank: int, attempt: str, *sums: bytes) -> Actions:
     message = m.Captured(
         attempt=attempt, image_bytes=size, header_xxh3="h", table_xxh3="t", sums=sums
     )
-    return keeper.c.captured(rank, message, 0.0)
+    return keeper.c.lifecycle.captured(rank, message, 0.0)
 
 
 def capture(keeper: Keeper, step: int, told_by: Sequence[Sequence[bytes]]) -> Actions:
@@ -40,7 +40,7 @@ def part(keeper: Keeper, step: int) -> tuple[int, int | None] | None:
     """Which part the ranks are to compare; the attempt comes to nothing."""
     attempt = granted(keeper.ask_all(step))
     found = keeper.c.replica_check.part(attempt)
-    keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="only asked"))
+    keeper.c.lifecycle.abort_capture(0, m.AbortCapture(attempt=attempt, reason="only asked"))
     return found
 
 
@@ -71,12 +71,12 @@ def test_an_attempt_that_came_to_nothing_is_not_compared() -> None:
     keeper = Keeper(2)
     attempt = granted(keeper.ask_all(5))
     seal(keeper, 0, attempt, ALIKE)
-    aborted = keeper.c.abort_capture(
+    aborted = keeper.c.lifecycle.abort_capture(
         1, m.AbortCapture(attempt=attempt, reason="overtaken", leaf="w")
     )
     assert not told(aborted, m.ReplicaDifferences)
     assert keeper.c.replica_check.part(attempt) is None  # nor is it kept
-    assert keeper.c.captured(1, _late(attempt), 0.0) == []
+    assert keeper.c.lifecycle.captured(1, _late(attempt), 0.0) == []
     # Neither is what it told compared with the next attempt at the same step.
     assert not told(capture(keeper, 5, [[b"else"], [b"else"]]), m.ReplicaDifferences)
 
@@ -181,7 +181,7 @@ def test_where_it_is_not_known_who_holds_alike_the_save_is_made_and_why_is_said_
         keeper.begin(2, 2)
         keeper.c.adopt(0.0)
         assert of(keeper.ask_all(7), Warn)
-        keeper.c.abort_capture(
+        keeper.c.lifecycle.abort_capture(
             0, m.AbortCapture(attempt=next(iter(keeper.c.attempts)), reason="enough")
         )
     assert part(keeper, 8) is not None

@@ -44,8 +44,8 @@ def test_a_step_is_granted_when_every_rank_has_asked_and_every_slot_is_there() -
     actions = keeper.ask(1, 5)
     first, second = of(actions, AllocateSlots)
     assert not of(actions, GrantSlot)
-    assert keeper.c.allocated(first.slot) == []
-    given = of(keeper.c.allocated(second.slot), GrantSlot)
+    assert keeper.c.lifecycle.allocated(first.slot) == []
+    given = of(keeper.c.lifecycle.allocated(second.slot), GrantSlot)
     assert [(give.slot, give.rank) for give in given] == [(first.slot, 0), (second.slot, 1)]
 
 
@@ -321,14 +321,14 @@ def test_slots_that_a_rank_never_lets_go_are_not_replaced_without_end() -> None:
         reasons |= {skip.reason for skip in told(actions, m.Skip)}
         for attempt in {give.attempt for give in of(actions, GrantSlot)}:
             given_up = m.AbortCapture(attempt=attempt, reason="its GPU hangs", has_stopped=False)
-            keeper.c.abort_capture(0, given_up)
+            keeper.c.lifecycle.abort_capture(0, given_up)
             stopped = m.Captured(attempt=attempt, image_bytes=1, header_xxh3="h", table_xxh3="t")
-            keeper.c.captured(1, stopped, 0.0)
+            keeper.c.lifecycle.captured(1, stopped, 0.0)
     assert len(keeper.c.slots) <= 2 * keeper.world * keeper.c.slots.per_image
     (reason,) = reasons
     assert "may still be written to by ranks [0]" in reason
     for slot in keeper.c.slots.quarantined():  # its process ended
-        keeper.c.writer_gone(slot.id)
+        keeper.c.lifecycle.writer_gone(slot.id)
     assert keeper.capture(200)
 
 
@@ -442,10 +442,10 @@ def test_who_stops_waiting_for_another_step_or_has_sealed_ends_nothing() -> None
 def test_a_layout_that_the_arena_has_no_room_for_ends_its_attempt_and_is_told_again() -> None:
     keeper = Keeper()
     held = keeper.capture(0)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     keeper.ask(0, 1, dtype="BF16", durable=True)
     (keep,) = of(keeper.ask(1, 1, dtype="BF16"), StoreLayout)
-    actions = keeper.c.layout_not_stored(keep.hash, "no room for the layout")
+    actions = keeper.c.lifecycle.layout_not_stored(keep.hash, "no room for the layout")
     (aborted,) = told(actions, m.Aborted)
     assert (aborted.step, aborted.reason) == (1, "no room for the layout")
     assert of(actions, AbortPersist) == [AbortPersist(aborted.attempt)]
@@ -465,7 +465,7 @@ def test_who_still_copies_under_a_layout_that_was_lost_keeps_its_slot_from_other
     copied = keeper.c.attempts[attempt].slots[0]
     keeper.c.join(1, keeper.writer(1))  # it lost its line, and has to be told the layout again
     (keep,) = of(keeper.ask_all(6), StoreLayout)
-    actions = keeper.c.layout_not_stored(keep.hash, "no room for the layout")
+    actions = keeper.c.lifecycle.layout_not_stored(keep.hash, "no room for the layout")
     assert {aborted.step for aborted in told(actions, m.Aborted)} == {5, 6}
     assert keeper.states() == ["free"] * 3 + ["quarantined"]
     assert keeper.c.slots[copied].state == "quarantined"
@@ -476,7 +476,7 @@ def test_a_capture_under_another_layout_goes_on_when_one_cannot_be_kept() -> Non
     attempt = granted(keeper.ask_all(5))
     keeper.ask(0, 6, dtype="BF16")
     (keep,) = of(keeper.ask(1, 6, dtype="BF16"), StoreLayout)
-    (aborted,) = told(keeper.c.layout_not_stored(keep.hash, "no room"), m.Aborted)
+    (aborted,) = told(keeper.c.lifecycle.layout_not_stored(keep.hash, "no room"), m.Aborted)
     assert aborted.step == 6
     keeper.seal(0, attempt)
     assert told(keeper.seal(1, attempt), m.Complete)
@@ -505,7 +505,7 @@ def test_a_seal_of_another_size_than_agreed_ends_the_attempt() -> None:
     keeper = Keeper()
     attempt = granted(keeper.ask_all(5))
     seal = m.Captured(attempt=attempt, image_bytes=5, header_xxh3="h", table_xxh3="t")
-    (aborted,) = told(keeper.c.captured(0, seal, 0.0), m.Aborted)
+    (aborted,) = told(keeper.c.lifecycle.captured(0, seal, 0.0), m.Aborted)
     assert "rank 0 sealed 5 bytes" in aborted.reason
     # It says itself that it is done; the other is not known to have stopped.
     assert keeper.states() == ["free", "quarantined"]
@@ -516,7 +516,7 @@ def test_what_a_rank_says_again_of_its_sealed_image_changes_nothing() -> None:
     attempt = granted(keeper.ask_all(5))
     keeper.seal(0, attempt)
     again = m.Captured(attempt=attempt, image_bytes=5, header_xxh3="other", table_xxh3="other")
-    assert keeper.c.captured(0, again, 0.0) == []
+    assert keeper.c.lifecycle.captured(0, again, 0.0) == []
     assert told(keeper.seal(1, attempt), m.Complete)
     slot = keeper.c.slots[keeper.c.attempts[attempt].slots[0]]
     assert (slot.header_xxh3, slot.table_xxh3) == ("h", "t")
@@ -527,7 +527,7 @@ def test_what_one_rank_gives_up_comes_to_nothing_on_all() -> None:
     attempt = granted(keeper.ask_all(5))
     keeper.seal(0, attempt)
     message = m.AbortCapture(attempt=attempt, reason="it moved", leaf="model.w")
-    actions = keeper.c.abort_capture(1, message)
+    actions = keeper.c.lifecycle.abort_capture(1, message)
     (aborted,) = told(actions, m.Aborted)
     assert (aborted.reason, aborted.overtaken, aborted.leaf) == ("it moved", True, "model.w")
     (note,) = of(actions, ReportOutcome)
@@ -540,16 +540,16 @@ def test_what_one_rank_gives_up_comes_to_nothing_on_all() -> None:
 def test_a_slot_whose_writer_may_live_is_free_when_that_one_says_so_or_is_dead() -> None:
     keeper = Keeper(3)
     attempt = granted(keeper.ask_all(5))
-    keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="no"))
+    keeper.c.lifecycle.abort_capture(0, m.AbortCapture(attempt=attempt, reason="no"))
     assert keeper.states() == ["free", "quarantined", "quarantined"]
     kept = {slot.rank: slot for slot in keeper.c.slots.values() if slot.state == "quarantined"}
     assert kept[1].writer == keeper.writer(1)
-    keeper.c.abort_capture(2, m.AbortCapture(attempt="another", reason="no"))
+    keeper.c.lifecycle.abort_capture(2, m.AbortCapture(attempt="another", reason="no"))
     assert kept[2].state == "quarantined"
     late = m.Captured(attempt=attempt, image_bytes=1, header_xxh3="h", table_xxh3="t")
-    assert keeper.c.captured(2, late, 0.0) == []
+    assert keeper.c.lifecycle.captured(2, late, 0.0) == []
     assert (kept[1].state, kept[2].state) == ("quarantined", "free")
-    keeper.c.writer_gone(kept[1].id)
+    keeper.c.lifecycle.writer_gone(kept[1].id)
     assert keeper.states() == ["free", "free", "free"]
 
 
@@ -557,10 +557,12 @@ def test_the_death_of_a_writer_that_had_stopped_takes_the_slot_from_nobody() -> 
     keeper = Keeper(1)
     attempt = granted(keeper.ask_all(5))
     (slot_id,) = keeper.slots(attempt)
-    keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="it moved", has_stopped=True))
+    keeper.c.lifecycle.abort_capture(
+        0, m.AbortCapture(attempt=attempt, reason="it moved", has_stopped=True)
+    )
     again = granted(keeper.ask_all(6))
     assert keeper.slots(again) == {slot_id}
-    keeper.c.writer_gone(slot_id)
+    keeper.c.lifecycle.writer_gone(slot_id)
     assert keeper.c.slots[slot_id].state == "granted"
     assert told(keeper.seal(0, again), m.Complete)
 

@@ -32,7 +32,7 @@ def test_an_image_is_written_as_soon_as_its_slot_is_granted() -> None:
     assert started(actions) == [granted(actions)]
     for rank in range(2):
         keeper.seal(rank, granted(actions))
-    assert durable(keeper.c.persisted(granted(actions))) == [5]
+    assert durable(keeper.c.lifecycle.persisted(granted(actions))) == [5]
     assert not keeper.c.is_busy()
 
 
@@ -50,7 +50,7 @@ def test_an_image_being_written_keeps_its_slot() -> None:
     for step in range(1, 9):
         attempt = keeper.capture(step)
         assert keeper.slots(attempt).isdisjoint(keeper.slots(busy))
-    keeper.c.persisted(busy)
+    keeper.c.lifecycle.persisted(busy)
     keeper.capture(9)
     keeper.capture(10)
     assert busy not in keeper.c.attempts
@@ -62,7 +62,7 @@ def test_what_comes_to_nothing_leaves_no_trace_in_storage_and_is_owed() -> None:
     actions = keeper.c.lost(1)
     assert [a.attempt for a in of(actions, AbortPersist)] == [attempt]
     assert told(actions, m.Aborted)
-    assert keeper.c.persist_failed(attempt, "aborted") == []
+    assert keeper.c.lifecycle.persist_failed(attempt, "aborted") == []
     keeper.c.join(1, keeper.writer(1))
     assert started(keeper.ask_all(6))
 
@@ -77,10 +77,10 @@ def test_due_saves_wait_while_storage_is_busy_and_the_newest_stands_for_them() -
         assert started(keeper.ask_all(step, durable=True)) == []
         keeper.seal(0, list(keeper.c.attempts)[-1])
     newest = keeper.capture(25)
-    actions = keeper.c.persisted(first)
+    actions = keeper.c.lifecycle.persisted(first)
     assert durable(actions) == [0]
     assert started(actions) == [newest]
-    assert durable(keeper.c.persisted(newest)) == [25]
+    assert durable(keeper.c.lifecycle.persisted(newest)) == [25]
     assert not keeper.c.durability.is_requested
 
 
@@ -92,7 +92,7 @@ def test_an_exact_save_does_not_wait_for_storage_and_stands_for_those_before() -
     attempt = granted(actions)
     assert started(actions) == [attempt]
     keeper.seal(0, attempt)
-    assert durable(keeper.c.persisted(attempt)) == [20]
+    assert durable(keeper.c.lifecycle.persisted(attempt)) == [20]
 
 
 def test_a_save_that_stood_for_others_owes_them_when_it_comes_to_nothing() -> None:
@@ -100,26 +100,26 @@ def test_a_save_that_stood_for_others_owes_them_when_it_comes_to_nothing() -> No
     first = keeper.capture(0, durable=True)
     keeper.capture(10, durable=True)
     attempt = granted(keeper.ask_all(20, durable=True, exact=True))
-    keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="no"))
-    actions = keeper.c.persisted(first)
+    keeper.c.lifecycle.abort_capture(0, m.AbortCapture(attempt=attempt, reason="no"))
+    actions = keeper.c.lifecycle.persisted(first)
     (second,) = started(actions)
-    assert durable(keeper.c.persisted(second)) == [10]
+    assert durable(keeper.c.lifecycle.persisted(second)) == [10]
 
 
 def test_what_is_owed_starts_when_its_own_capture_is_done_after_storage_was() -> None:
     keeper = Keeper(1)
     first = keeper.capture(0, durable=True)
     attempt = granted(keeper.ask_all(10, durable=True))
-    assert started(keeper.c.persisted(first)) == []
+    assert started(keeper.c.lifecycle.persisted(first)) == []
     assert started(keeper.seal(0, attempt)) == [attempt]
-    assert durable(keeper.c.persisted(attempt)) == [10]
+    assert durable(keeper.c.lifecycle.persisted(attempt)) == [10]
 
 
 def test_what_is_owed_starts_also_when_the_save_before_it_failed() -> None:
     keeper = Keeper(1)
     first = keeper.capture(0, durable=True)
     second = keeper.capture(10, durable=True)
-    actions = keeper.c.persist_failed(first, "disk full")
+    actions = keeper.c.lifecycle.persist_failed(first, "disk full")
     assert [(n.step, n.reason) for n in told(actions, m.NotDurable)] == [(0, "disk full")]
     assert started(actions) == [second]
 
@@ -129,8 +129,8 @@ def test_a_failed_save_tells_all_it_stood_for_and_is_not_tried_again_by_itself()
     first = keeper.capture(0, durable=True)
     keeper.capture(10, durable=True)
     keeper.capture(11)
-    (newest,) = started(keeper.c.persisted(first))
-    (failed,) = told(keeper.c.persist_failed(newest, "disk full"), m.NotDurable)
+    (newest,) = started(keeper.c.lifecycle.persisted(first))
+    (failed,) = told(keeper.c.lifecycle.persist_failed(newest, "disk full"), m.NotDurable)
     assert (failed.step, failed.since) == (11, 0)
     assert keeper.c.tick(1.0) == []
     actions = keeper.ask_all(12)
@@ -161,7 +161,7 @@ def test_an_exact_save_waits_until_one_is_free() -> None:
     assert not told(actions, m.Skip)
     assert keeper.c.explain(3) == NO_SLOT
     assert keeper.c.tick(10.0 + GRANT_S) == []
-    actions = keeper.c.persisted(busy[0])
+    actions = keeper.c.lifecycle.persisted(busy[0])
     assert started(actions) == [granted(actions)]
     assert keeper.c.tick(10.1 + GRANT_S) == []
 
@@ -172,7 +172,7 @@ def test_an_exact_save_does_not_wait_for_ever() -> None:
     keeper.ask_all(3, durable=True, exact=True, now_s=10.0)
     (skip,) = told(keeper.c.tick(10.1 + GRANT_S), m.Skip)
     assert (skip.step, skip.reason) == (3, NO_SLOT)
-    assert not of(keeper.c.persisted(busy[0]), GrantSlot)
+    assert not of(keeper.c.lifecycle.persisted(busy[0]), GrantSlot)
 
 
 def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> None:
@@ -184,7 +184,7 @@ def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> N
         (skip,) = told(actions, m.Skip)
         assert skip.step == 3
         assert "rank 1" in skip.reason
-        assert not of(keeper.c.persisted(busy[0]), GrantSlot)
+        assert not of(keeper.c.lifecycle.persisted(busy[0]), GrantSlot)
 
 
 def test_an_exact_save_does_not_wait_once_a_rank_has_closed() -> None:
@@ -194,7 +194,7 @@ def test_an_exact_save_does_not_wait_once_a_rank_has_closed() -> None:
     (skip,) = told(keeper.c.leaving(1), m.Skip)
     assert (skip.step, skip.is_passing) == (3, False)
     assert "ranks [1] have closed" in skip.reason
-    assert not of(keeper.c.persisted(busy[0]), GrantSlot)
+    assert not of(keeper.c.lifecycle.persisted(busy[0]), GrantSlot)
 
 
 # ── asked for afterwards ─────────────────────────────────────────────────────────────────────
@@ -203,32 +203,32 @@ def test_an_exact_save_does_not_wait_once_a_rank_has_closed() -> None:
 def test_a_captured_step_is_made_durable_after_all() -> None:
     keeper = Keeper(1)
     attempt = keeper.capture(5)
-    assert started(keeper.c.make_durable(5)) == [attempt]
-    assert keeper.c.make_durable(5) == []
-    assert durable(keeper.c.persisted(attempt)) == [5]
+    assert started(keeper.c.durability.make_durable(5)) == [attempt]
+    assert keeper.c.durability.make_durable(5) == []
+    assert durable(keeper.c.lifecycle.persisted(attempt)) == [5]
 
 
 def test_a_step_being_captured_is_made_durable_with_the_rest_of_it() -> None:
     keeper = Keeper(1)
     keeper.has_memory = False
     (slot,) = of(keeper.ask_all(5), AllocateSlots)
-    assert keeper.c.make_durable(5) == []
-    assert started(keeper.c.allocated(slot.slot))
+    assert keeper.c.durability.make_durable(5) == []
+    assert started(keeper.c.lifecycle.allocated(slot.slot))
     other = Keeper(1)
     attempt = granted(other.ask_all(5))
-    assert started(other.c.make_durable(5)) == [attempt]
+    assert started(other.c.durability.make_durable(5)) == [attempt]
 
 
 def test_who_asks_for_what_is_durable_already_is_told_so() -> None:
     keeper = Keeper(1)
     attempt = keeper.capture(5, durable=True)
-    keeper.c.persisted(attempt)
-    assert durable(keeper.c.make_durable(5)) == [5]
+    keeper.c.lifecycle.persisted(attempt)
+    assert durable(keeper.c.durability.make_durable(5)) == [5]
 
 
 def test_what_is_no_longer_in_memory_cannot_be_made_durable_and_the_next_step_is() -> None:
     keeper = Keeper(1)
-    (failed,) = told(keeper.c.make_durable(4), m.NotDurable)
+    (failed,) = told(keeper.c.durability.make_durable(4), m.NotDurable)
     assert failed.step == 4
     actions = keeper.ask_all(5)
     assert started(actions) == [granted(actions)]
@@ -240,15 +240,15 @@ def test_what_is_no_longer_in_memory_cannot_be_made_durable_and_the_next_step_is
 def test_at_the_end_the_newest_is_made_durable_unless_it_is() -> None:
     keeper = Keeper(1)
     assert keeper.c.durability.not_durable() == ""
-    assert keeper.c.persist_newest() == []
+    assert keeper.c.durability.start_newest() == []
     attempt = keeper.capture(5)
     assert keeper.c.durability.not_durable() == attempt
-    assert started(keeper.c.persist_newest()) == [attempt]
-    assert keeper.c.persist_newest() == []
-    keeper.c.persist_failed(attempt, "disk full")
+    assert started(keeper.c.durability.start_newest()) == [attempt]
+    assert keeper.c.durability.start_newest() == []
+    keeper.c.lifecycle.persist_failed(attempt, "disk full")
     assert keeper.c.durability.not_durable() == attempt
-    assert started(keeper.c.persist_newest()) == [attempt]
-    keeper.c.persisted(attempt)
+    assert started(keeper.c.durability.start_newest()) == [attempt]
+    keeper.c.lifecycle.persisted(attempt)
     assert keeper.c.durability.not_durable() == ""
 
 
@@ -259,9 +259,9 @@ def test_what_an_earlier_incarnation_made_durable_is_not_told_under_the_same_ste
         keeper.begin(2, 1)
         keeper.c.adopt(0.0)
         if ends == "persisted":
-            actions = keeper.c.persisted(attempt)
+            actions = keeper.c.lifecycle.persisted(attempt)
         else:
-            actions = keeper.c.persist_failed(attempt, "disk full")
+            actions = keeper.c.lifecycle.persist_failed(attempt, "disk full")
         assert not of(actions, SendMessage)
         assert not keeper.c.is_busy()
 
@@ -272,9 +272,9 @@ def test_a_new_incarnation_owes_nothing_of_the_old_one() -> None:
     keeper.capture(10, durable=True)
     keeper.begin(2, 1)
     keeper.c.adopt(0.0)
-    assert started(keeper.c.persisted(first)) == []
+    assert started(keeper.c.lifecycle.persisted(first)) == []
     attempt = keeper.capture(10, durable=True)
-    assert durable(keeper.c.persisted(attempt)) == [10]
+    assert durable(keeper.c.lifecycle.persisted(attempt)) == [10]
 
 
 def test_what_an_earlier_incarnation_captured_does_not_stand_for_saves_of_this_one() -> None:
@@ -284,9 +284,9 @@ def test_what_an_earlier_incarnation_captured_does_not_stand_for_saves_of_this_o
     keeper.begin(2, 1)
     keeper.c.adopt(0.0)
     attempt = granted(keeper.ask_all(10, durable=True))
-    assert started(keeper.c.persist_failed(busy, "disk full")) == []
+    assert started(keeper.c.lifecycle.persist_failed(busy, "disk full")) == []
     assert started(keeper.seal(0, attempt)) == [attempt]
-    assert durable(keeper.c.persisted(attempt)) == [10]
+    assert durable(keeper.c.lifecycle.persisted(attempt)) == [10]
 
 
 def test_what_is_made_durable_at_the_end_stands_only_for_saves_of_its_own_incarnation() -> None:
@@ -296,9 +296,9 @@ def test_what_is_made_durable_at_the_end_stands_only_for_saves_of_its_own_incarn
     keeper.begin(2, 1)
     keeper.c.adopt(0.0)
     granted(keeper.ask_all(10, durable=True))
-    assert started(keeper.c.persist_newest()) == [newest]
-    keeper.c.persisted(busy)
-    assert durable(keeper.c.persisted(newest)) == []
+    assert started(keeper.c.durability.start_newest()) == [newest]
+    keeper.c.lifecycle.persisted(busy)
+    assert durable(keeper.c.lifecycle.persisted(newest)) == []
     assert keeper.c.durability.is_requested  # it is owed still
 
 
@@ -306,7 +306,7 @@ def test_a_capture_that_is_late_is_owed_like_any_other() -> None:
     keeper = Keeper(1)
     granted(keeper.ask_all(5, durable=True))
     assert told(keeper.c.tick(CAPTURE_S + 1), m.Aborted)
-    keeper.c.writer_gone(0)
+    keeper.c.lifecycle.writer_gone(0)
     assert started(keeper.ask_all(6))
 
 
@@ -320,15 +320,15 @@ def test_an_image_that_is_damaged_while_it_is_written_is_lost_when_that_is_over(
         newest = keeper.capture(2, durable=True)
         slots = keeper.slots(newest)
         for slot in slots:
-            assert keeper.c.image_lost(slot, newest) == []
+            assert keeper.c.lifecycle.image_lost(slot, newest) == []
         assert keeper.c.attempts.newest == newest
         assert all(keeper.c.slots.is_retained(keeper.c.slots[slot]) for slot in slots), (
             "they are read"
         )
         if ended == "persisted":
-            keeper.c.persisted(newest)
+            keeper.c.lifecycle.persisted(newest)
         else:
-            keeper.c.persist_failed(newest, "it is damaged")
+            keeper.c.lifecycle.persist_failed(newest, "it is damaged")
         assert keeper.c.attempts.newest == older and newest not in keeper.c.attempts
         assert {keeper.c.slots[slot].state for slot in slots} == {"free"}
         assert keeper.slots(keeper.capture(3)).isdisjoint(keeper.slots(older))
@@ -340,11 +340,11 @@ def test_an_image_that_is_damaged_before_the_others_are_captured_ends_the_attemp
     attempt = granted(keeper.ask_all(2))
     keeper.seal(1, attempt)
     slot = keeper.c.attempts[attempt].slots[1]
-    (aborted,) = told(keeper.c.image_lost(slot, attempt), m.Aborted)
+    (aborted,) = told(keeper.c.lifecycle.image_lost(slot, attempt), m.Aborted)
     assert aborted.reason == "the image of rank 1 changed in memory by itself"
     assert keeper.c.slots[slot].state == "free"
     assert attempt not in keeper.c.attempts and keeper.c.attempts.newest == older
-    assert keeper.c.image_lost(slot, attempt) == []
+    assert keeper.c.lifecycle.image_lost(slot, attempt) == []
 
 
 # ── through rings ────────────────────────────────────────────────────────────────────────────
@@ -355,7 +355,7 @@ def without_room(keeper: Keeper, step: int) -> Actions:
     keeper.has_memory = False
     actions = keeper.ask_all(step, durable=True, exact=True)
     for slot in of(actions, AllocateSlots):
-        actions = keeper.c.allocation_failed(slot.slot, "too small")
+        actions = keeper.c.lifecycle.allocation_failed(slot.slot, "too small")
     return actions
 
 
@@ -363,7 +363,9 @@ def made(keeper: Keeper, actions: Actions) -> str:
     """The rings that these actions ask for are there: the attempt that is granted."""
     (rings,) = of(actions, AllocateRings)
     return granted(
-        keeper.c.rings_made({n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in rings.needs})
+        keeper.c.lifecycle.rings_made(
+            {n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in rings.needs}
+        )
     )
 
 
@@ -372,17 +374,19 @@ def test_what_passed_through_a_ring_is_durable_and_no_longer_in_memory() -> None
     attempt = made(keeper, without_room(keeper, 5))
     keeper.seal(0, attempt)
     assert "no memory keeps it" in keeper.c.explain(5) and keeper.c.is_busy()
-    assert durable(keeper.c.persisted(attempt)) == [5]
+    assert durable(keeper.c.lifecycle.persisted(attempt)) == [5]
     assert attempt not in keeper.c.attempts and not keeper.c.is_whole(5)
-    assert durable(keeper.c.make_durable(5)) == [5], "it is, though memory has it no more"
-    assert told(keeper.c.make_durable(4), m.NotDurable)
+    assert durable(keeper.c.durability.make_durable(5)) == [5], (
+        "it is, though memory has it no more"
+    )
+    assert told(keeper.c.durability.make_durable(4), m.NotDurable)
 
 
 def test_a_capture_through_a_ring_is_late_only_when_storage_takes_nothing_more() -> None:
     keeper = Keeper(1)
     attempt = made(keeper, without_room(keeper, 5))
-    keeper.c.ring_progressed("another", 10.0)
-    keeper.c.ring_progressed(attempt, 10.0)
+    keeper.c.lifecycle.ring_progressed("another", 10.0)
+    keeper.c.lifecycle.ring_progressed(attempt, 10.0)
     assert not told(keeper.c.tick(10.0 + CAPTURE_S), m.Aborted)
     (aborted,) = told(keeper.c.tick(10.1 + CAPTURE_S), m.Aborted)
     assert aborted.attempt == attempt
@@ -394,6 +398,6 @@ def test_of_two_saves_through_rings_the_newer_counts_whichever_storage_finishes_
     older, newer = (made(keeper, actions) for actions in asked)
     for attempt in (older, newer):
         keeper.seal(0, attempt)
-    assert durable(keeper.c.persisted(newer)) == [6]
-    assert durable(keeper.c.persisted(older)) == [5]
-    assert durable(keeper.c.make_durable(6)) == [6]
+    assert durable(keeper.c.lifecycle.persisted(newer)) == [6]
+    assert durable(keeper.c.lifecycle.persisted(older)) == [5]
+    assert durable(keeper.c.durability.make_durable(6)) == [6]

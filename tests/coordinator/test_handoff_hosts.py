@@ -70,7 +70,7 @@ def test_every_rank_is_given_a_slot_of_its_own_host(keeper: OnHosts) -> None:
         attempt = keeper.capture(step)
         slots = keeper.c.attempts[attempt].slots
         assert {rank: host_of(slot) for rank, slot in slots.items()} == HOST
-        keeper.with_memory(keeper.c.preallocate())
+        keeper.with_memory(keeper.c.lifecycle.preallocate())
     counts = [sum(host_of(slot) == host for slot in keeper.c.slots) for host in range(3)]
     assert counts == [6, 3, 3]
 
@@ -88,8 +88,8 @@ def test_no_room_on_one_host_is_no_slot_for_anybody(keeper: OnHosts) -> None:
     needed = of(keeper.ask_all(1), AllocateSlots)
     by_host = {host_of(each.slot): each.slot for each in needed}
     assert by_host.keys() == {0, 1, 2}
-    keeper.c.allocated(by_host[0])
-    actions = keeper.c.allocation_failed(by_host[1], "on host b: too small")
+    keeper.c.lifecycle.allocated(by_host[0])
+    actions = keeper.c.lifecycle.allocation_failed(by_host[1], "on host b: too small")
     assert not of(actions, GrantSlot)
     (aborted,) = told(actions, m.Aborted)
     assert "on host b" in aborted.reason
@@ -103,14 +103,14 @@ def granted_rings(keeper: OnHosts, step: int) -> list[Action]:
     actions: list[Action] = []
     for each in made:
         if host_of(each.slot) == 2:
-            actions += keeper.c.allocation_failed(each.slot, "on host c: too small")
+            actions += keeper.c.lifecycle.allocation_failed(each.slot, "on host c: too small")
         else:
-            actions += keeper.c.allocated(each.slot)
+            actions += keeper.c.lifecycle.allocated(each.slot)
     rings = [action for action in actions if isinstance(action, AllocateRings)]
     assert sorted(host_of(ring.needs[0].slot) for ring in rings) == [0, 1, 2]
     assert {host_of(n.slot) for ring in rings for n in ring.needs} == {0, 1, 2}
     for ring in rings:
-        last = keeper.c.rings_made(
+        last = keeper.c.lifecycle.rings_made(
             {n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in ring.needs}
         )
     return last
@@ -128,10 +128,10 @@ def test_it_is_durable_before_old_ones_are_pruned_and_the_next_one_waits_for_tha
     attempt = granted(granted_rings(keeper, 1))
     for rank in HOST:
         keeper.seal(rank, attempt)
-    (durable,) = told(keeper.c.persisted(attempt), m.Durable)
+    (durable,) = told(keeper.c.lifecycle.persisted(attempt), m.Durable)
     assert durable.step == 1
     assert not of(keeper.ask_all(2, durable=True, exact=True), GrantSlot)
-    assert of(keeper.c.persist_ended(attempt), GrantSlot)
+    assert of(keeper.c.lifecycle.persist_ended(attempt), GrantSlot)
 
 
 # ── a host is lost ───────────────────────────────────────────────────────────────────────────
@@ -166,7 +166,7 @@ def test_nothing_is_complete_while_a_part_of_it_is_out_of_reach(keeper: OnHosts)
     keeper.c.detach(1, "b")
     assert keeper.c.attempts.complete() == []
     assert keeper.c.durability.not_durable() == ""
-    assert not of(keeper.c.make_durable(2), StartPersist)
+    assert not of(keeper.c.durability.make_durable(2), StartPersist)
     assert {part.id for part in keeper.c.attempts.incomplete()} == {first, second}
     keeper.c.attach(1, *held)
     assert [whole.id for whole in keeper.c.attempts.complete()] == [first, second]
@@ -177,17 +177,19 @@ def test_a_host_without_room_for_a_layout_says_so_when_its_ranks_may_be_copying(
     keeper: OnHosts,
 ) -> None:
     keeper.capture(1)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     keeper.c.join(1, keeper.writer(1))  # the layout is told again
     actions = keeper.ask_all(2)
     (kept,), attempt = of(actions, StoreLayout), granted(actions)
     given = keeper.slots(attempt)
-    (aborted,) = told(keeper.c.layout_not_stored(kept.hash, "on host b: no room", 1), m.Aborted)
+    (aborted,) = told(
+        keeper.c.lifecycle.layout_not_stored(kept.hash, "on host b: no room", 1), m.Aborted
+    )
     assert (aborted.attempt, aborted.reason) == (attempt, "on host b: no room")
     assert {keeper.c.slots[slot].state for slot in given} == {"quarantined"}
     assert not given & keeper.slots(granted(keeper.ask_all(3)))
     for rank in range(4):
-        keeper.c.abort_capture(rank, m.AbortCapture(attempt=attempt, reason="given up"))
+        keeper.c.lifecycle.abort_capture(rank, m.AbortCapture(attempt=attempt, reason="given up"))
     assert {keeper.c.slots[slot].state for slot in given} == {"free"}
 
 
@@ -196,8 +198,8 @@ def test_a_host_without_room_for_a_layout_frees_slots_nobody_was_told_of(keeper:
     actions = keeper.ask_all(1)
     (kept,) = of(actions, StoreLayout)
     first, *others = [made.slot for made in of(actions, AllocateSlots)]
-    keeper.c.allocated(first)
-    assert told(keeper.c.layout_not_stored(kept.hash, "on host b: no room", 1), m.Aborted)
+    keeper.c.lifecycle.allocated(first)
+    assert told(keeper.c.lifecycle.layout_not_stored(kept.hash, "on host b: no room", 1), m.Aborted)
     assert keeper.c.slots[first].state == "free"
     assert all(keeper.c.slots[other].is_spare for other in others)
 
@@ -210,7 +212,7 @@ def test_what_a_host_has_lost_is_given_up_when_captures_go_on(keeper: OnHosts) -
     keeper.c.join(1, keeper.writer(1))
     for step in (3, 4, 5):
         keeper.capture(step)
-        keeper.with_memory(keeper.c.preallocate())
+        keeper.with_memory(keeper.c.lifecycle.preallocate())
     assert lost not in keeper.c.attempts
     assert keeper.c.attempts.incomplete() == []
     assert min(number_of(id_) for id_ in keeper.c.slots if host_of(id_) == 1) >= 7
@@ -236,7 +238,7 @@ def test_a_checkpoint_whose_receipts_were_all_in_counts_though_a_host_was_lost_s
 ) -> None:
     attempt = keeper.capture(1, durable=True)
     keeper.c.detach(1, "b")
-    (durable,) = told(keeper.c.persisted(attempt), m.Durable)
+    (durable,) = told(keeper.c.lifecycle.persisted(attempt), m.Durable)
     assert durable.step == 1
     assert not keeper.c.is_busy()
 
@@ -250,7 +252,7 @@ def test_a_save_that_waits_for_storage_is_not_waited_for_for_ever_when_a_host_is
     keeper.c.tick(0.0)
     held = keeper.held_by(1)
     keeper.c.detach(1, "b")
-    assert not of(keeper.c.persisted(first), StartPersist), "it is not all in reach"
+    assert not of(keeper.c.lifecycle.persisted(first), StartPersist), "it is not all in reach"
     assert not told(keeper.c.tick(CAPTURE_S), m.NotDurable)
     if returns:
         keeper.c.attach(1, *held)
@@ -381,7 +383,7 @@ def test_a_start_on_one_host_keeps_what_storage_is_still_writing(keeper: OnHosts
     attempt = keeper.capture(1, durable=True)
     keeper.c.begin(2, "00000002", 1)
     assert keeper.c.attempts[attempt].is_incomplete
-    keeper.c.persist_failed(attempt, "a host is gone")
+    keeper.c.lifecycle.persist_failed(attempt, "a host is gone")
     assert not keeper.c.is_busy()
     assert attempt not in keeper.c.attempts
     assert {slot.state for slot in keeper.c.slots.values()} == {"free"}
@@ -393,7 +395,7 @@ def test_on_the_one_host_that_is_left_a_part_outlives_what_storage_makes_of_it(
     attempt = keeper.capture(1, durable=True)
     keeper.c.begin(2, "00000002", 1, (m.HostEntry(id="a", ranks=(0,)),))  # with parity
     assert keeper.c.pin(attempt)
-    keeper.c.persist_failed(attempt, "a host is gone")
+    keeper.c.lifecycle.persist_failed(attempt, "a host is gone")
     assert keeper.c.attempts[attempt].is_incomplete and keeper.c.pin(attempt)
     assert keeper.c.attempts.is_retained(keeper.c.attempts[attempt])
     assert "free" not in {
@@ -406,10 +408,10 @@ def test_an_attempt_is_forgotten_when_storage_has_it_and_nothing_of_it_is_in_rea
 ) -> None:
     slot = Slot(slot_id_of(1, 0), 2 << 20, "captured", "old", 0, 4096)
     keeper.c.attach(1, [slot], [Attempt("old", 1, 0, 1, "layout", slots={0: slot.id})])
-    assert of(keeper.c.persist_newest(), StartPersist)
+    assert of(keeper.c.durability.start_newest(), StartPersist)
     keeper.c.detach(1, "b")
     assert keeper.c.attempts["old"].persisting
-    keeper.c.persisted("old")
+    keeper.c.lifecycle.persisted("old")
     assert "old" not in keeper.c.attempts
 
 
@@ -422,13 +424,13 @@ def test_only_a_part_newer_than_all_that_is_whole_or_durable_is_worth_keeping(
     assert keeper.c.holds_newest_part()
     keeper.c.attach(1, (), (), 7)
     keeper.c.join(1, keeper.writer(1))
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     second = keeper.capture(2, durable=True)
     assert keeper.c.attempts.incomplete()
     assert not keeper.c.holds_newest_part()
     keeper.c.detach(1, "b")
     assert keeper.c.holds_newest_part()  # storage has not taken it yet
-    keeper.c.persisted(second)
+    keeper.c.lifecycle.persisted(second)
     assert not keeper.c.holds_newest_part()
 
 
@@ -444,10 +446,12 @@ def test_no_spare_is_made_on_a_host_whose_slots_could_not_be_made(keeper: OnHost
     attempt = granted(keeper.ask_all(1))
     for rank in range(4):
         keeper.seal(rank, attempt)
-    spares = of(keeper.c.preallocate(), AllocateSlots)
+    spares = of(keeper.c.lifecycle.preallocate(), AllocateSlots)
     on_b = [spare.slot for spare in spares if host_of(spare.slot) == 1]
-    keeper.c.allocation_failed(on_b[0], "full")
-    assert all(host_of(each.slot) != 1 for each in of(keeper.c.preallocate(), AllocateSlots))
+    keeper.c.lifecycle.allocation_failed(on_b[0], "full")
+    assert all(
+        host_of(each.slot) != 1 for each in of(keeper.c.lifecycle.preallocate(), AllocateSlots)
+    )
 
 
 def test_what_loses_an_image_while_it_is_written_is_a_part_when_that_is_over(
@@ -455,8 +459,8 @@ def test_what_loses_an_image_while_it_is_written_is_a_part_when_that_is_over(
 ) -> None:
     attempt = keeper.capture(5, durable=True)
     slot = keeper.c.attempts[attempt].slots[1]
-    keeper.c.image_lost(slot, attempt)
-    keeper.c.persist_failed(attempt, "the image of rank 1 is damaged")
+    keeper.c.lifecycle.image_lost(slot, attempt)
+    keeper.c.lifecycle.persist_failed(attempt, "the image of rank 1 is damaged")
     assert keeper.c.attempts[attempt].lacks() == [1] and keeper.c.slots[slot].state == "free"
     assert keeper.c.attempts.newest is None
 
@@ -466,9 +470,9 @@ def test_an_image_that_was_damaged_on_a_host_that_came_back_meanwhile_is_forgott
 ) -> None:
     attempt = keeper.capture(5, durable=True)
     slot = keeper.c.attempts[attempt].slots[1]
-    keeper.c.image_lost(slot, attempt)
+    keeper.c.lifecycle.image_lost(slot, attempt)
     keeper.c.detach(1, "b")
     keeper.c.attach(1, [Slot(slot, 1 << 20, "free")], ())  # it says itself that it is damaged
     keeper.c.slots[slot].state, keeper.c.slots[slot].attempt = "granted", "another"
-    keeper.c.persist_failed(attempt, "the keeper of b is out of reach")
+    keeper.c.lifecycle.persist_failed(attempt, "the keeper of b is out of reach")
     assert keeper.c.slots[slot].state == "granted"

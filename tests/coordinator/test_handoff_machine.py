@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from holdfast.coordinator.actions import Action
+from holdfast.coordinator.attempt_lifecycle import AttemptLifecycle
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.durability import DurabilityQueue
@@ -532,7 +533,16 @@ def test_a_keeper_that_mixes_ranks_of_different_updates_is_found_out(
     expect_to_be_found_out(Broken)
 
 
-class CallsARingASnapshot(Coordinator):
+def with_lifecycle(broken: type[AttemptLifecycle]) -> type[Coordinator]:
+    class Mistaken(Coordinator):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self.lifecycle.__class__ = broken
+
+    return Mistaken
+
+
+class CallsARingASnapshot(AttemptLifecycle):
     def captured(self, rank: int, seal: m.Captured, now_s: float) -> list[Action]:
         actions = super().captured(rank, seal, now_s)
         attempt = self.attempts.get(seal.attempt)
@@ -541,7 +551,7 @@ class CallsARingASnapshot(Coordinator):
         return actions
 
 
-class PromisesWhatStorageCouldNotTake(Coordinator):
+class PromisesWhatStorageCouldNotTake(AttemptLifecycle):
     def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
         attempt = self.attempts.get(attempt_id)
         if attempt is not None and attempt.phase == "draining":
@@ -549,7 +559,7 @@ class PromisesWhatStorageCouldNotTake(Coordinator):
         return super().persist_failed(attempt_id, reason)
 
 
-class ForgetsAllThatRingsMadeDurable(Coordinator):
+class ForgetsAllThatRingsMadeDurable(AttemptLifecycle):
     def write_broke(self, attempt_id: str, reason: str) -> list[Action]:
         if attempt_id in self.attempts and self.attempts[attempt_id].is_ring:
             del self.attempts[attempt_id]
@@ -560,9 +570,11 @@ class ForgetsAllThatRingsMadeDurable(Coordinator):
     "broken",
     [CallsARingASnapshot, PromisesWhatStorageCouldNotTake, ForgetsAllThatRingsMadeDurable],
 )
-def test_a_keeper_that_is_mistaken_about_rings_is_found_out(broken: type[Coordinator]) -> None:
+def test_a_keeper_that_is_mistaken_about_rings_is_found_out(
+    broken: type[AttemptLifecycle],
+) -> None:
     class Broken(Handoff):
-        coordinator = broken
+        coordinator = with_lifecycle(broken)
 
     expect_to_be_found_out(Broken)
 
@@ -619,7 +631,7 @@ def test_a_keeper_that_forgets_what_was_to_be_durable_is_found_out(
     class Forgetful(Coordinator):
         def __init__(self, **given: Any) -> None:
             super().__init__(**given)
-            self.durability = broken(self.attempts)
+            self.durability = self.lifecycle.durability = broken(self.attempts)
 
     class Broken(Handoff):
         coordinator = Forgetful
@@ -645,14 +657,14 @@ def test_mistakes_about_whose_slots_they_are_are_found_out(broken: type[Slots]) 
     expect_to_be_found_out(Broken)
 
 
-class TakesGrantsThatLeftForUntold(Coordinator):
+class TakesGrantsThatLeftForUntold(AttemptLifecycle):
     def layout_not_stored(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
         return super().layout_not_stored(hash_, reason)
 
 
 def test_a_keeper_that_takes_grants_that_left_for_untold_is_found_out() -> None:
     class Broken(OnSeveralHosts):
-        coordinator = TakesGrantsThatLeftForUntold
+        coordinator = with_lifecycle(TakesGrantsThatLeftForUntold)
 
     expect_to_be_found_out(Broken)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.coordinator.actions import AgreeLayout, AllocateSlots, PlanImages, RemoveSlot
+from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE
 from holdfast.coordinator.attempts import Attempt
-from holdfast.coordinator.coordinator import ONLY_DURABLE, Coordinator
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.layouts import Agreement
 from holdfast.coordinator.slots import BEING_MADE, Slot, SlotWriter
 from holdfast.format.manifest import ImageId
@@ -29,7 +30,7 @@ def test_a_slot_tells_the_image_that_was_found_in_it() -> None:
 def test_the_newest_generation_stays_and_the_oldest_goes_first() -> None:
     keeper = Keeper(1)
     attempts = [keeper.capture(step) for step in range(2)]
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     attempts.append(keeper.capture(2))
     one, two, three = (keeper.slots(attempt) for attempt in attempts)
     assert len(one | two | three) == 3
@@ -47,7 +48,7 @@ def test_what_parity_is_of_stays_however_many_come_after_it() -> None:
     slots = keeper.slots(protected)
     for step in range(1, 6):
         newer = keeper.capture(step)
-        keeper.with_memory(keeper.c.preallocate())
+        keeper.with_memory(keeper.c.lifecycle.preallocate())
         assert keeper.slots(newer).isdisjoint(slots)
     assert keeper.slots(protected) == slots
     keeper.c.attempts.pinned_by_parity = frozenset()
@@ -58,12 +59,12 @@ def test_what_parity_is_of_stays_however_many_come_after_it() -> None:
 def test_three_slots_an_image_are_made_and_no_more() -> None:
     keeper = Keeper()
     keeper.capture(0)
-    assert len(of(keeper.with_memory(keeper.c.preallocate()), AllocateSlots)) == 4
+    assert len(of(keeper.with_memory(keeper.c.lifecycle.preallocate()), AllocateSlots)) == 4
     for step in range(1, 10):
         assert not of(keeper.ask_all(step), AllocateSlots)
         for rank in range(2):
             keeper.seal(rank, list(keeper.c.attempts)[-1])
-        assert keeper.c.preallocate() == []
+        assert keeper.c.lifecycle.preallocate() == []
     assert len(keeper.c.slots) == 6
 
 
@@ -74,7 +75,7 @@ def test_values_that_grow_over_the_next_size_of_a_slot_do_not_double_the_memory(
         actions = keeper.ask_all(step, values=1_000_000 if step % 2 else 1_040_000)
         capacities |= {keeper.c.slots.on(0).capacity_bytes}
         keeper.seal(0, granted(actions))
-        keeper.with_memory(keeper.c.preallocate())
+        keeper.with_memory(keeper.c.lifecycle.preallocate())
         assert len(keeper.c.slots) == 3
         assert not of(actions, RemoveSlot)
     assert len(capacities) == 2
@@ -83,7 +84,7 @@ def test_values_that_grow_over_the_next_size_of_a_slot_do_not_double_the_memory(
 def test_slots_that_have_become_too_small_make_room_for_larger_ones() -> None:
     keeper = Keeper(1)
     small = keeper.capture(0)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     actions = keeper.ask_all(1, values=30_000_000)
     assert len(of(actions, RemoveSlot)) == 2
     assert of(actions, AllocateSlots)[0].capacity_bytes > 30_000_000
@@ -93,7 +94,7 @@ def test_slots_that_have_become_too_small_make_room_for_larger_ones() -> None:
 def test_a_run_on_fewer_ranks_goes_on_and_gives_the_memory_of_the_others_back() -> None:
     keeper = Keeper(4)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     keeper.begin(2, 1)
     keeper.c.adopt(0.0)
     for step in range(1, 6):
@@ -118,30 +119,30 @@ def test_memory_that_cannot_be_had_is_told_with_the_reason() -> None:
     keeper = Keeper()
     keeper.has_memory = False
     one, two = of(keeper.ask_all(5), AllocateSlots)
-    actions = keeper.c.allocation_failed(one.slot, "shared memory too small")
+    actions = keeper.c.lifecycle.allocation_failed(one.slot, "shared memory too small")
     (aborted,) = told(actions, m.Aborted)
     assert (aborted.step, aborted.reason) == (5, f"shared memory too small {ONLY_DURABLE}")
-    assert keeper.c.allocated(two.slot) == []
+    assert keeper.c.lifecycle.allocated(two.slot) == []
     assert keeper.states() == ["free"]
 
 
 def test_spares_that_cannot_be_had_are_not_asked_for_again() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
-    for spare in of(keeper.c.preallocate(), AllocateSlots):
-        assert keeper.c.allocation_failed(spare.slot, "no") == []
-    assert keeper.c.preallocate() == []
+    for spare in of(keeper.c.lifecycle.preallocate(), AllocateSlots):
+        assert keeper.c.lifecycle.allocation_failed(spare.slot, "no") == []
+    assert keeper.c.lifecycle.preallocate() == []
 
 
 def test_a_save_takes_spares_that_are_still_being_made() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
     keeper.has_memory = False
-    spare, _ = of(keeper.c.preallocate(), AllocateSlots)
+    spare, _ = of(keeper.c.lifecycle.preallocate(), AllocateSlots)
     actions = keeper.ask_all(1)
     assert not told(actions, m.Skip)
     assert not of(actions, AllocateSlots)
-    assert granted(keeper.c.allocated(spare.slot))
+    assert granted(keeper.c.lifecycle.allocated(spare.slot))
 
 
 def slow_memory() -> tuple[Keeper, list[int]]:
@@ -156,7 +157,7 @@ def slow_memory() -> tuple[Keeper, list[int]]:
 def test_slots_that_were_waited_for_in_vain_are_not_made_a_second_time() -> None:
     keeper, slots = slow_memory()
     for slot in slots:
-        assert keeper.c.allocated(slot) == []
+        assert keeper.c.lifecycle.allocated(slot) == []
     assert keeper.states() == ["free", "free"]
     assert keeper.slots(granted(keeper.ask_all(2))) == set(slots)
     assert len(keeper.c.slots) == 2
@@ -164,13 +165,13 @@ def test_slots_that_were_waited_for_in_vain_are_not_made_a_second_time() -> None
 
 def test_no_step_is_held_for_memory_that_was_waited_for_in_vain() -> None:
     keeper, (one, two) = slow_memory()
-    keeper.c.allocated(one)
+    keeper.c.lifecycle.allocated(one)
     for step in range(2, 5):
         actions = keeper.ask_all(step)
         assert [skip.reason for skip in told(actions, m.Skip)] == [BEING_MADE]
         assert not of(actions, AllocateSlots)
     assert not keeper.c.is_busy()
-    keeper.c.allocated(two)
+    keeper.c.lifecycle.allocated(two)
     assert keeper.slots(granted(keeper.ask_all(5))) == {one, two}
 
 
@@ -178,14 +179,14 @@ def test_a_save_that_must_be_durable_waits_for_memory_that_is_late() -> None:
     keeper, slots = slow_memory()
     assert not told(keeper.ask_all(2, durable=True, exact=True), m.Skip)
     for slot in slots:
-        keeper.c.allocated(slot)
+        keeper.c.lifecycle.allocated(slot)
     assert keeper.slots(granted(keeper.c.tick(1.0))) == set(slots)
 
 
 def test_memory_that_was_late_and_cannot_be_had_is_asked_for_again() -> None:
     keeper, slots = slow_memory()
     for slot in slots:
-        keeper.c.allocation_failed(slot, "shared memory too small")
+        keeper.c.lifecycle.allocation_failed(slot, "shared memory too small")
     assert len(of(keeper.ask_all(2), AllocateSlots)) == 2
 
 
@@ -194,19 +195,21 @@ def test_a_new_incarnation_waits_for_slots_an_older_one_waited_for_in_vain() -> 
     keeper.begin(2, 2)
     keeper.c.adopt(0.0)
     assert not told(keeper.ask_all(1), m.Skip)
-    assert keeper.c.allocated(slots[0]) == []
-    assert granted(keeper.c.allocated(slots[1]))
+    assert keeper.c.lifecycle.allocated(slots[0]) == []
+    assert granted(keeper.c.lifecycle.allocated(slots[1]))
 
 
 def test_a_spare_that_is_not_begun_is_dropped_but_not_one_that_is_waited_for() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
     keeper.has_memory = False
-    spares = [allocate.slot for allocate in of(keeper.c.preallocate(), AllocateSlots)]
+    spares = [allocate.slot for allocate in of(keeper.c.lifecycle.preallocate(), AllocateSlots)]
     keeper.ask_all(1)
-    assert [keeper.c.drop_spare(slot) for slot in spares] == [False, True]
+    assert [keeper.c.lifecycle.drop_spare(slot) for slot in spares] == [False, True]
     assert set(keeper.c.slots) == {0, spares[0]}
-    assert len(of(keeper.c.preallocate(), AllocateSlots)) == 1  # it is made when it is needed
+    assert (
+        len(of(keeper.c.lifecycle.preallocate(), AllocateSlots)) == 1
+    )  # it is made when it is needed
 
 
 # ── incarnations ─────────────────────────────────────────────────────────────────────────────
@@ -228,7 +231,7 @@ def test_a_new_incarnation_ends_what_the_old_one_was_capturing() -> None:
 def test_what_was_restored_from_stays_until_a_new_generation_is_complete() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     old, newest = keeper.capture(1), keeper.capture(2)
     keeper.begin(2, 1)
     assert not keeper.c.pin("nonsense")
@@ -290,7 +293,7 @@ def test_keepers_of_one_incarnation_do_not_call_two_attempts_by_one_name() -> No
     names = set()
     for name in ("k1", "k2"):
         keeper = Keeper(1)
-        keeper.c.keeper = name
+        keeper.c.lifecycle.keeper = name
         names |= {keeper.capture(step) for step in range(3)}
     assert len(names) == 6
 
@@ -299,18 +302,18 @@ def test_a_slot_is_awaited_while_a_save_waits_for_it_and_after_it_waited_in_vain
     keeper = Keeper(1)
     keeper.capture(0)
     keeper.has_memory = False
-    spares = [allocate.slot for allocate in of(keeper.c.preallocate(), AllocateSlots)]
-    assert [keeper.c.is_awaited(slot) for slot in spares] == [False, False]
+    spares = [allocate.slot for allocate in of(keeper.c.lifecycle.preallocate(), AllocateSlots)]
+    assert [keeper.c.lifecycle.is_awaited(slot) for slot in spares] == [False, False]
     keeper.ask_all(1)
-    assert [keeper.c.is_awaited(slot) for slot in spares] == [True, False]
+    assert [keeper.c.lifecycle.is_awaited(slot) for slot in spares] == [True, False]
     assert told(keeper.c.cancel_request(0, 1), m.Aborted)
-    assert [keeper.c.is_awaited(slot) for slot in spares] == [True, False]
+    assert [keeper.c.lifecycle.is_awaited(slot) for slot in spares] == [True, False]
 
 
 def test_an_image_that_no_rank_writes_gets_the_least_valuable_slot_with_room_or_a_new_one() -> None:
     keeper = Keeper(1)
     older = keeper.capture(1)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     keeper.capture(2)
     slots, (held,) = keeper.c.slots, keeper.slots(older)
     size_bytes = slots[held].capacity_bytes
@@ -326,5 +329,5 @@ def test_an_image_that_no_rank_writes_gets_the_least_valuable_slot_with_room_or_
     made = slots.make_for(0, size_bytes + 1)
     assert made.capacity_bytes > size_bytes and made.capacity_bytes % (2 << 20) == 0
     assert slots.spare_for(0, size_bytes + 1) is None, "it is being made"
-    keeper.c.allocated(made.slot)
+    keeper.c.lifecycle.allocated(made.slot)
     assert slots.spare_for(0, size_bytes + 1) is slots[made.slot]

@@ -89,7 +89,7 @@ def test_what_a_keeper_owed_when_it_died_is_made_durable_by_the_next() -> None:
     c = left((1, 10), (1, 19))
     (actions,) = take_over(c, 15)
     assert [start.attempt for start in of(actions, StartPersist)] == ["1-19"]
-    assert [d.step for d in told(c.persisted("1-19"), m.Durable)] == [19]
+    assert [d.step for d in told(c.lifecycle.persisted("1-19"), m.Durable)] == [19]
     assert not of(c.tick(1.0), StartPersist)  # once
 
 
@@ -133,7 +133,7 @@ def test_what_was_owed_is_owed_by_the_next_snapshot_when_none_is_left() -> None:
 def test_a_rank_whose_line_broke_orders_nothing_that_is_durable_already() -> None:
     c = left((1, 10), (1, 19))
     take_over(c, 19)
-    c.persisted("1-19")
+    c.lifecycle.persisted("1-19")
     assert c.join(0, SlotWriter(100, 7), order=m.StandingOrder(19, 19)) == []
     assert c.tick(1.0) == []
 
@@ -187,7 +187,7 @@ def test_a_rank_that_asks_again_and_copies_no_more_frees_what_was_kept_from_othe
 def test_memory_does_not_grow_when_one_keeper_after_the_other_dies_during_a_capture() -> None:
     keeper = Keeper(2)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     assert after_a_keeper_died(keeper, 3, do_they_say=True) == [6, 6, 6]
     assert "quarantined" not in keeper.states()
 
@@ -195,7 +195,7 @@ def test_memory_does_not_grow_when_one_keeper_after_the_other_dies_during_a_capt
 def test_slots_stay_quarantined_when_nobody_says_that_it_stopped() -> None:
     keeper = Keeper(2)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.preallocate())
+    keeper.with_memory(keeper.c.lifecycle.preallocate())
     assert after_a_keeper_died(keeper, 2, do_they_say=False) == [6, 8]
     assert keeper.states().count("quarantined") == 4
     attempt = granted(keeper.ask_all(104))
@@ -241,11 +241,11 @@ def test_a_save_that_waits_for_a_slot_gets_the_one_whose_copier_stopped() -> Non
 def test_a_copier_that_is_out_of_control_keeps_its_slot_from_everybody() -> None:
     keeper = Keeper(1)
     attempt = granted(keeper.ask_all(5))
-    keeper.c.abort_capture(
+    keeper.c.lifecycle.abort_capture(
         0, m.AbortCapture(attempt=attempt, reason="CUDA error", has_stopped=False)
     )
     assert keeper.states() == ["quarantined"]
-    keeper.c.abort_capture(
+    keeper.c.lifecycle.abort_capture(
         0, m.AbortCapture(attempt=attempt, reason="CUDA error", has_stopped=False)
     )
     assert keeper.states() == ["quarantined"]
@@ -260,12 +260,14 @@ def test_two_thousand_generations_leave_nothing_behind() -> None:
     for step in range(2000):
         attempt = keeper.capture(step, durable=step % 7 == 0)
         if busy and step % 5 == 0:
-            keeper.c.persisted(busy) if step % 2 else keeper.c.persist_failed(busy, "disk full")
+            keeper.c.lifecycle.persisted(busy) if step % 2 else keeper.c.lifecycle.persist_failed(
+                busy, "disk full"
+            )
         busy = next((a.id for a in keeper.c.attempts.values() if a.persisting), "")
         if step % 11 == 0:
             keeper.c.cancel_request(0, step + 1)
             keeper.c.decline(1, step + 10_000, "a lambda")
-        keeper.with_memory(keeper.c.preallocate())
+        keeper.with_memory(keeper.c.lifecycle.preallocate())
         assert attempt in keeper.c.attempts
         assert len(keeper.c.slots) <= 6
         assert len(keeper.c.attempts) <= 3

@@ -221,7 +221,7 @@ def random_story(keeper: Keeper, seed: int) -> Iterator[list[Action]]:
                     yield keeper.seal(each, open_[-1], now_s)
             case "abort" if open_:
                 gone = m.AbortCapture(attempt=open_[0], reason="r", has_stopped=rank > 1)
-                yield keeper.c.abort_capture(rank, gone)
+                yield keeper.c.lifecycle.abort_capture(rank, gone)
             case "cancel":
                 yield keeper.c.cancel_request(rank, step)
             case "tick":

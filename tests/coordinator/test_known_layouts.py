@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.coordinator import layouts
 from holdfast.coordinator.actions import Action, AgreeLayout, GrantSlot, PlanImages, StoreLayout
-from holdfast.coordinator.attempt_lifecycle import PLANNING
+from holdfast.coordinator.coordinator import PLANNING
 from holdfast.coordinator.layouts import Agreement, Tables, agree_layout, agreement_id
 from holdfast.coordinator.slots import NO_SLOT
 from holdfast.events import Event, LoopHeld, subscribe
@@ -145,7 +145,7 @@ def test_hosts_keep_every_layout_under_which_slots_may_be_granted_at_once() -> N
         of(keeper.ask(0, step, dtype=d), StoreLayout) for step, d in enumerate(["F32", "F64"])
     ]
     for attempt in list(keeper.c.attempts):
-        keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="enough"))
+        keeper.c.lifecycle.abort_capture(0, m.AbortCapture(attempt=attempt, reason="enough"))
     assert not keeper.c.attempts
     assert keeper.c.used_layouts == {layout.hash for (layout,) in stored}
 
@@ -186,7 +186,9 @@ def test_an_agreement_is_known_by_its_tables_in_the_order_of_ranks_and_by_its_la
     assert len({known, *(agreement_id(*other) for other in others)}) == 4
 
 
-def test_an_exact_save_whose_layout_was_forgotten_does_not_hold_up_a_later_one() -> None:
+def test_an_exact_save_whose_layout_was_replaced_waits_on_and_does_not_hold_up_a_later_one() -> (
+    None
+):
     keeper = Keeper(2)
     for step in range(3):
         busy = keeper.capture(step, durable=True, exact=True)
@@ -195,11 +197,17 @@ def test_an_exact_save_whose_layout_was_forgotten_does_not_hold_up_a_later_one()
         skips = [told(keeper.ask(rank, step, dtype=dtype), m.Skip) for rank in range(2)]
         assert [each.reason for each in skips[1]] == [NO_SLOT]
     keeper.ask(0, 6)
-    (skip,) = told(keeper.c.tick(1.0), m.Skip)
-    assert (skip.step, skip.reason, skip.is_passing) == (3, PLANNING, True)
-    assert busy in keeper.c.attempts
+    assert not told(keeper.c.tick(1.0), m.Skip)
+    assert keeper.c.lifecycle.is_waiting(3)
     (skip,) = told(keeper.ask(1, 6), m.Skip)
     assert skip.reason == NO_SLOT, "step 6 was decided"
+    layout = keeper.c.attempts[busy].layout
+    freed: list[Action] = []
+    while not of(freed, GrantSlot):
+        freed = keeper.c.lifecycle.persisted(next(iter(keeper.c.attempts)))
+    assert keeper.c.lifecycle.layout_sent == layout, "for step 6, and no other since"
+    assert keeper.c.attempts[granted(freed)].layout == layout
+    assert layout in keeper.c.used_layouts
 
 
 def test_before_a_start_knows_what_it_goes_on_from_nothing_is_decided_and_it_says_so() -> None:

@@ -21,7 +21,7 @@ from holdfast.coordinator.actions import (
     PlanImages,
     StoreLayout,
 )
-from holdfast.coordinator.attempt_lifecycle import PLANNING
+from holdfast.coordinator.coordinator import PLANNING
 from holdfast.coordinator.layouts import agree_layout
 from holdfast.geometry.layout import Layout, deflate, table_hash
 from holdfast.geometry.ownership import WriteOwners

@@ -62,7 +62,7 @@ def test_the_coordinator_tells_it_with_the_last_seal() -> None:
     actions: Any = ()
     for rank in range(2):
         size = keeper.c.slots[keeper.c.attempts[attempt].slots[rank]].image_bytes
-        actions = keeper.c.captured(
+        actions = keeper.c.lifecycle.captured(
             rank,
             m.Captured(
                 attempt=attempt, image_bytes=size, header_xxh3="h", table_xxh3="t", same_since=5

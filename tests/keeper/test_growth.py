@@ -42,7 +42,7 @@ def test_the_coordinator_holds_nothing_of_saves_that_are_over() -> None:
 
     def save(steps: range) -> None:
         for step in steps:
-            keeper.c.persisted(keeper.capture(step, durable=True, exact=True))
+            keeper.c.lifecycle.persisted(keeper.capture(step, durable=True, exact=True))
 
     save(range(300))
     assert blocks_grown(lambda: save(range(300, 900))) < 60

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.coordinator.actions import Action, SendMessage
+from holdfast.coordinator.attempt_lifecycle import AttemptLifecycle
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import REQUESTS_HELD_S, RankReport
 from holdfast.coordinator.slots import SlotWriter
@@ -294,12 +295,16 @@ def test_an_error_that_nobody_expects_is_the_answer_to_all_who_wait(
 
 
 class Faulty(Coordinator):
-    """Fails at whatever rank 2 reports."""
+    """Fails at the requests of rank 2."""
 
     def request_capture(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
         if rank == 2:
             raise KeyError("unexpected")
         return super().request_capture(rank, request, now_s)
+
+
+class FaultyLifecycle(AttemptLifecycle):
+    """Fails at the image of rank 2."""
 
     def captured(self, rank: int, seal: m.Captured, now_s: float) -> list[Action]:
         if rank == 2:
@@ -313,7 +318,7 @@ def test_an_error_about_one_rank_costs_its_host_mates_nothing_that_is_decided(
 ) -> None:
     keeper = Keeper(4)
     attempt = keeper.capture(1)
-    keeper.c.__class__ = Faulty
+    keeper.c.__class__, keeper.c.lifecycle.__class__ = Faulty, FaultyLifecycle
     api, trainers = api_of(None), [Trainer(rank) for rank in range(4)]
     done: list[Action] = []
     published: list[Any] = []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from holdfast.events import Event, LoopHeld, subscribe
+from holdfast.keeper.__main__ import SWITCH_S
 from holdfast.keeper.loop_watch import MOST_S, LoopWatch
 
 
@@ -76,3 +80,24 @@ def test_a_kernel_that_does_not_count_waits_is_no_error(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("holdfast.keeper.loop_watch.os.open", refuse)
     assert LoopWatch("a")._waited_s() == 0.0
+
+
+SHOWS_ITS_INTERVAL = """
+import sys
+from holdfast.keeper import __main__, process
+class Keeper:
+    def __init__(self, *_, **__):
+        print(sys.getswitchinterval(), flush=True)
+    async def run(self):
+        pass
+process.Keeper = Keeper
+__main__.main(sys.argv[1:])
+"""
+
+
+def test_threads_that_compute_let_the_loop_of_a_keeper_go_on_soon(arena_dir: Path) -> None:
+    assert 20 * SWITCH_S < MOST_S, "of many threads each may hold it once"
+    options = f"--arena {arena_dir}/run --run-id run --root {arena_dir} --host-id a".split()
+    command = [sys.executable, "-c", SHOWS_ITS_INTERVAL, *options]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert float(shown.stdout) == pytest.approx(SWITCH_S)

@@ -97,10 +97,10 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
 
         def report(fact: Fact) -> None:
             assert isinstance(fact, messages.SlotCreated)
-            coordinator.allocated(fact.slot)
+            coordinator.lifecycle.allocated(fact.slot)
             made.set()
 
-        maker.serve(report, coordinator.is_awaited)
+        maker.serve(report, coordinator.lifecycle.is_awaited)
         memory.files[90] = memory.create(90, PAGE_BYTES)
         maker.remove(90)
         assert not memory.slot_path(90).exists()
@@ -137,10 +137,10 @@ def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
 
         def report(fact: Fact) -> None:
             assert isinstance(fact, messages.SlotFailed)
-            coordinator.allocation_failed(fact.slot, fact.reason)
+            coordinator.lifecycle.allocation_failed(fact.slot, fact.reason)
             told.set()
 
-        maker.serve(report, coordinator.is_awaited)
+        maker.serve(report, coordinator.lifecycle.is_awaited)
         coordinator.slots.on(0).capacity_bytes = PAGE_BYTES
         (spare,) = of(coordinator.slots.preallocate({0: 1}), AllocateSlots)[:1]
         maker.make(spare.slot, spare.capacity_bytes)

@@ -330,7 +330,7 @@ def test_a_coordinator_forgets_an_image_that_is_lost_and_what_it_was_part_of() -
         attempt = granted(keeper.ask_all(step))
         for rank in range(2):
             size = c.slots[c.attempts[attempt].slots[rank]].image_bytes
-            c.captured(
+            c.lifecycle.captured(
                 rank,
                 m.Captured(attempt=attempt, image_bytes=size, header_xxh3="h", table_xxh3="t"),
                 0.0,
@@ -338,9 +338,9 @@ def test_a_coordinator_forgets_an_image_that_is_lost_and_what_it_was_part_of() -
     newest = c.attempts.newest_complete()
     assert newest is not None and newest.step == 2
     slots = dict(newest.slots)
-    c.image_lost(slots[1], "another")
+    c.lifecycle.image_lost(slots[1], "another")
     assert c.attempts.newest == newest.id
-    c.image_lost(slots[1], newest.id)
+    c.lifecycle.image_lost(slots[1], newest.id)
     found = c.attempts.newest_complete()
     assert found is not None and found.step == 1
     assert {c.slots[slot].state for slot in slots.values()} == {"free"}

@@ -143,11 +143,11 @@ class SaveHandle:
             self._failed.setdefault(PROTECTED, error)
             self._changed.notify_all()
 
-    def renew(self) -> None:
-        """Clear the failure: the request is pending again, for another step or any later one."""
+    def renew(self, step: int) -> None:
+        """Clear the failure: the request is pending again, for ``step`` or any later one."""
         with self._lock:
             self._failed.clear()
-            self.exact = False
+            self.step, self.exact = step, False
 
     def move_to(self, step: int) -> None:
         """Move the request to another step, which is saved instead."""
@@ -206,6 +206,7 @@ class PendingHandles:
                 for held in self._handles.values():  # what becomes of its old step says nothing now
                     if handle in held:
                         held.remove(handle)
+                        handle.renew(step)
                 self.join(step, handle)
             for old in [
                 s for s, held in list(self._handles.items()) if all(map(_is_settled, held))
@@ -228,6 +229,12 @@ class PendingHandles:
                 handle.differing = handle.differing or other.differing
                 if other.state in (CAPTURED, PROTECTED, DURABLE):
                     handle.reach(other.state)
+
+    def unpaid(self, step: int) -> list[SaveHandle]:
+        """Return the handles of ``step`` that are to be durable and are not."""
+        with self._lock:
+            handles = self._handles.get(step, [])
+            return [one for one in handles if one.durable and one.state != DURABLE]
 
     def captured(self, step: int) -> None:
         """Record that all ranks have this step in memory."""

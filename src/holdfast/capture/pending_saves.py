@@ -1,4 +1,4 @@
-"""Repeats missed durable saves of this rank: carried to a later step, and kept at the end.
+"""Repeats missed durable saves of this rank: at a later step, or at the end.
 
 A durable save that failed through no fault of its state is made good by a later one. On a single
 rank that is the next step. Of several ranks some may have missed a save that others have made, when
@@ -24,18 +24,17 @@ Save = Callable[..., SaveHandle]
 
 
 class PendingSaves:
-    """The last save of this rank, and the requests that it and later saves must fulfil."""
+    """The last save of this rank, and whether the next one must be durable in its place."""
 
     def __init__(self, saver: Saver, pace: Pace, *, is_alone: bool) -> None:
         self._saver, self._pace, self._is_alone = saver, pace, is_alone
         self.last_step: int | None = None
         self.last: SaveHandle | None = None
-        """Handle of the last save; None once that save was missed, and is carried."""
+        """Handle of the last save; None once that save was missed."""
         self._again: SaveHandle | None = None
         """Handle of a later request to make the same step durable."""
-        self._carried: list[SaveHandle] = []
-        self._fulfilled_by_last: list[SaveHandle] = []
-        """Handles that the last save fulfils, its own included."""
+        self._is_missed = False
+        """True if the next save must fulfil the handles of the last one too."""
         self._is_owed = False
         """True if the next save must be durable in place of a save that this rank could not
         make.
@@ -55,7 +54,7 @@ class PendingSaves:
     def save(
         self, step: int, *, durable: bool, exact: bool, handle: SaveHandle | None = None
     ) -> SaveHandle:
-        """Save ``step`` and fulfil all carried requests with it; save again only if it was missed.
+        """Save ``step`` and fulfil what was missed with it; save again only if it was missed.
 
         ``handle``: the existing handle of a deferred save.
         """
@@ -69,16 +68,14 @@ class PendingSaves:
             if not missed:
                 self._again = self._saver.make_durable(step, handle)
                 return self._again
-        carried = list(self._carried_over())
-        durable = durable or bool(carried) or self._is_owed
+        is_repeated = self._was_missed()
+        durable = durable or is_repeated or self._is_owed
         if handle is not None:
             handle.durable = durable
         handle = self._saver.save(
-            step, durable=durable, exact=exact, carried=carried, handle=handle
+            step, durable=durable, exact=exact, is_repeated=is_repeated, handle=handle
         )
-        self._carried.clear()
-        self._fulfilled_by_last = [*carried, handle]
-        self._is_owed = False
+        self._is_missed = self._is_owed = False
         self.last_step, self.last, self._again = step, handle, None
         self._updates_at_save = self._saver.updates
         return handle
@@ -89,9 +86,8 @@ class PendingSaves:
         """Handle a step that this rank cannot save: the next due save is durable in its place."""
         self.last_step, self._updates_at_save = step, self._saver.updates
         self._is_owed |= durable
-        self.last = declined = self._saver.decline(step, durable, error, handle)
-        self._fulfilled_by_last = [declined]
-        return declined
+        self.last = self._saver.decline(step, durable, error, handle)
+        return self.last
 
     def is_retaken(self, step: int, *, is_due: bool) -> bool:
         """Return True if a missed save is repeated at ``step``; ``is_due``: the step is saved
@@ -100,7 +96,7 @@ class PendingSaves:
         # A step that is not saved does not wait for the capture of another.
         is_open = self._saver.is_capturing and not is_due
         try:
-            is_missed = bool(self._carried if is_open else self._carried_over())
+            is_missed = self._is_missed if is_open else self._was_missed()
         except SnapshotSkipped:
             if is_due or not self._is_alone:
                 raise  # of several ranks none waits for this one
@@ -115,23 +111,22 @@ class PendingSaves:
             announcing.announce(self._announced_at, MISSED)
         return was_announced or (is_missed and is_due)
 
-    def _carried_over(self) -> list[SaveHandle]:
-        """Return the handles of a missed durable save that the next save must fulfil."""
+    def _was_missed(self) -> bool:
+        """Return True if the last save was to be durable, and was missed."""
         handle = self.last
-        if handle is None or not handle.durable or handle in self._carried:
-            return self._carried
+        if handle is None or not handle.durable:
+            return self._is_missed
         try:
             was_skipped = self._saver.previous_was_skipped()
         except SnapshotSkipped:  # its capture was cancelled, and has not ended yet
-            self._carry()
+            self._miss()
             raise
         if was_skipped and handle.state != DURABLE:
-            self._carry()
-        return self._carried
+            self._miss()
+        return self._is_missed
 
-    def _carry(self) -> None:
-        self._carried += self._fulfilled_by_last
-        self.last = None
+    def _miss(self) -> None:
+        self._is_missed, self.last = True, None
 
     # ── at the end ───────────────────────────────────────────────────────────────────────────────
 
@@ -147,14 +142,14 @@ class PendingSaves:
             self._retake_newest(save, deadline)
         self._saver.end_capture(timeout_s=timeout_s)
         while True:
-            self._retake_carried(save, deadline)
+            self._retake_missed(save, deadline)
             try:
                 self._wait(deadline)
                 return
             except SaveError:
                 if self.last is None or not self._saver.previous_was_lost:
                     raise
-                self._carry_lost(self.last.step, deadline)
+                self._retake_lost(self.last.step, deadline)
 
     def _wait(self, deadline: float) -> None:
         for handle in (self.last, self._again):
@@ -176,25 +171,25 @@ class PendingSaves:
             # The save is durable at once: there may be no memory to keep a snapshot.
             save(handle.step, durable=True)
 
-    def _carry_lost(self, step: int, deadline: float) -> None:
+    def _retake_lost(self, step: int, deadline: float) -> None:
         """Handle a keeper that died before ``step`` was durable: it is repeated, unless the next
         keeper has all of it in memory.
         """
         if self._saver.is_whole(step, timeout_s=_left_s(deadline)):
             self._again, self.last = self._saver.make_durable(step), None
         else:
-            self._carry()
+            self._miss()
 
-    def _retake_carried(self, save: Save, deadline: float) -> None:
+    def _retake_missed(self, save: Save, deadline: float) -> None:
         pause_s = _RETRY_S
-        while self._carried_over():
+        while self._was_missed():
             step = self._step_of_state()
             if step is None or time.monotonic() > deadline:
                 raise self._missed_for_good()
             time.sleep(min(pause_s, _left_s(deadline)))
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
-            if all(carried.state == DURABLE for carried in self._carried):
-                self._carried.clear()  # the next keeper discovered the whole generation
+            if not (self._saver.unpaid() or self._is_owed):
+                self._is_missed = False  # the next keeper discovered the whole generation
                 return
             save(step, durable=True)
             self._saver.end_capture(timeout_s=_left_s(deadline))
@@ -206,13 +201,14 @@ class PendingSaves:
         return max((step for step in found if step is not None), default=None)
 
     def _missed_for_good(self) -> SnapshotSkipped:
-        last = next((one.failure for one in reversed(self._carried) if one.failure), None)
+        missed = self._saver.unpaid()
+        last = next((one.failure for one in missed if one.failure), None)
         reason = SnapshotSkipped(
             f"step {self.last_step} was to be durable, was missed, and could not be saved again "
             f"before the state went on or time was up{f' ({last})' if last else ''}"
         )
-        for carried in self._carried:
-            carried.fail(reason, captured=False)
+        for one in missed:
+            one.fail(reason, captured=False)
         return reason
 
 

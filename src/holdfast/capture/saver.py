@@ -124,13 +124,14 @@ class Saver:
         *,
         durable: bool,
         exact: bool,
-        carried: list[SaveHandle],
+        is_repeated: bool = False,
         handle: SaveHandle | None = None,
     ) -> SaveHandle:
-        """Hand over the state at ``step`` for capture; it also fulfils the ``carried`` handles.
+        """Hand over the state at ``step`` for capture.
 
-        ``exact``: if durable, then this step and not a later one. ``handle``: that of a deferred
-        save. Raises StepBegan, before anything was read, if an optimizer steps.
+        ``exact``: if durable, then this step and not a later one. ``is_repeated``: it also fulfils
+        the missed save before. ``handle``: that of a deferred save. Raises StepBegan, before
+        anything was read, if an optimizer steps.
         """
         started_s = time.monotonic()
         waited_s = self._wait_previous()
@@ -142,7 +143,7 @@ class Saver:
             handle = handle or self.handle(step, durable=durable)
             handle.exact = exact
             return self._hand_over(
-                step, handle, carried, reading, exact=exact, started_s=started_s, waited_s=waited_s
+                step, handle, reading, is_repeated, started_s=started_s, waited_s=waited_s
             )
         finally:
             self._reading = None
@@ -152,14 +153,12 @@ class Saver:
         self,
         step: int,
         handle: SaveHandle,
-        carried: list[SaveHandle],
         reading: Reading,
+        is_repeated: bool,
         *,
-        exact: bool,
         started_s: float,
         waited_s: float,
     ) -> SaveHandle:
-        durable = handle.durable
         began_s = time.monotonic()
         description = self.describer.describe()
         bindings = description.bindings
@@ -171,8 +170,8 @@ class Saver:
             self._saves,
             self._store,
             step=step,
-            durable=durable,
-            exact=exact,
+            durable=handle.durable,
+            exact=handle.exact,
             description=description,
             overtaking=OvertakeDetector(bindings),
             handle=handle,
@@ -180,10 +179,8 @@ class Saver:
             trained=self._steps.collect(bindings, self.describer.optimizers),
             ready=devices.computation_so_far(bindings.gpus),
         )
-        for other in carried:
-            other.renew()
-            other.move_to(step)
-        self._pending_handles.add(step, [handle, *carried])
+        missed = self.unpaid() if is_repeated else []
+        self._pending_handles.add(step, [handle, *missed])
         self._current = capture
         capture.begin()
         if reading.is_overtaken:  # checked after the line above: the fence checks it
@@ -194,7 +191,7 @@ class Saver:
                 incarnation=self.place.incarnation,
                 step=step,
                 rank=self.place.rank,
-                durable=durable,
+                durable=handle.durable,
                 held_s=time.monotonic() - started_s,
                 describe_s=described_s - began_s,
                 volatile_s=staged_s - described_s,
@@ -204,6 +201,10 @@ class Saver:
             )
         )
         return handle
+
+    def unpaid(self) -> list[SaveHandle]:
+        """Return the handles of the last save that are to be durable and are not."""
+        return [] if self._current is None else self._pending_handles.unpaid(self._current.step)
 
     def handle(self, step: int, *, durable: bool) -> SaveHandle:
         """Create the handle of a requested save."""
@@ -539,8 +540,7 @@ class Saver:
                 leaf=leaf,
             )
         )
-        # Waiting callers are notified, since the next save may be far; a single rank saves at its
-        # next step.
+        # Callers wait, and the next save may be far; a single rank saves at its next step.
         known = capture.known
         is_told = known.keeper_lost or known.is_unanswered or self.place.world > 1
         if is_told or not known.is_carried:

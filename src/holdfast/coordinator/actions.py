@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from holdfast.coordinator.layouts import Tables
 from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import RingNeed
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.layouts import Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""PURE. Base of the coordinator: an attempt from its slots to captured, stored and released.
+"""PURE. Carries attempts from their slots to captured, stored and released.
 
 No grant is sent before all slots of an attempt exist; a failed attempt returns its slots.
 """
@@ -10,37 +10,33 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.coordinator.actions import (
     Action,
-    AgreeLayout,
     GrantSlot,
-    PlanImages,
+    ReportOutcome,
     SendMessage,
     StoreLayout,
     abort,
     skip,
 )
-from holdfast.coordinator.attempts import Attempt, Attempts
+from holdfast.coordinator.attempts import Attempt, Attempts, CompleteStep
 from holdfast.coordinator.durability import DurabilityQueue
-from holdfast.coordinator.layouts import AgreedLayout, Agreement, LayoutRegistry, Tables
+from holdfast.coordinator.layouts import AgreedLayout, Tables
 from holdfast.coordinator.replica_check import ReplicaCheck
-from holdfast.coordinator.requests import CaptureRequests, state_mismatch
 from holdfast.coordinator.slots import NO_ROOM, NO_SLOT, Slots, SlotWriter, host_of
-from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
-from holdfast.protocol.image_plan import ImageSizes, RingNeed
+from holdfast.protocol.image_plan import RingNeed
 
 ONLY_DURABLE = "Until there is room, no snapshot is kept in memory; only durable saves are made."
 STORAGE_IS_BUSY = (
     "storage still writes an earlier save, and no memory could keep this one until then"
 )
 
-PLANNING = "its layout is new, and its images are still being planned"
 STILL_WRITTEN = "slots for captures that came to nothing may still be written to by ranks"
 END_THEM = "no memory is made instead of more of them; end these processes"
 
 
 class AttemptLifecycle:
-    """Starts attempts from the ranks' requests, allocates their slots, each on the rank's own host,
-    and follows them until they are stored and released.
+    """Starts the attempt of a step that all ranks requested, allocates its slots, each on the
+    rank's own host, and follows it until it is stored and released.
 
     ``keeper`` is a string unique among the keepers of the run: attempt names of a later keeper must
     not collide with those it discovers.
@@ -48,184 +44,109 @@ class AttemptLifecycle:
 
     def __init__(self, keeper: str) -> None:
         self.keeper = keeper
-        self.incarnation = 0
-        self.nonce = ""
-        self.world = 0
-        self.hosts: dict[int, int] = {}
-        """The host of each rank."""
         self.attempts = Attempts()
         self.slots = Slots(self.attempts)
         self.durability = DurabilityQueue(self.attempts)
         self.replica_check = ReplicaCheck()
-        self._layouts = LayoutRegistry()
-        self._joined: dict[int, SlotWriter] = {}
-        self._requests = CaptureRequests(0)
-        self.adopted = False
-        """True once the incarnation's parent is recorded: captures may begin."""
-        self._next_attempt = 0
-        self._now_s = 0.0
-        self._decided_now = ""
-        """The attempt of the last decision, whose grants are not sent yet; "" if it made none."""
+        self.now_s = 0.0
+        """The time of the last event that came with one."""
+        self.waiting: CompleteStep | None = None
+        """A step that must be saved exactly, and waits for free slots."""
+        self.layout_sent = ""
+        """Hash of the layout that all hosts were last sent."""
+        self._incarnation = 0
+        self._nonce = ""
+        self._hosts: Mapping[int, int] = {}
         self._knows_hosts = False
         """True if the images of lost hosts may be decoded from the parity of others."""
-
-    # ── deciding requests ────────────────────────────────────────────────────────────────────────
-
-    def _decide(
-        self,
-        step: int,
-        requests: Mapping[int, m.RequestCapture],
-        now_s: float,
-        *,
-        durable: bool = False,
-    ) -> list[Action]:
+        self._next_attempt = 0
         self._decided_now = ""
-        apart = self._why_apart(requests)
-        if apart:
-            return skip(step, apart)
-        tables = tuple(requests[rank].table for rank in range(self.world))
-        agreed = self._layouts.find(tables)
-        if agreed is None or agreed.planned_count < self.world:
-            return self._prepare_layout(step, requests, now_s, tables, agreed)
+        """The attempt of the last decision, whose grants are not sent yet; "" if it made none."""
+
+    def begin(
+        self, incarnation: int, nonce: str, hosts: Mapping[int, int], *, knows_hosts: bool
+    ) -> None:
+        """Begin an incarnation; ``hosts``: the host of each of its ranks."""
+        self._incarnation, self._nonce = incarnation, nonce
+        self._hosts, self._knows_hosts = hosts, knows_hosts
+        self.waiting, self.layout_sent = None, ""
+        self.attempts.pinned = self.attempts.newest
+        self.durability.begin(incarnation)
+        self.replica_check.begin(nonce)
+        self.slots.begin(hosts)
+
+    # ── starting attempts ────────────────────────────────────────────────────────────────────────
+
+    def start(self, step: CompleteStep, *, durable: bool = False) -> list[Action]:
+        """Start the attempt of ``step``: give each rank a slot. Without slots it waits, or is
+        skipped.
+        """
+        requests, agreed = step.requests, step.agreed
         sizes = {r: agreed.image_bytes(r, requests[r].values_bytes) for r in requests}
-        stuck = self.slots.quarantined_ranks(self.incarnation)
+        stuck = self.slots.quarantined_ranks(self._incarnation)
         if stuck:
-            return skip(step, f"{STILL_WRITTEN} {stuck}: {END_THEM}")
-        durable = durable or self.durability.is_to_be_durable(step, requests.values())
+            return skip(step.step, f"{STILL_WRITTEN} {stuck}: {END_THEM}")
+        durable = durable or self.durability.is_to_be_durable(step.step, requests.values())
         heads = {rank: agreed.data_start(rank) for rank in requests}
-        chosen, actions = self.slots.allocate(sizes, self._now_s, heads)
+        chosen, actions = self.slots.allocate(sizes, self.now_s, heads)
         is_ring = chosen == NO_ROOM and durable
         if is_ring and not self.durability.is_storage_busy:
             needs = {r: RingNeed(-1, head, sizes[r] - head) for r, head in heads.items()}
             chosen, more = self.slots.allocate_rings(needs)
             actions += more
         if isinstance(chosen, str):
-            return actions + self._defer_or_skip(step, requests, now_s, chosen, is_ring=is_ring)
-        attempt = self._new_attempt(step, agreed.layout, now_s)
-        self._decided_now = attempt.id
-        attempt.durable, attempt.is_ring, attempt.requests = durable, is_ring, requests
+            return actions + self._wait_or_skip(step, chosen, is_ring=is_ring)
+        attempt = self._new_attempt(step)
+        attempt.durable, attempt.is_ring = durable, is_ring
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
         attempt.allocating = {s.id for s in chosen.values() if s.state == "allocating"}
-        actions += self.replica_check.start(attempt.id, step, agreed.layout)
+        actions += self.replica_check.start(attempt.id, step.step, agreed.layout)
         for rank, slot in chosen.items():
-            slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
-            slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
-        return actions + self._send_layout(agreed, tables) + self._grant_if_allocated(attempt)
+            slot.attempt, slot.rank, slot.writer = attempt.id, rank, step.writers.get(rank)
+            slot.image_bytes, slot.incarnation = sizes[rank], self._incarnation
+        actions += self.send_layout(agreed, step.tables)
+        self._decided_now = attempt.id
+        return actions + self._grant_if_allocated(attempt)
 
-    def _prepare_layout(
-        self,
-        step: int,
-        requests: Mapping[int, m.RequestCapture],
-        now_s: float,
-        tables: Tables,
-        agreed: AgreedLayout | None,
-    ) -> list[Action]:
-        """Have the layout agreed, then the images planned, and keep the requests until then.
-
-        Both, computed here, would hold the loop up for up to many seconds.
-        """
-        if any(self._requests.step_of(rank) is not None for rank in requests):
-            return skip(step, PLANNING)
-        for rank, request in requests.items():
-            self._requests.add(rank, request, now_s)
-        if agreed is None:
-            return self._agree_layout(tables, max(now_s, self._now_s))
-        by_host: dict[int, list[int]] = {}
-        for rank in agreed.order_plans(range(self.world), max(now_s, self._now_s)):
-            by_host.setdefault(self.hosts.get(rank, 0), []).append(rank)
-        return self._send_layout(agreed, tables) + [
-            PlanImages(host, agreed.layout, tuple(ranks)) for host, ranks in by_host.items()
-        ]
-
-    def _agree_layout(self, tables: Tables, now_s: float) -> list[Action]:
-        """Have the layout of these tables found or merged; ask for tables that nobody has."""
-        if self._layouts.is_under_way(tables, now_s):
-            return []
-        missing = self._layouts.missing(tables)
-        if missing:
-            return [SendMessage(m.RequestTable(hash=h), rank) for h, rank in missing.items()]
-        return [AgreeLayout(tables, self._layouts.begin(tables, now_s))]
-
-    def table(self, hash_: str, deflated: bytes, now_s: float) -> list[Action]:
-        """Handle a leaf table that a rank was asked for."""
-        return self._go_on({self._layouts.learn(hash_, deflated)}, now_s)
-
-    def layout_agreed(self, tables: Tables, agreement: Agreement, now_s: float) -> list[Action]:
-        """Handle what came of ``AgreeLayout``."""
-        self._layouts.agreed_on(tables, agreement)
-        return self._go_on({tables}, now_s, agreement.reason, is_passing=agreement.is_passing)
-
-    def images_planned(self, layout: str, sizes: ImageSizes, now_s: float) -> list[Action]:
-        """Handle the sizes of one host's images: with the last of them the save goes on."""
-        agreed = self._layouts.agreed(layout)
-        if agreed is None:
-            return []
-        if sizes.reason:
-            agreed.forget_orders()
-        else:
-            agreed.planned({r: size for r, size in sizes.by_rank.items() if 0 <= r < self.world})
-            if agreed.planned_count < self.world:
-                return []
-        tables = self._layouts.tables_of(agreed)
-        return self._go_on(tables, now_s, sizes.reason, is_passing=sizes.is_passing)
-
-    def _go_on(
-        self, waiting: set[Tables], now_s: float, reason: str = "", *, is_passing: bool = True
-    ) -> list[Action]:
-        """Decide the steps that all ranks requested with these tables; skip them if there is a
-        ``reason``.
-        """
-        actions: list[Action] = []
-        for step in self._requests.steps() if self.adopted else []:
-            is_waiting = self._requests.all_of(step, waiting)
-            requests = self._requests.pop_complete(step) if is_waiting else None
-            if requests is None:
-                continue
-            if reason:
-                actions += skip(step, reason, is_passing=is_passing)
-            else:
-                actions += self._decide(step, requests, now_s)
-        return actions
-
-    def _why_apart(self, requests: Mapping[int, m.RequestCapture]) -> str:
-        return state_mismatch(requests)
-
-    def _defer_or_skip(
-        self,
-        step: int,
-        requests: Mapping[int, m.RequestCapture],
-        since_s: float,
-        why: str,
-        *,
-        is_ring: bool,
-    ) -> list[Action]:
-        """Handle a step without slots: defer it if it is durable and exact and waiting can help,
-        else skip it.
+    def _wait_or_skip(self, step: CompleteStep, why: str, *, is_ring: bool) -> list[Action]:
+        """Handle a step without slots: it waits if it is durable and exact and waiting can help,
+        else it is skipped.
         """
         can_help = why != NO_ROOM or self.durability.is_storage_busy
-        if can_help and any(request.durable and request.exact for request in requests.values()):
-            self._requests.defer(step, requests, since_s)
+        if can_help and any(r.durable and r.exact for r in step.requests.values()):
+            self.waiting = step
             return []
         if why != NO_ROOM:
-            return skip(step, why)
+            return skip(step.step, why)
         if is_ring:
-            return skip(step, STORAGE_IS_BUSY)
-        return skip(step, NO_SLOT if self.attempts.will_free_slots() else self._too_small())
+            return skip(step.step, STORAGE_IS_BUSY)
+        return skip(step.step, NO_SLOT if self.attempts.will_free_slots() else self._too_small())
 
     def _too_small(self) -> str:
         return f"{self.slots.allocation_error.removesuffix(ONLY_DURABLE).rstrip()} {ONLY_DURABLE}"
 
-    def _send_layout(self, agreed: AgreedLayout, tables: Tables) -> list[Action]:
-        layout = agreed.layout
-        if layout.hash == self._layouts.sent_hash:
-            return []
-        self._layouts.sent_hash = layout.hash
-        return [StoreLayout(layout.hash, layout.to_json(), agreed.deflated, tables)]
+    def retry(self) -> list[Action]:
+        """Start the waiting step again, because slots may be free now."""
+        waiting, self.waiting = self.waiting, None
+        return self.start(waiting) if waiting else []
 
-    @property
-    def used_layouts(self) -> set[str]:
-        """Hashes of the layouts that every host must keep."""
-        return {attempt.layout for attempt in self.attempts.values()} | self._layouts.hashes
+    def is_waiting(self, step: int) -> bool:
+        """Return True if this step waits for free slots."""
+        return self.waiting is not None and self.waiting.step == step
+
+    def skip_waiting(self, reason: str, *, is_passing: bool = True) -> list[Action]:
+        """Skip the step that waits for free slots, if there is one."""
+        waiting, self.waiting = self.waiting, None
+        return skip(waiting.step, reason, is_passing=is_passing) if waiting else []
+
+    def send_layout(self, agreed: AgreedLayout, tables: Tables) -> list[Action]:
+        """Return the action that stores the layout on each host, unless all were sent it last."""
+        self._decided_now = ""
+        layout = agreed.layout
+        if layout.hash == self.layout_sent:
+            return []
+        self.layout_sent = layout.hash
+        return [StoreLayout(layout.hash, layout.to_json(), agreed.deflated, tables)]
 
     def layout_not_stored(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
         """Handle an arena without room for this layout: no image under it could be read again.
@@ -233,7 +154,7 @@ class AttemptLifecycle:
         The keeper's own arena reports this before any grant of the last decision is sent; an arena
         on another host may report it long after the grants.
         """
-        self._layouts.sent_hash = ""
+        self.layout_sent = ""
         actions: list[Action] = []
         for attempt in self.attempts.capturing():
             if attempt.layout != hash_:
@@ -242,20 +163,16 @@ class AttemptLifecycle:
             if is_untold:  # other attempts under this layout may be copying already
                 for slot_id in attempt.slots.values():
                     self.slots[slot_id].writer = None
-            actions += self._abort(attempt, reason)
+            actions += self.abort(attempt, reason)
         return actions
 
-    def _decide_deferred(self) -> list[Action]:
-        """Decide deferred requests again, because a slot may be free now."""
-        waiting = self._requests.pop_deferred()
-        return self._decide(waiting.step, waiting.requests, waiting.since_s) if waiting else []
-
-    def _new_attempt(self, step: int, layout: Layout, now_s: float) -> Attempt:
+    def _new_attempt(self, step: CompleteStep) -> Attempt:
         self._next_attempt += 1
-        name = f"{self.nonce[:8]}{self.keeper}{self._next_attempt:06x}"
-        attempt = Attempt(name, self.incarnation, step, self.world, layout.hash, started_s=now_s)
-        attempt.hosts = len(set(self.hosts.values()))
-        attempt.nonce = self.nonce
+        name = f"{self._nonce[:8]}{self.keeper}{self._next_attempt:06x}"
+        world, layout = len(self._hosts), step.agreed.layout.hash
+        attempt = Attempt(name, self._incarnation, step.step, world, layout)
+        attempt.requested, attempt.started_s = step, step.since_s
+        attempt.hosts, attempt.nonce = len(set(self._hosts.values())), self._nonce
         self.attempts[name] = attempt
         return attempt
 
@@ -265,7 +182,7 @@ class AttemptLifecycle:
         """Return actions that allocate slots ahead of need, once the first slots of their size are
         granted.
         """
-        return self.slots.preallocate(Counter(self.hosts.values()))
+        return self.slots.preallocate(Counter(self._hosts.values()))
 
     def drop_spare(self, slot_id: int) -> bool:
         """Forget a spare slot whose allocation has not begun, if no save waits for it; return True
@@ -280,6 +197,16 @@ class AttemptLifecycle:
         """Return True if a save waits for this slot, or has waited for it in vain."""
         slot = self.slots[slot_id]
         return slot.is_late or not slot.is_spare
+
+    def writer_gone(self, slot_id: int) -> list[Action]:
+        """Free a quarantined slot whose last possible writer is dead, or has sealed it."""
+        self.slots.writer_gone(slot_id)
+        return self.retry()
+
+    def writer_stopped(self, rank: int, writer: SlotWriter) -> list[Action]:
+        """Free what is quarantined because of a rank that has stopped copying."""
+        self.slots.writer_stopped_all(writer, rank, self._incarnation)
+        return self.retry()
 
     def allocated(self, slot_id: int) -> list[Action]:
         """Handle a created slot file: grant the attempt that waited for it."""
@@ -299,9 +226,9 @@ class AttemptLifecycle:
         if attempt is None:  # a spare slot: only slots of another size are retried
             self.slots.on(host_of(slot_id)).capacity_bytes = 0
             return []
-        self.slots.allocation_failed(slot_id, reason, self._now_s)
+        self.slots.allocation_failed(slot_id, reason, self.now_s)
         if not attempt.durable:
-            return self._abort(attempt, self._too_small())
+            return self.abort(attempt, self._too_small())
         del attempt.slots[slot.rank]
         attempt.allocating.discard(slot_id)
         attempt.lacks_room = True
@@ -323,7 +250,7 @@ class AttemptLifecycle:
         attempts = {self.slots.delete(slot_id).attempt for slot_id in slot_ids}
         found = [self.attempts[id_] for id_ in attempts if id_ in self.attempts]
         why = f"{self.slots.allocation_error} {reason}".strip()
-        return [action for attempt in found for action in self._abort(attempt, why)]
+        return [action for attempt in found for action in self.abort(attempt, why)]
 
     def _grant_if_allocated(self, attempt: Attempt) -> list[Action]:
         if attempt.allocating:
@@ -339,6 +266,51 @@ class AttemptLifecycle:
             actions += self.durability.start(attempt)
         return actions
 
+    # ── captures ─────────────────────────────────────────────────────────────────────────────────
+
+    def captured(self, rank: int, seal: m.Captured, now_s: float) -> list[Action]:
+        """Handle a sealed image; the last image makes the generation complete."""
+        attempt = self.attempts.get(seal.attempt)
+        if attempt is None or attempt.phase != "capturing" or rank not in attempt.slots:
+            self.slots.writer_stopped(rank, seal.attempt)
+            return []
+        if rank in attempt.sealed:
+            return []
+        self.now_s = now_s
+        slot = self.slots[attempt.slots[rank]]
+        if seal.image_bytes != slot.image_bytes:
+            reason = f"rank {rank} sealed {seal.image_bytes} bytes, {slot.image_bytes} agreed"
+            slot.writer = None  # the rank itself reports that it writes no more
+            return self.abort(attempt, reason)
+        slot.state, slot.writer = "captured", None
+        slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
+        attempt.sealed.add(rank)
+        self.replica_check.add_sums(attempt.id, rank, seal.sums, seal.same_since)
+        if len(attempt.sealed) < attempt.world:
+            return []
+        actions = self.replica_check.finish(attempt.id, attempt.step)
+        if attempt.is_ring:
+            attempt.phase = "draining"  # memory holds only what is not written yet
+            return actions
+        attempt.phase = "complete"
+        self.attempts.captured(attempt.id)
+        done = m.Complete(step=attempt.step, attempt=attempt.id, durable=attempt.durable)
+        elapsed_s = now_s - attempt.started_s
+        note = ReportOutcome(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
+        return [*actions, SendMessage(done), note, *self.durability.start_next()]
+
+    def abort_capture(self, rank: int, message: m.AbortCapture) -> list[Action]:
+        """Handle a rank that will never seal its image."""
+        attempt = self.attempts.get(message.attempt)
+        if attempt is None or not attempt.is_open or rank not in attempt.slots:
+            if message.has_stopped:
+                self.slots.writer_stopped(rank, message.attempt)
+            return []
+        if message.has_stopped:
+            self.slots[attempt.slots[rank]].writer = None
+        self.layout_sent = ""  # its host may lack the layout: each is told of it once more
+        return self.abort(attempt, message.reason, message.leaf)
+
     # ── failed attempts ──────────────────────────────────────────────────────────────────────────
 
     def _fall_back(self, attempt: Attempt) -> list[Action]:
@@ -346,7 +318,7 @@ class AttemptLifecycle:
         told of.
         """
         self._release(attempt)
-        return self._decide(attempt.step, attempt.requests, attempt.started_s, durable=True)
+        return self.start(attempt.requested, durable=True) if attempt.requested else []
 
     def _release(self, attempt: Attempt) -> None:
         """Free the attempt's slots: nobody writes to them, and nobody needs them."""
@@ -356,9 +328,10 @@ class AttemptLifecycle:
         self.replica_check.drop(attempt.id)
         del self.attempts[attempt.id]
 
-    def _abort(
+    def abort(
         self, attempt: Attempt, reason: str, leaf: str = "", *, is_lost: bool = False
     ) -> list[Action]:
+        """Abort a capture; ``is_lost``: through the loss of a rank or host."""
         attempt.phase = "aborted"
         self.slots.reclaim(attempt)
         self.replica_check.drop(attempt.id)
@@ -370,21 +343,13 @@ class AttemptLifecycle:
     # Memory that storage reads stays until storage is done with it, even if it is not worth
     # keeping.
 
-    def make_durable(self, step: int) -> list[Action]:
-        """Make a step durable that was saved to memory only."""
-        return self.durability.make_durable(step)
-
-    def persist_newest(self) -> list[Action]:
-        """Make the newest snapshot durable when the run ends or no rank is left."""
-        return self.durability.start_newest()
-
     def persisted(self, attempt_id: str) -> list[Action]:
         """Handle that a manifest names the attempt."""
         attempt = self.attempts[attempt_id]
         if attempt.is_ring:
             self._release(attempt)
         actions = self.durability.persisted(attempt)
-        return actions + self._after_write(attempt) + self._decide_deferred()
+        return actions + self._after_write(attempt) + self.retry()
 
     def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
         """Handle a captured attempt that storage refused."""
@@ -396,11 +361,11 @@ class AttemptLifecycle:
             actions += self._after_write(attempt)
         elif attempt.is_open:  # the copier waits for ring space that will not be freed
             attempt.persisting = False
-            actions = self._abort(attempt, f"it could not be written: {reason}")
+            actions = self.abort(attempt, f"it could not be written: {reason}")
         else:
             self._release(attempt)
             actions = self.durability.failed(attempt, reason)
-        return actions + self._decide_deferred()
+        return actions + self.retry()
 
     def _after_write(self, attempt: Attempt) -> list[Action]:
         """Handle the end of a write: an incomplete attempt is kept only if other hosts can supply
@@ -418,14 +383,14 @@ class AttemptLifecycle:
         attempt = self.attempts.get(attempt_id)
         if attempt is None or not (attempt.is_ring and attempt.is_open):
             return []
-        return self._abort(attempt, f"it could not be written: {reason}")
+        return self.abort(attempt, f"it could not be written: {reason}")
 
     def persist_ended(self, attempt_id: str) -> list[Action]:
         """Handle that storage has finished with a failed attempt, or with pruning what it
         replaced.
         """
         self.durability.ended(attempt_id)
-        return self._decide_deferred()
+        return self.retry()
 
     def ring_progressed(self, attempt_id: str, now_s: float) -> None:
         """Record that storage wrote a part of this attempt's ring."""
@@ -447,13 +412,13 @@ class AttemptLifecycle:
             return []
         if attempt.is_open:
             reason = f"the image of rank {slot.rank} changed in memory by itself"
-            return self._abort(attempt, reason)
+            return self.abort(attempt, reason)
         if attempt.is_under_way:
             attempt.damaged.add(slot_id)
             return []
         self.attempts.lose([slot])
         slot.free()
-        if not any(self.hosts.values()):  # no other host has the rest of the attempt
+        if not any(self._hosts.values()):  # no other host has the rest of the attempt
             self.attempts.drop_incomplete()
         self.slots.drop_lost()
-        return self._decide_deferred()
+        return self.retry()

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.format.manifest import AttemptId
 from holdfast.protocol import messages as m
 
 if TYPE_CHECKING:
-    from holdfast.coordinator.slots import Slot
+    from holdfast.coordinator.layouts import AgreedLayout, Tables
+    from holdfast.coordinator.slots import Slot, SlotWriter
+
+
+class CompleteStep(NamedTuple):
+    """A step that all ranks requested, with all that its attempt needs."""
+
+    step: int
+    requests: Mapping[int, m.RequestCapture]
+    since_s: float
+    agreed: AgreedLayout
+    tables: Tables
+    writers: Mapping[int, SlotWriter]
 
 
 @dataclass(slots=True)
@@ -32,7 +44,7 @@ class Attempt:
     sealed: set[int] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
     """Slots whose images were damaged while storage reads the attempt."""
-    requests: Mapping[int, m.RequestCapture] = field(default_factory=dict)
+    requested: CompleteStep | None = None  # None: discovered, or decoded
     lacks_room: bool = False  # one of its slots could not be allocated
     is_ring: bool = False
     """Its images pass through rings to storage: it is never a snapshot, and never complete."""
@@ -40,6 +52,11 @@ class Attempt:
     hosts: int = 1  # that its ranks were on when it was captured
     nonce: str = ""
     """Of the start that captured it, whose number another may have taken; "": not known."""
+
+    @property
+    def requests(self) -> Mapping[int, m.RequestCapture]:
+        """The requests of all ranks for it."""
+        return self.requested.requests if self.requested is not None else {}
 
     @property
     def is_open(self) -> bool:
@@ -167,9 +184,9 @@ class Attempts(dict[str, Attempt]):
         """Return the attempts whose images were all sealed, but are not all reachable."""
         return [attempt for attempt in self.values() if attempt.is_incomplete]
 
-    def capturing(self) -> list[Attempt]:
-        """Return the attempts that ranks may still seal."""
-        return [attempt for attempt in self.values() if attempt.is_open]
+    def capturing(self, rank: int | None = None) -> list[Attempt]:
+        """Return the attempts that ranks may still seal; of ``rank``, those that it has not."""
+        return [a for a in self.values() if a.is_open and (rank is None or rank not in a.sealed)]
 
     def newest_complete(self) -> Attempt | None:
         """Return the newest generation that all ranks captured."""

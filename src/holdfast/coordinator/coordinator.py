@@ -10,22 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.coordinator.actions import Action, ReportOutcome, SendMessage, skip, skip_all
-from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, PLANNING, AttemptLifecycle
-from holdfast.coordinator.attempts import Attempt
-from holdfast.coordinator.layouts import LayoutRegistry
-from holdfast.coordinator.requests import Absence, CaptureRequests, listed
+from holdfast.coordinator.actions import Action, SendMessage, skip, skip_all
+from holdfast.coordinator.attempt_lifecycle import AttemptLifecycle
+from holdfast.coordinator.attempts import Attempt, CompleteStep
+from holdfast.coordinator.layouts import Agreement, LayoutRegistry, Tables
+from holdfast.coordinator.requests import Absence, CaptureRequests, listed, state_mismatch
 from holdfast.coordinator.slots import NO_SLOT, Slot, SlotWriter
 from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import ImageSizes
 
-__all__ = ["ONLY_DURABLE", "Coordinator"]
+PLANNING = "its layout is new, and its images are still being planned"
 
 #: A request withdrawn sooner than this did not wait for other ranks: its process may be ending.
 WAITED_S = 0.5
 
 
-class Coordinator(AttemptLifecycle):
-    """State machine of a run's slots and attempts; see the module's rules.
+class Coordinator:
+    """State machine of a run: its hosts and ranks, and their requests; ``lifecycle`` has the
+    attempts that come of them, from their slots to storage.
 
     Its own host is number 0. The other hosts are *away* until their keepers connect (``attach``),
     and after they are lost (``detach``): while a host is away nothing is captured, and no slot is
@@ -33,7 +35,15 @@ class Coordinator(AttemptLifecycle):
     """
 
     def __init__(self, *, keeper: str, grant_deadline_s: float, capture_deadline_s: float) -> None:
-        super().__init__(keeper)
+        self.lifecycle = AttemptLifecycle(keeper)
+        self.attempts, self.slots = self.lifecycle.attempts, self.lifecycle.slots
+        self.durability = self.lifecycle.durability
+        self.replica_check = self.lifecycle.replica_check
+        self.incarnation, self.nonce, self.world = 0, "", 0
+        self.hosts: dict[int, int] = {}
+        """The host of each rank."""
+        self.adopted = False
+        """True once the incarnation's parent is recorded: captures may begin."""
         self.grant_deadline_s = grant_deadline_s
         self.capture_deadline_s = capture_deadline_s
         self.away: dict[int, str] = {}
@@ -48,6 +58,9 @@ class Coordinator(AttemptLifecycle):
         self._away_since_s = 0.0
         self._is_pin_requested = False
         """True once the ranks of this incarnation reported what they restore from."""
+        self._layouts = LayoutRegistry()
+        self._joined: dict[int, SlotWriter] = {}
+        self._requests = CaptureRequests(0)
         self.absence = Absence()
         self._leaving: set[int] = set()
         """Ranks that said goodbye: they save no more, and wait for the others to leave."""
@@ -116,7 +129,7 @@ class Coordinator(AttemptLifecycle):
         self.away[host] = name
         reason = self._why_away()
         for attempt in self.attempts.capturing():  # every attempt keeps at least one slot
-            actions += self._abort(attempt, reason, is_lost=True)
+            actions += self.lifecycle.abort(attempt, reason, is_lost=True)
         actions += self._skip_waiting(reason)
         for rank in self.host_table[host].ranks:
             actions += self.lost(rank)
@@ -142,14 +155,11 @@ class Coordinator(AttemptLifecycle):
         """
         actions: list[Action] = []
         for attempt in self.attempts.capturing():
-            actions += self._abort(attempt, "a new incarnation began")
+            actions += self.lifecycle.abort(attempt, "a new incarnation began")
         self.incarnation, self.nonce, self.world = incarnation, nonce, world
         self.adopted = False
         self._place(world, hosts)
-        self.attempts.pinned = self.attempts.newest
-        self.durability.begin(incarnation)
-        self.replica_check.begin(nonce)
-        self.slots.begin(self.hosts)
+        self.lifecycle.begin(incarnation, nonce, self.hosts, knows_hosts=bool(hosts))
         self._is_taking_over = self._is_pin_requested = False
         self._parent = None
         self._joined.clear()
@@ -170,7 +180,6 @@ class Coordinator(AttemptLifecycle):
         self.hosts = dict.fromkeys(range(world), 0)
         self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
         self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
-        self._knows_hosts = bool(hosts)
         if not hosts:
             self.attempts.drop_incomplete()
             self.slots.drop_lost()
@@ -211,9 +220,9 @@ class Coordinator(AttemptLifecycle):
         self._joined[rank] = writer
         self._leaving.discard(rank)
         self.absence.end(rank)
-        self._layouts.sent_hash = ""
+        self.lifecycle.layout_sent = ""
         if not is_copying:
-            actions += self._free_slots_of(rank)
+            actions += self.lifecycle.writer_stopped(rank, writer)
         self.durability.add(order)
         if len(self._joined) < self.world:
             return actions  # all ranks must hear what becomes of it
@@ -258,33 +267,27 @@ class Coordinator(AttemptLifecycle):
         actions: list[Action] = []
         self._joined.pop(rank, None)
         self._requests.drop_rank(rank)
-        waiting = self._requests.pop_deferred()
-        if waiting is not None:
-            actions += skip(waiting.step, f"rank {rank} went away: {NO_SLOT}")
-        for attempt in self.attempts.capturing():
-            if rank not in attempt.sealed:
-                reason = f"rank {rank} went away while it captured"
-                actions += self._abort(attempt, reason, is_lost=True)
+        actions += self.lifecycle.skip_waiting(f"rank {rank} went away: {NO_SLOT}")
+        for attempt in self.attempts.capturing(rank):
+            reason = f"rank {rank} went away while it captured"
+            actions += self.lifecycle.abort(attempt, reason, is_lost=True)
         return actions
-
-    def writer_gone(self, slot_id: int) -> list[Action]:
-        """Free a quarantined slot whose last possible writer is dead, or has sealed it."""
-        self.slots.writer_gone(slot_id)
-        return self._decide_deferred()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def request_capture(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
         """Handle a rank's capture request; the step is decided when all ranks have requested it."""
-        self._now_s = now_s
+        self.lifecycle.now_s = now_s
         if rank not in self._joined:
             return []
         self._requests.note(rank, request.step)
         if request.durable:
             self.durability.add(m.StandingOrder(request.step, request.step))
         self.absence.end(rank)
-        freed = [] if request.is_copying else self._free_slots_of(rank)
-        return freed + self._decide_request(rank, request, now_s)
+        writer, actions = self._joined[rank], list[Action]()
+        if not request.is_copying:
+            actions += self.lifecycle.writer_stopped(rank, writer)
+        return actions + self._decide_request(rank, request, now_s)
 
     def divide_requests(
         self, requests: Mapping[int, m.RequestCapture]
@@ -296,7 +299,8 @@ class Coordinator(AttemptLifecycle):
         for rank in requests.keys() & self._joined.keys() if self.absence.is_any else ():
             self.absence.end(rank)
         is_plain = requests.keys() <= self._joined.keys() and self._requests.is_new(step, requests)
-        if is_plain and not (self._leaving or self.away or self.absence.is_any):
+        is_hindered = self._leaving or self.away or self.absence.is_any or self.lifecycle.waiting
+        if is_plain and not is_hindered:
             return [requests]
         return [{rank: request} for rank, request in requests.items()]
 
@@ -307,7 +311,7 @@ class Coordinator(AttemptLifecycle):
         if len(requests) == 1:
             return self.request_capture(*next(iter(requests.items())), now_s)
         step = next(iter(requests.values())).step
-        self._now_s = now_s
+        self.lifecycle.now_s = now_s
         if any(request.durable for request in requests.values()):
             self.durability.add(m.StandingOrder(step, step))
         for rank, request in requests.items() if self.slots.has_quarantined else ():
@@ -315,11 +319,6 @@ class Coordinator(AttemptLifecycle):
                 self.slots.writer_stopped_all(self._joined[rank], rank, self.incarnation)
         self._requests.add_all(step, requests, now_s)
         return self._decide_if_all_requested(step, now_s)
-
-    def _free_slots_of(self, rank: int) -> list[Action]:
-        """Free what is quarantined because of a rank that has stopped copying."""
-        self.slots.writer_stopped_all(self._joined[rank], rank, self.incarnation)
-        return self._decide_deferred()
 
     def _decide_request(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
         if self._leaving:
@@ -350,10 +349,9 @@ class Coordinator(AttemptLifecycle):
 
     def cancel_request(self, rank: int, step: int) -> list[Action]:
         """Handle a rank that stopped waiting for its answer."""
-        if self._requests.is_deferred(step):
-            self._requests.pop_deferred()
-            return skip(step, f"rank {rank} stopped waiting: {NO_SLOT}")
-        waited_s = self._requests.waited_s(rank, step, self._now_s)
+        if self.lifecycle.is_waiting(step):
+            return self.lifecycle.skip_waiting(f"rank {rank} stopped waiting: {NO_SLOT}")
+        waited_s = self._requests.waited_s(rank, step, self.lifecycle.now_s)
         if waited_s is not None:
             absent = self._requests.absent(step)
             reason = (
@@ -365,9 +363,9 @@ class Coordinator(AttemptLifecycle):
             if not self.adopted or waited_s < WAITED_S:
                 return skip(step, reason)
             return self._skip_late(step, reason, absent)
-        for attempt in self.attempts.capturing():
-            if attempt.step == step and rank not in attempt.sealed:
-                actions = self._abort(attempt, f"rank {rank} stopped waiting for its slot")
+        for attempt in self.attempts.capturing(rank):
+            if attempt.step == step:
+                actions = self.lifecycle.abort(attempt, f"rank {rank} stopped waiting for its slot")
                 self.slots.timed_out(attempt)
                 return actions
         return []
@@ -423,12 +421,9 @@ class Coordinator(AttemptLifecycle):
         for step in self._requests.steps():
             self._requests.drop_step(step)
             actions += skip(step, self._why_leaving(), is_passing=False)
-        waiting = self._requests.pop_deferred()
-        if waiting is not None:
-            actions += skip(waiting.step, self._why_leaving(), is_passing=False)
-        for attempt in self.attempts.capturing():  # the keeper would wait for it until its deadline
-            if rank not in attempt.sealed:
-                actions += self._abort(attempt, self._why_leaving())
+        actions += self.lifecycle.skip_waiting(self._why_leaving(), is_passing=False)
+        for attempt in self.attempts.capturing(rank):  # it would be waited for until its deadline
+            actions += self.lifecycle.abort(attempt, self._why_leaving())
         return actions
 
     def _why_leaving(self) -> str:
@@ -449,59 +444,88 @@ class Coordinator(AttemptLifecycle):
                 self._missed_announced_at = step
         return [SendMessage(m.Announced(step=step, which=which))]
 
-    # ── captures ─────────────────────────────────────────────────────────────────────────────────
+    # ── deciding steps ───────────────────────────────────────────────────────────────────────────
 
-    def captured(self, rank: int, seal: m.Captured, now_s: float) -> list[Action]:
-        """Handle a sealed image; the last image makes the generation complete."""
-        attempt = self.attempts.get(seal.attempt)
-        if attempt is None or attempt.phase != "capturing" or rank not in attempt.slots:
-            self.slots.writer_stopped(rank, seal.attempt)
-            return []
-        if rank in attempt.sealed:
-            return []
-        self._now_s = now_s
-        slot = self.slots[attempt.slots[rank]]
-        if seal.image_bytes != slot.image_bytes:
-            reason = f"rank {rank} sealed {seal.image_bytes} bytes, {slot.image_bytes} agreed"
-            slot.writer = None  # the rank itself reports that it writes no more
-            return self._abort(attempt, reason)
-        slot.state, slot.writer = "captured", None
-        slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
-        attempt.sealed.add(rank)
-        self.replica_check.add_sums(attempt.id, rank, seal.sums, seal.same_since)
-        if len(attempt.sealed) < attempt.world:
-            return []
-        actions = self.replica_check.finish(attempt.id, attempt.step)
-        if attempt.is_ring:
-            attempt.phase = "draining"  # memory holds only what is not written yet
-            return actions
-        attempt.phase = "complete"
-        self.attempts.captured(attempt.id)
-        done = m.Complete(step=attempt.step, attempt=attempt.id, durable=attempt.durable)
-        elapsed_s = now_s - attempt.started_s
-        note = ReportOutcome(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
-        return [*actions, SendMessage(done), note, *self.durability.start_next()]
+    def _decide(
+        self, step: int, requests: Mapping[int, m.RequestCapture], now_s: float
+    ) -> list[Action]:
+        """Start the attempt of a step that all ranks requested, once its images are planned."""
+        apart = self._why_apart(requests)
+        if apart:
+            return skip(step, apart)
+        tables = tuple(requests[rank].table for rank in range(self.world))
+        agreed = self._layouts.find(tables)
+        if agreed is not None and agreed.planned_count == self.world:
+            return self.lifecycle.start(
+                CompleteStep(step, requests, now_s, agreed, tables, self._joined)
+            )
+        # Agreed and planned here, a layout would hold the loop up for up to many seconds.
+        for rank, request in requests.items():
+            self._requests.add(rank, request, now_s)
+        now_s = max(now_s, self.lifecycle.now_s)
+        if agreed is None:
+            return self._layouts.agree(tables, now_s)
+        return self.lifecycle.send_layout(agreed, tables) + agreed.plan(self.hosts, now_s)
 
-    def abort_capture(self, rank: int, message: m.AbortCapture) -> list[Action]:
-        """Handle a rank that will never seal its image."""
-        attempt = self.attempts.get(message.attempt)
-        if attempt is None or not attempt.is_open or rank not in attempt.slots:
-            if message.has_stopped:
-                self.slots.writer_stopped(rank, message.attempt)
+    def table(self, hash_: str, deflated: bytes, now_s: float) -> list[Action]:
+        """Handle a leaf table that a rank was asked for."""
+        return self._go_on({self._layouts.learn(hash_, deflated)}, now_s)
+
+    def layout_agreed(self, tables: Tables, agreement: Agreement, now_s: float) -> list[Action]:
+        """Handle what came of ``AgreeLayout``."""
+        self._layouts.agreed_on(tables, agreement)
+        return self._go_on({tables}, now_s, agreement.reason, is_passing=agreement.is_passing)
+
+    def images_planned(self, layout: str, sizes: ImageSizes, now_s: float) -> list[Action]:
+        """Handle the sizes of one host's images: with the last of them the save goes on."""
+        agreed = self._layouts.agreed(layout)
+        if agreed is None:
             return []
-        if message.has_stopped:
-            self.slots[attempt.slots[rank]].writer = None
-        self._layouts.sent_hash = ""  # its host may lack the layout: each is told of it once more
-        return self._abort(attempt, message.reason, message.leaf)
+        if sizes.reason:
+            agreed.forget_orders()
+        else:
+            agreed.planned({r: size for r, size in sizes.by_rank.items() if 0 <= r < self.world})
+            if agreed.planned_count < self.world:
+                return []
+        tables = self._layouts.tables_of(agreed)
+        return self._go_on(tables, now_s, sizes.reason, is_passing=sizes.is_passing)
+
+    def _go_on(
+        self, waiting: set[Tables], now_s: float, reason: str = "", *, is_passing: bool = True
+    ) -> list[Action]:
+        """Decide the steps that all ranks requested with these tables; skip them if there is a
+        ``reason``.
+        """
+        actions: list[Action] = []
+        for step in self._requests.steps() if self.adopted else []:
+            is_waiting = self._requests.all_of(step, waiting)
+            requests = self._requests.pop_complete(step) if is_waiting else None
+            if requests is None:
+                continue
+            if reason:
+                actions += skip(step, reason, is_passing=is_passing)
+            else:
+                actions += self._decide(step, requests, now_s)
+        return actions
+
+    def _why_apart(self, requests: Mapping[int, m.RequestCapture]) -> str:
+        return state_mismatch(requests)
+
+    @property
+    def used_layouts(self) -> set[str]:
+        """Hashes of the layouts that every host must keep."""
+        return {attempt.layout for attempt in self.attempts.values()} | self._layouts.hashes
+
+    # ── deadlines ────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now_s: float) -> list[Action]:
         """Expire every wait whose deadline has passed."""
-        self._now_s = now_s
+        self.lifecycle.now_s = now_s
         actions: list[Action] = []
-        waiting = self._requests.pop_deferred(before_s=now_s - self.grant_deadline_s)
-        if waiting is not None:
-            actions += skip(waiting.step, NO_SLOT)
-        actions += self._decide_deferred()
+        waiting = self.lifecycle.waiting
+        if waiting is not None and now_s - waiting.since_s > self.grant_deadline_s:
+            actions += self.lifecycle.skip_waiting(NO_SLOT)
+        actions += self.lifecycle.retry()
         late = self._requests.late(now_s, self.grant_deadline_s) if self.adopted else []
         for step, wait_s in late:
             absent = self._requests.absent(step)
@@ -513,12 +537,12 @@ class Coordinator(AttemptLifecycle):
             if now_s - max(attempt.started_s, attempt.moved_s) > self.capture_deadline_s:
                 who = self._name(attempt.unsealed)
                 within = f"within {self.capture_deadline_s:g} s"
-                actions += self._abort(attempt, f"{who} did not finish {within}")
+                actions += self.lifecycle.abort(attempt, f"{who} did not finish {within}")
         return (
             actions
             + self.durability.start_next()
             + self._expire_promises(now_s)
-            + self._decide_deferred()
+            + self.lifecycle.retry()
         )
 
     def _expire_promises(self, now_s: float) -> list[Action]:
@@ -557,7 +581,7 @@ class Coordinator(AttemptLifecycle):
 
     def explain(self, step: int) -> str:
         """Describe in words what the save of ``step`` waits for."""
-        if self._requests.is_deferred(step):
+        if self.lifecycle.is_waiting(step):
             return NO_SLOT
         absent = self._requests.absent(step)
         if absent:

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import xxhash
 
+from holdfast.coordinator.actions import Action, AgreeLayout, PlanImages, SendMessage
 from holdfast.errors import HoldfastError
 from holdfast.format.image import ImagePlan, image_bytes
 from holdfast.geometry.layout import Layout, deflate, inflate, merge, table_from_json
+from holdfast.protocol.messages import RequestTable
 
 #: Number of layouts kept with the sizes of their images.
 LAYOUTS = 2
@@ -82,13 +84,18 @@ class AgreedLayout:
         self._ordered_s: dict[int, float] = {}
         """Ranks whose hosts were told to plan and have not answered, and when that was."""
 
-    def order_plans(self, ranks: Iterable[int], now_s: float) -> list[int]:
-        """Return those of these ranks whose hosts are to plan now: no host is told again soon."""
+    def plan(self, hosts: Mapping[int, int], now_s: float) -> list[PlanImages]:
+        """Have each host plan the images of its ranks that it has not planned; none is told again
+        soon.
+        """
         since_s = now_s - ORDER_AGAIN_S
         told = {rank for rank, ordered_s in self._ordered_s.items() if ordered_s > since_s}
-        found = [rank for rank in ranks if rank not in self._plans and rank not in told]
-        self._ordered_s.update(dict.fromkeys(found, now_s))
-        return found
+        by_host: dict[int, list[int]] = {}
+        for rank, host in hosts.items():
+            if rank not in self._plans and rank not in told:
+                by_host.setdefault(host, []).append(rank)
+                self._ordered_s[rank] = now_s
+        return [PlanImages(host, self.layout, tuple(ranks)) for host, ranks in by_host.items()]
 
     def forget_orders(self) -> None:
         """Have the hosts that have not answered told again, by the next save."""
@@ -135,12 +142,19 @@ class LayoutRegistry:
         self._missing: dict[str, int] = {}
         """Those among them that no rank has sent, each with a rank that has it."""
         self._agreed: dict[Tables, AgreedLayout] = {}
-        self.sent_hash = ""
-        """Hash of the layout that all hosts were last told of."""
 
     def find(self, tables: Tables) -> AgreedLayout | None:
         """Return the layout agreed from these tables; the same object while they are the same."""
         return self._agreed.get(tables)
+
+    def agree(self, tables: Tables, now_s: float) -> list[Action]:
+        """Have the layout of these tables found or merged; ask for tables that nobody has."""
+        if self.is_under_way(tables, now_s):
+            return []
+        missing = self.missing(tables)
+        if missing:
+            return [SendMessage(RequestTable(hash=h), rank) for h, rank in missing.items()]
+        return [AgreeLayout(tables, self.begin(tables, now_s))]
 
     def is_under_way(self, tables: Tables, now_s: float) -> bool:
         """Return True if the layout of these tables is being agreed, and an answer may come."""

@@ -32,15 +32,6 @@ class _StepRequests:
             self.spare_s = min(self.spare_s, spare_ms / 1000)
 
 
-@dataclass(frozen=True, slots=True)
-class DeferredRequest:
-    """An exact durable save that waits for a free slot."""
-
-    step: int
-    requests: Mapping[int, m.RequestCapture]
-    since_s: float
-
-
 #: What all ranks are told must not grow with their number.
 _MOST_LISTED = 16
 
@@ -86,7 +77,6 @@ class CaptureRequests:
         """The latest step that any rank requested or declined."""
         self._last_of: dict[int, int] = {}
         """The last step that each rank requested."""
-        self._deferred: DeferredRequest | None = None
 
     def add(self, rank: int, request: m.RequestCapture, now_s: float) -> None:
         """Add a rank's capture request; the rank must wait for no other step (``step_of``)."""
@@ -94,9 +84,9 @@ class CaptureRequests:
         self._step_of[rank] = request.step
 
     def is_new(self, step: int, ranks: Collection[int]) -> bool:
-        """Return True if the step is open, and nothing waits for a slot or for these ranks."""
+        """Return True if the step is open, and nothing waits for these ranks."""
         is_open = step >= self.newest and step not in self._declined
-        return is_open and not self._deferred and self._step_of.keys().isdisjoint(ranks)
+        return is_open and self._step_of.keys().isdisjoint(ranks)
 
     def add_all(self, step: int, requests: Mapping[int, m.RequestCapture], now_s: float) -> None:
         """Add the requests of several ranks for a step for which ``is_new`` is true."""
@@ -158,22 +148,6 @@ class CaptureRequests:
     def _allow(self, step: int) -> None:
         del self._declined[step]
         self._notified.pop(step, None)
-
-    def defer(self, step: int, asks: Mapping[int, m.RequestCapture], since_s: float) -> None:
-        """Defer a step that must be saved exactly; it is decided again when a slot is free."""
-        self._deferred = DeferredRequest(step, asks, since_s)
-
-    def is_deferred(self, step: int) -> bool:
-        """Return True if the step waits for a slot."""
-        return self._deferred is not None and self._deferred.step == step
-
-    def pop_deferred(self, *, before_s: float = math.inf) -> DeferredRequest | None:
-        """Remove and return the deferred request if it has waited since before ``before_s``."""
-        found = self._deferred
-        if found is None or found.since_s >= before_s:
-            return None
-        self._deferred = None
-        return found
 
     def start_clock(self, now_s: float) -> None:
         """Restart the waiting times: early requests waited for something else than the other

@@ -144,7 +144,7 @@ class Executor:
         if attempt_id in self._jobs:
             self._jobs[attempt_id].abort("the capture came to nothing")
         else:  # storage never began with it
-            self.carry_out(self._coordinator.persist_ended(attempt_id))
+            self.carry_out(self._coordinator.lifecycle.persist_ended(attempt_id))
 
     def _use_layout(self, action: StoreLayout | AgreeLayout | PlanImages) -> None:
         match action:
@@ -254,7 +254,7 @@ class Executor:
             self.followers.parity_scheduler.captured(note.attempt)
         else:
             self._memory.drop_parity()
-        self.carry_out(coordinator.preallocate())
+        self.carry_out(coordinator.lifecycle.preallocate())
 
     def _send(self, action: ReportReplicasDiffer | Warn) -> None:
         match action:
@@ -316,7 +316,7 @@ class Executor:
     def pruned(self, attempt_id: str) -> None:
         """Record that storage also pruned what an attempt replaced; on the persister's thread."""
         self._background.from_thread(
-            lambda: self.carry_out(self._coordinator.persist_ended(attempt_id))
+            lambda: self.carry_out(self._coordinator.lifecycle.persist_ended(attempt_id))
         )
 
     def _settle(self, attempt_id: str, reason: str | None) -> None:
@@ -325,22 +325,22 @@ class Executor:
         held = self._coordinator.attempts
         self.refusals = {id_: why for id_, why in self.refusals.items() if id_ in held}
         if attempt_id not in held:
-            self.carry_out(self._coordinator.persist_ended(attempt_id))
+            self.carry_out(self._coordinator.lifecycle.persist_ended(attempt_id))
         elif reason is None:
-            self.carry_out(self._coordinator.persisted(attempt_id))
+            self.carry_out(self._coordinator.lifecycle.persisted(attempt_id))
         else:
             self.refusals[attempt_id] = reason
-            self.carry_out(self._coordinator.persist_failed(attempt_id, reason))
+            self.carry_out(self._coordinator.lifecycle.persist_failed(attempt_id, reason))
 
     # ── rings ────────────────────────────────────────────────────────────────────────────────────
 
     def _report_ring(self, attempt_id: str, rank: int, size_bytes: int) -> None:
         """Report that the beginning of an image is stored."""
-        self._coordinator.ring_progressed(attempt_id, time.monotonic())
+        self._coordinator.lifecycle.ring_progressed(attempt_id, time.monotonic())
         self._ranks.send(m.RingSpaceFreed(attempt=attempt_id, size_bytes=size_bytes), rank)
 
     def _write_broke(self, attempt_id: str, reason: str) -> None:
         """Report on the persister's thread that an image cannot be written."""
         self._background.from_thread(
-            lambda: self.carry_out(self._coordinator.write_broke(attempt_id, reason))
+            lambda: self.carry_out(self._coordinator.lifecycle.write_broke(attempt_id, reason))
         )

@@ -463,7 +463,7 @@ class Keeper:
     async def _open_and_persist(self, attempt: str) -> None:
         try:
             await self.root_access.open()
-            self.executor.carry_out(self.coordinator.persist_newest())
+            self.executor.carry_out(self.coordinator.durability.start_newest())
         except HoldfastError as error:
             self.executor.refusals[attempt] = str(error)
         finally:

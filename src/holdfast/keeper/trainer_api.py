@@ -221,7 +221,9 @@ class TrainerApi:
 
     def _take_seal(self, captured: Mapping[int, m.Captured]) -> None:
         for rank, seal in captured.items():
-            self.executor.carry_out(self.coordinator.captured(rank, seal, time.monotonic()))
+            self.executor.carry_out(
+                self.coordinator.lifecycle.captured(rank, seal, time.monotonic())
+            )
 
     def _release_images(self, captured: Mapping[int, m.Captured]) -> None:
         self.executor.captured(next(iter(captured.values())).attempt, captured)
@@ -269,7 +271,7 @@ class TrainerApi:
             begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
             self.executor.carry_out(begun)
             self._join_reports()
-            self.executor.agent.allocator.drop_spares(self.coordinator.drop_spare)
+            self.executor.agent.allocator.drop_spares(self.coordinator.lifecycle.drop_spare)
             return m.Begun(incarnation=n)
 
     async def _join(self, connection: TrainerConnection, message: m.Join, _: int) -> m.Message:
@@ -438,13 +440,13 @@ _ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory, m.ProbeHost, m.AssignRole
 #: Messages that a keeper answers itself, whichever host coordinates.
 _FOR_THIS_HOST = (m.Hello, m.Begin, m.ProbeHost, m.AssignRole)
 _EVENTS: dict[type[m.Message], Callable[[Coordinator, int, Any], list[Action]]] = {
-    m.AbortCapture: Coordinator.abort_capture,
+    m.AbortCapture: lambda c, rank, message: c.lifecycle.abort_capture(rank, message),
     m.CancelRequest: lambda c, rank, message: c.cancel_request(rank, message.step),
     m.DeclineStep: lambda c, rank, message: c.decline(
         rank, message.step, message.reason, is_passing=message.is_passing
     ),
     m.MakeDurable: lambda c, _, message: (
-        c.persist_newest() if message.newest else c.make_durable(message.step)
+        c.durability.start_newest() if message.newest else c.durability.make_durable(message.step)
     ),
     m.Announce: lambda c, _, message: c.announce(message.step, message.which),
 }

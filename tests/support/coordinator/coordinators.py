@@ -116,17 +116,19 @@ class Keeper:
     def with_memory(self, actions: list[Action]) -> list[Action]:
         found = list(actions)
         for action in of(actions, AllocateSlots) if self.has_memory else []:
-            found += self.with_memory(self.c.allocated(action.slot))
+            found += self.with_memory(self.c.lifecycle.allocated(action.slot))
         for order in of(actions, AgreeLayout):
             agreement = agree_layout(self.remembered, order.tables, order.held)
-            ended = self.c.layout_agreed(order.tables, agreement, self.c._now_s)
+            ended = self.c.layout_agreed(order.tables, agreement, self.c.lifecycle.now_s)
             found += self.with_memory(ended)
         for wanted in told(actions, m.RequestTable):
             said = deflate(TABLES[wanted.hash])
-            found += self.with_memory(self.c.table(wanted.hash, said, self.c._now_s))
+            found += self.with_memory(self.c.table(wanted.hash, said, self.c.lifecycle.now_s))
         for plan in of(actions, PlanImages):
             sizes = plan_sizes(plan.layout, plan.ranks)
-            found += self.with_memory(self.c.images_planned(plan.layout.hash, sizes, self.c._now_s))
+            found += self.with_memory(
+                self.c.images_planned(plan.layout.hash, sizes, self.c.lifecycle.now_s)
+            )
         return found
 
     def ask_all(
@@ -148,7 +150,7 @@ class Keeper:
     def seal(self, rank: int, attempt: str, now_s: float = 0.0) -> list[Action]:
         size = self.c.slots[self.c.attempts[attempt].slots[rank]].image_bytes
         seal = m.Captured(attempt=attempt, image_bytes=size, header_xxh3="h", table_xxh3="t")
-        return self.with_memory(self.c.captured(rank, seal, now_s))
+        return self.with_memory(self.c.lifecycle.captured(rank, seal, now_s))
 
     def capture(
         self, step: int, *, durable: bool = False, exact: bool = False, values: int = 10

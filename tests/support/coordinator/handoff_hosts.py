@@ -121,7 +121,7 @@ class HostedWorld(CheckedWorld):
     def find_no_room_for_layout(self, host: int, layout: str) -> None:
         """The answer comes when the grants have left."""
         self.layouts_told.remove((host, layout))
-        self.carry_out(self.keeper.layout_not_stored(layout, "no room", host))
+        self.carry_out(self.keeper.lifecycle.layout_not_stored(layout, "no room", host))
 
     def restart_keeper(self) -> None:
         self.layouts_told.clear()

@@ -100,7 +100,7 @@ class RealWorld:
         keeper = self.coordinator(
             keeper=f"k{self.keepers}", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
         )
-        keeper.slots = self.slots(keeper.attempts)
+        keeper.slots = keeper.lifecycle.slots = self.slots(keeper.attempts)
         return keeper
 
     def begin(self, world: int) -> None:
@@ -170,7 +170,7 @@ class RealWorld:
             for part in self.keeper.divide_requests(asks) if asks else ():
                 self.carry_out(self.keeper.request_captures(part, self.now_s))
             for rank, seal in seals.items():
-                self.carry_out(self.keeper.captured(rank, seal, self.now_s))
+                self.carry_out(self.keeper.lifecycle.captured(rank, seal, self.now_s))
 
     def hang_up(self, process: Process) -> None:
         if process.connected:
@@ -224,7 +224,7 @@ class RealWorld:
                 case ReportOutcome(attempt=attempt, what="complete"):
                     self.newest = slots_of(self.keeper.attempts[attempt])
                     self.pinned = ()
-                    self.carry_out(self.keeper.preallocate())
+                    self.carry_out(self.keeper.lifecycle.preallocate())
 
     def begin_work(self, action: AllocateRings | StoreLayout | Planning) -> None:
         """What a host does beside its loop."""
@@ -324,9 +324,9 @@ class RealWorld:
         capacity = self.allocating.pop(slot)
         if is_there:
             self.capacities[slot] = capacity
-            self.carry_out(self.keeper.allocated(slot))
+            self.carry_out(self.keeper.lifecycle.allocated(slot))
         else:
-            self.carry_out(self.keeper.allocation_failed(slot, "no memory"))
+            self.carry_out(self.keeper.lifecycle.allocation_failed(slot, "no memory"))
 
     def end_rings(self, needs: tuple[RingNeed, ...], *, are_there: bool) -> None:
         self.making_rings.remove(needs)
@@ -334,9 +334,9 @@ class RealWorld:
         if are_there:
             self.rings |= set(made)
             self.capacities |= {slot: capacity for slot, (capacity, _) in made.items()}
-            self.carry_out(self.keeper.rings_made(made))
+            self.carry_out(self.keeper.lifecycle.rings_made(made))
         else:
-            self.carry_out(self.keeper.rings_not_made(list(made), "no memory at all"))
+            self.carry_out(self.keeper.lifecycle.rings_not_made(list(made), "no memory at all"))
 
     def is_complete(self, name: str) -> bool:
         """Whether storage can have all of it: it is in memory, or went through rings."""
@@ -348,11 +348,11 @@ class RealWorld:
     def end_cleaning(self, name: str) -> None:
         """Storage is done with an attempt that is over: with cleaning, or with pruning."""
         self.ending.discard(name)
-        self.carry_out(self.keeper.persist_ended(name))
+        self.carry_out(self.keeper.lifecycle.persist_ended(name))
 
     def break_writing(self, name: str) -> None:
         """Storage fails in the middle, and says so before it has cleared away what there is."""
-        self.carry_out(self.keeper.write_broke(name, "disk full"))
+        self.carry_out(self.keeper.lifecycle.write_broke(name, "disk full"))
 
     def end_persist(self, name: str, *, is_stored: bool) -> None:
         slots, attempt = self.persisting.pop(name), self.keeper.attempts[name]
@@ -367,9 +367,9 @@ class RealWorld:
                 self.ordered = self.ordered.pay(attempt.step)
             if attempt.is_ring:
                 self.ending.add(name)  # what it replaced is pruned
-            self.carry_out(self.keeper.persisted(name))
+            self.carry_out(self.keeper.lifecycle.persisted(name))
         else:
-            self.carry_out(self.keeper.persist_failed(name, "disk full"))
+            self.carry_out(self.keeper.lifecycle.persist_failed(name, "disk full"))
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
@@ -381,7 +381,7 @@ class RealWorld:
             if slot.state != "quarantined" or slot.id not in self.records:
                 continue
             if slot.writer not in living or self.is_sealed(slot):
-                self.carry_out(self.keeper.writer_gone(slot.id))
+                self.carry_out(self.keeper.lifecycle.writer_gone(slot.id))
 
     def is_sealed(self, slot: Slot) -> bool:
         record = self.records[slot.id]
@@ -503,7 +503,7 @@ class RealWorld:
                 self.stop_writing(process, slot)
                 told = m.AbortCapture(attempt=attempt, reason="given up")
                 self.pass_on(self.place_of(process))
-                self.carry_out(self.keeper.abort_capture(process.rank, told))
+                self.carry_out(self.keeper.lifecycle.abort_capture(process.rank, told))
             case m.Skip(step=step) | m.Aborted(step=step) if process.waits_for == step:
                 process.waits_for = None
             case m.Aborted(attempt=attempt) if process.writes == attempt:
@@ -567,7 +567,7 @@ class RealWorld:
         self.owed[process.pid, step] = True
         self.pass_on(self.place_of(process))
         self.make_order(process, step)
-        self.carry_out(self.keeper.make_durable(step))
+        self.carry_out(self.keeper.durability.make_durable(step))
 
     def make_order(self, process: Process, step: int) -> None:
         process.order = process.order.join(m.StandingOrder(step, step))
@@ -579,4 +579,4 @@ class RealWorld:
         self.stop_writing(process, process.slot)
         self.pass_on(self.place_of(process))
         told = m.AbortCapture(attempt=attempt, reason="given up", leaf=leaf)
-        self.carry_out(self.keeper.abort_capture(process.rank, told))
+        self.carry_out(self.keeper.lifecycle.abort_capture(process.rank, told))

@@ -185,7 +185,7 @@ class FollowerRegistry:
             return None if trainer is None else trainer.process
 
         own = self._own = HostSession(0, "", agent.do)
-        is_awaited = self._coordinator.is_awaited
+        is_awaited = self._coordinator.lifecycle.is_awaited
         agent.serve(partial(self._handle_report, own), writer_of, trainer_of, is_awaited)
 
     def begin(self, incarnation: int, hosts: Sequence[m.HostEntry]) -> None:
@@ -442,7 +442,7 @@ class FollowerRegistry:
                 self._handle_layout(host, fact)
             case messages.ImageLost(slot=number, attempt=attempt):
                 lost = slot_id_of(host.host, number)
-                self._carry_out(self._coordinator.image_lost(lost, attempt))
+                self._carry_out(self._coordinator.lifecycle.image_lost(lost, attempt))
             case _:
                 self._carry_out(self._memory_changed(host, fact))
 
@@ -459,7 +459,7 @@ class FollowerRegistry:
                     self.send_to_host(host.host, whole)
             case messages.LayoutFailed(hash=hash_, reason=reason):
                 why = host.where + reason
-                self._carry_out(coordinator.layout_not_stored(hash_, why, host.host))
+                self._carry_out(coordinator.lifecycle.layout_not_stored(hash_, why, host.host))
             case messages.ImagesPlanned(layout=layout, sizes=by_rank, is_passing=is_passing):
                 sizes = ImageSizes(by_rank, fact.reason and host.where + fact.reason, is_passing)
                 self._carry_out(coordinator.images_planned(layout, sizes, time.monotonic()))
@@ -547,25 +547,25 @@ class FollowerRegistry:
         match fact:
             case messages.RingsCreated(made=made):
                 if self._are_made(host, list(made)):
-                    return coordinator.rings_made(
+                    return coordinator.lifecycle.rings_made(
                         {slot_id_of(host, number): size for number, size in made.items()}
                     )
             case messages.RingsFailed(slots=numbers, reason=reason):
                 if self._are_made(host, numbers):
                     ids = [slot_id_of(host, number) for number in numbers]
-                    return coordinator.rings_not_made(ids, session.where + reason)
+                    return coordinator.lifecycle.rings_not_made(ids, session.where + reason)
             case messages.WriterGone(slot=number, attempt=attempt):
                 slot = coordinator.slots.get(slot_id_of(host, number))
                 session.watched.pop(slot_id_of(host, number), None)
                 if slot is not None and slot.attempt == attempt:
-                    return coordinator.writer_gone(slot.id)
+                    return coordinator.lifecycle.writer_gone(slot.id)
             case messages.SlotCreated(slot=number):
                 if self._are_made(host, [number]):
-                    return coordinator.allocated(slot_id_of(host, number))
+                    return coordinator.lifecycle.allocated(slot_id_of(host, number))
             case messages.SlotFailed(slot=number, reason=reason):
                 if self._are_made(host, [number]):
                     slot_id = slot_id_of(host, number)
-                    return coordinator.allocation_failed(slot_id, session.where + reason)
+                    return coordinator.lifecycle.allocation_failed(slot_id, session.where + reason)
         return []
 
     def _are_made(self, host: int, numbers: Sequence[int]) -> bool:
