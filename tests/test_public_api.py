@@ -30,6 +30,7 @@ PUBLIC_NAMES = [
     "FlatBuffer",
     "FlatRange",
     "FlatShard",
+    "ForeignFormatError",
     "FormatError",
     "HoldfastError",
     "Keep",

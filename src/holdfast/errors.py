@@ -7,6 +7,7 @@ HoldfastError
 ├── NotFound                  what was asked for is not there
 ├── FormatError               bytes that are not what format v1 says they must be
 │   ├── NewerFormat           written by a newer Holdfast that requires features unknown here
+│   ├── ForeignFormatError    a file of another checkpointer that cannot be what it should be
 │   ├── ChecksumMismatch      bytes changed after they were written
 │   └── CoverageError         the images do not produce every element exactly once
 ├── StorageError              a store refused or failed (retryable says which)
@@ -146,6 +147,17 @@ class NewerFormat(FormatError):
 
     cause = "A newer Holdfast wrote it and marked it as not readable without what it added."
     remedy = "Install that version or a newer one. Nothing is wrong with the files."
+
+
+class ForeignFormatError(FormatError):
+    """A file of another checkpointer cannot be what its format says; nothing in it was executed."""
+
+    keys: ClassVar[dict[str, str]] = {"offset": "the byte of the file, or of its pickle"}
+    cause = (
+        "The file is damaged, was cut short, is of a kind that is not read, or was made to run "
+        "code or to use up memory in whoever opens it."
+    )
+    remedy = "Copy the file again from where it was written; do not open it by other means."
 
 
 class ChecksumMismatch(FormatError):

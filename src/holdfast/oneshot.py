@@ -29,6 +29,7 @@ from holdfast.format.image import fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
+from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
@@ -42,7 +43,8 @@ from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
 from holdfast.state.mapped.mapper import check_rules, require_all_used
-from holdfast.state.objects import State
+from holdfast.state.objects import State, sort_objects
+from holdfast.state.saved_values import group_names
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
@@ -322,14 +324,18 @@ def load(
     only: Sequence[str] | None = None,
     allow_missing: Sequence[str] = (),
     timeout_s: float = 600.0,
+    format: str | None = None,
 ) -> Restored:
     """Fill ``state`` from the newest checkpoint below ``path``, whatever layout it was saved in.
 
-    ``path``: the root. ``state``: what is filled, as for ``save``. ``step``: the step to load
-    instead, as in ``Checkpointer.restore``. ``rules``: how its tensors correspond to leaves of the
-    checkpoint. ``stored_rules``: the rules that the checkpoint should have been saved with, where
-    it was saved without. ``only``: patterns of the names to restore; everything else stays as it
-    is. ``allow_missing``: patterns of names that need not be stored. ``timeout_s``: as in ``save``.
+    ``path``: the root; or a checkpoint of another writer, of a kind that is read, whose model is
+    the key ``model`` where it has no key of its own. ``state``: what is filled, as for ``save``.
+    ``step``: the step to load instead, as in ``Checkpointer.restore``. ``rules``: how its tensors
+    correspond to leaves of the checkpoint. ``stored_rules``: the rules that the checkpoint should
+    have been saved with, where it was saved without. ``only``: patterns of the names to restore;
+    everything else stays as it is. ``allow_missing``: patterns of names that need not be stored.
+    ``timeout_s``: as in ``save``.
+    ``format``: the format of another writer's checkpoint, where its content does not tell it.
 
     All ranks call it. Raises NotFound when there is no checkpoint, StateMismatch listing every
     difference, RestoreError when none could be read, or a lost record leaves open which are the
@@ -341,7 +347,8 @@ def load(
     request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
-    store, world = open_store(path), current_world(timeout_s=timeout_s)
+    store = open_source(path, format, lambda: group_names(sort_objects(state)))
+    world = current_world(timeout_s=timeout_s)
     sources = StoredSources(store, world.rank)
     try:
         restored = restore_first(
@@ -362,13 +369,16 @@ def load(
     return restored
 
 
-def open(path: str | os.PathLike[str], step: int | str | None = None) -> CheckpointReader:
+def open(
+    path: str | os.PathLike[str], step: int | str | None = None, *, format: str | None = None
+) -> CheckpointReader:
     """Open a checkpoint for reading without torch.distributed and without the training code.
 
-    ``path``: the root. ``step``: the step to open; None for the newest.
+    ``path``: the root, or a checkpoint of another writer, of a kind that is read. ``step``: the
+    step to open; None for the newest. ``format``: as in ``load``.
 
     Raises NotFound when there is none, RestoreError when a lost record leaves open which are the
     run's. While it is open it is not pruned, for a day at most, if this process can write a lease
     below ``path``.
     """
-    return CheckpointReader(open_store(path), wanted_step(step))
+    return CheckpointReader(open_source(path, format), wanted_step(step))

@@ -127,10 +127,10 @@ def beside(
     """From now on the reader's store is such a one; the run's own is not."""
     store = Beside(LocalStore(root), act, k, is_read_only=is_read_only)
 
-    def store_at(path: Any) -> Store:
+    def store_at(path: Any, *_: Any) -> Store:
         return open_store(path) if store._is_acting else store
 
-    patch.setattr(oneshot, "open_store", store_at)
+    patch.setattr(oneshot, "open_source", store_at)
     return store
 
 

@@ -13,13 +13,14 @@ from typing import Any
 from holdfast.catalogue import LOCK, NEW_LISTS, Catalogue, catalogue, is_root
 from holdfast.errors import NotFound, UsageError
 from holdfast.format.manifest import Generation, Manifest
+from holdfast.interop.opening import open_source
 from holdfast.leases import ReadLease
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.candidates import choose as choose_candidates
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.stored import require_whole_line
 from holdfast.storage.base import Store
-from holdfast.storage.open import is_place, normal_root, open_lock, open_store
+from holdfast.storage.open import is_place, normal_root, open_lock
 
 STEP_HELP = "a step as restore() takes it, or INCARNATION-STEP for any that `holdfast ls` shows"
 #: A step has no more digits; Python itself refuses to read numbers of thousands of digits.
@@ -52,9 +53,9 @@ class OpenedRoot:
 
 def open_root(root: str) -> OpenedRoot:
     """Reads the catalogue of ``root``; raises NotFound when it is no directory of checkpoints."""
-    if not is_place(root):
+    if not is_place(root) and not Path(normal_root(root)).is_file():
         raise NotFound(f"{root} is not a directory", root=root)
-    store = open_store(root)
+    store = open_source(root)
     found = catalogue(store)
     if not (found.manifests or found.broken or is_root(store)):
         raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)

@@ -210,6 +210,7 @@ def _class_problems(
     key: str, kinds: Sequence[str], ranks: Sequence[int], saved: SavedGroups
 ) -> list[str]:
     there = [saved.shared[rank].get(key, _NOTHING).get("class") for rank in ranks]
+    there = [found or kinds[0] for found in there]  # others name no class
     other = next((found for found in there if found not in kinds), kinds[0])
     return [] if other in kinds else [f"{key} is a {kinds[0]}, saved was {other}"]
 

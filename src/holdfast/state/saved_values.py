@@ -85,7 +85,7 @@ def needs(
     ``names`` and ``leaves``: the names of parameters and of modules' tensors in the documents and
     in the layout.
     """
-    for key, groups in _groups(objects).items():
+    for key, groups in group_names(objects).items():
         homes = _homes(objects, key)
         stored_names = _through_ties(objects, key, aliases, names)
         for here in [name for group in groups for name in group]:
@@ -101,7 +101,7 @@ def needs(
                 yield ItemSource(NamedItem("alias", part), (f"{key}.",))
 
 
-def _groups(objects: Objects) -> dict[str, list[list[str]]]:
+def group_names(objects: Objects) -> dict[str, list[list[str]]]:
     """Returns the names of the parameters in each group of each optimizer."""
     found = {}
     for key, optimizer in objects.optimizers.items():
@@ -232,7 +232,7 @@ def gather(
     """Gathers the values of this state from ``documents``, by saved rank, the base first."""
     saved = SavedGroups({rank: document.get("shared", {}) for rank, document in documents.items()})
     shared, problems, is_other = _all_keys(saved), list[str](), False
-    groups, aliases = _groups(objects), _aliases(documents, stored)
+    groups, aliases = group_names(objects), _aliases(documents, stored)
     names_of = {key: _through_ties(objects, key, aliases, names) for key in objects.optimizers}
     regrouped: dict[str, MergedGroups] = {}
     for key, optimizer in objects.optimizers.items():

@@ -284,8 +284,12 @@ class Checkpoint:
         files: Mapping[int, ImageFile],
         world: int,
         identity: Mapping[str, str],
+        *,
+        has_sums: bool = True,
     ) -> None:
         self.layout = layout
+        self.has_sums = has_sums
+        """False for files of another writer, which has left no checksums to compare blocks with."""
         self.identity = dict(identity)
         self.files = files
         self.world = world
@@ -378,4 +382,10 @@ def from_manifest(
     live = {ref.rank: ref for ref in manifest.images}
     for part in manifest.parts:  # what is left of the image has a header of its own
         files[part.rank] = SplitImage(StoredImage(store, live[part.rank]), StoredImage(store, part))
-    return Checkpoint(layout, files, manifest.world, manifest.attempt_id.metadata)
+    return Checkpoint(
+        layout,
+        files,
+        manifest.world,
+        manifest.attempt_id.metadata,
+        has_sums=getattr(store, "has_block_sums", True),
+    )

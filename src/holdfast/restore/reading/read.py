@@ -161,6 +161,7 @@ class _ParallelRead:
             batch.stop_block,
             is_shared=self._is_shared(batch),
         )
+        source.narrow(batch)
         if self._deferred and self._is_late(batch):
             assert self._borrow is not None
             with self._borrow(source.size_bytes) as memory:
@@ -214,13 +215,20 @@ class _Blocks:
     ) -> None:
         self._file, header = checkpoint.files[rank], checkpoint.header(rank)
         self._is_shared = is_shared
-        self._table = checkpoint.table(rank)
+        self._table, self._has_sums = checkpoint.table(rank), checkpoint.has_sums
         self._data_start, self._data_stop = header.data_start, header.table.offset
         self._next, self._last = first, stop - 1
         self.begin = first * BLOCK_BYTES
         self.size_bytes = min(stop * BLOCK_BYTES, self._data_stop) - self.begin
         self.is_mapped = self._file.is_mapped
         self.data = memoryview(b"")
+
+    def narrow(self, batch: ReadBatch) -> None:
+        """Read only what the batch needs, where no checksum needs whole blocks."""
+        items: list[ByteSpan | Slab] = [*batch.spans, *batch.slabs]
+        if not self._has_sums and items:
+            self.begin = min(one.start for one in items)
+            self.size_bytes = max(one.stop for one in items) - self.begin
 
     def read(self, staging: memoryview | bytearray) -> None:
         """Set ``data``: in ``staging`` where there is room, or in place where the image is in
@@ -245,6 +253,8 @@ class _Blocks:
             self._next += 1
 
     def _check(self, number: int) -> None:
+        if not self._has_sums:
+            return
         start = number * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self._data_stop)
         actual = checksum(self.data[start - self.begin : stop - self.begin])
@@ -279,6 +289,9 @@ def _verified_blocks(checkpoint: Checkpoint, rank: int, first: int, stop: int) -
 
 def verified_range(checkpoint: Checkpoint, rank: int, start: int, stop: int) -> bytes:
     """Read the data bytes from ``start`` to ``stop`` of one image, verified."""
+    if not checkpoint.has_sums:
+        begin, file = checkpoint.header(rank).data_start, checkpoint.files[rank]
+        return bytes(file.view(begin + start, begin + stop, bytearray()))
     first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
     data = _verified_blocks(checkpoint, rank, first, last)
     return bytes(data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES])

@@ -1,0 +1,258 @@
+"""Reads directories of ``torch.distributed.checkpoint``: metadata, shards, bytes items.
+
+Each item of a ``.distcp`` file is a ``torch.save`` file, or a safetensors file, of its own. Where
+in it the elements lie is looked up when a range of it is first read: planning opens no item.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from holdfast.errors import ForeignFormatError, UsageError
+from holdfast.geometry.box import Box
+from holdfast.interop.arrange import MODEL, Orders, arrange
+from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
+from holdfast.interop.pickles import interpret
+from holdfast.interop.records import Opaque, Record, dtype_of
+from holdfast.interop.safetensors_files import open_safetensors
+from holdfast.interop.source_files import SourceFiles, checked_name
+from holdfast.interop.torch_files import Tree, open_torch_file
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+MAX_METADATA_BYTES = 1 << 30
+MAX_RANKS_SHOWN = 1 << 16
+_FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Where one item of a checkpoint lies."""
+
+    file: str
+    offset: int
+    size_bytes: int
+    rank: int
+
+
+def read_dcp(files: SourceFiles, prefix: str, step: int, orders: Orders) -> ForeignCheckpoint:
+    """Read a directory of DCP below ``prefix`` ("" or one that ends with "/")."""
+    return _DcpDirectory(files, prefix).read(step, orders)
+
+
+class _DcpDirectory:
+    def __init__(self, files: SourceFiles, prefix: str) -> None:
+        self._files, self._prefix = files, prefix
+        self._name = prefix + METADATA
+        self._where = files.where(self._name)
+        self._notes: list[str] = []
+
+    def read(self, step: int, orders: Orders) -> ForeignCheckpoint:
+        fields = self._metadata()
+        described = self._dictionary(fields, "state_dict_metadata")
+        paths = fields.get("planner_data")
+        items = dict(self._items(self._dictionary(fields, "storage_data")))
+        missing = self._missing_files(items)
+        entries: dict[str, Any] = {}
+        for name, about in described.items():
+            if type(name) is not str:
+                raise self._error("a name that is no text")
+            try:
+                entries[name] = self._entry(name, about, items, missing)
+            except UsageError as error:
+                raise self._error(f"{name!r:.200}: {error}") from None
+        found = arrange(_nested(entries, paths if isinstance(paths, dict) else {}), orders)
+        return ForeignCheckpoint(
+            "dcp",
+            step,
+            found.leaves,
+            found.values,
+            found.aliases,
+            tuple(self._notes + found.notes),
+            max((item.rank for item in items.values()), default=0) + 1,
+        )
+
+    def _error(self, why: str, offset: int = 0) -> ForeignFormatError:
+        text = f"{self._where}: {why}"
+        return ForeignFormatError(text, path=self._where, offset=offset)
+
+    def _metadata(self) -> dict[str, Any]:
+        size = self._files.size_bytes(self._name)
+        if size > MAX_METADATA_BYTES:
+            raise self._error(f"{size} bytes are more than any metadata have")
+        data = self._files.read(self._name, 0, size)
+        pickled = interpret(data, self._where, size_bytes=self._data_bytes())
+        value = pickled.value
+        if not isinstance(value, Record) or value.kind != "Metadata":
+            what = value.what if isinstance(value, Opaque) else type(value).__name__
+            raise self._error(f"it holds no metadata of torch but {what!s:.100}")
+        return value.fields
+
+    def _data_bytes(self) -> int:
+        """The bytes of all files of the directory: its metadata may take as much memory."""
+        names = (name for name in self._files.names() if name.startswith(self._prefix))
+        return sum(self._files.size_bytes(name) for name in names if name.endswith(SUFFIX))
+
+    def _dictionary(self, fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
+        found = fields.get(name)
+        if not isinstance(found, dict):
+            raise self._error(f"its {name} is no dictionary")
+        return found
+
+    def _items(self, storage: dict[Any, Any]) -> Iterator[tuple[tuple[Any, ...], _Item]]:
+        """(name, offset in the leaf or None) of every item, and where it lies."""
+        for key, info in storage.items():
+            is_known = isinstance(info, Record) and info.kind == "_StorageInfo"
+            if not is_known or type(key) is not tuple or len(key) != 4:
+                raise self._error("its storage_data is not that of a file system")
+            where = info.fields
+            if where.get("transform_descriptors"):
+                raise self._error(
+                    f"{key[1]!r:.200} was written through extensions "
+                    f"({where['transform_descriptors']!s:.60}), which can't be read yet"
+                )
+            offset, size = where.get("offset"), where.get("length")
+            if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
+                raise self._error(f"{key[1]!r:.200} lies at no place of a file")
+            file = self._prefix + checked_name(where.get("relative_path"), self._where)
+            matched = _FILE.fullmatch(file.rpartition("/")[2])
+            rank = int(matched[1]) if matched else 0
+            if rank >= MAX_RANKS_SHOWN:
+                raise self._error(f"it names a file of rank {rank}")
+            yield (key[1], key[2]), _Item(file, offset, size, rank)
+
+    def _missing_files(self, items: Mapping[Any, _Item]) -> set[str]:
+        """The files that are not there, or are too short for what they should hold."""
+        ends: dict[str, int] = {}
+        for item in items.values():
+            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.size_bytes)
+        there = set(self._files.names())
+        missing: set[str] = set()
+        for file, end in sorted(ends.items()):
+            have = self._files.size_bytes(file) if file in there else None
+            if have is None or have < end:
+                missing.add(file)
+                what = "is not there" if have is None else f"has {have} bytes, {end} are named"
+                self._notes.append(f"{self._files.where(file)} {what}")
+        return missing
+
+    def _entry(
+        self, name: str, about: Any, items: Mapping[tuple[Any, ...], _Item], missing: set[str]
+    ) -> Any:
+        kind = about.kind if isinstance(about, Record) else type(about).__name__
+        if kind == "BytesStorageMetadata":
+            item = items.get((name, None))
+            if item is None or item.file in missing:
+                return Opaque("not in the files", 0)
+            return self._object(name, item)
+        if kind != "TensorStorageMetadata":
+            return Opaque(f"a {kind}", 0)
+        properties, shape = about.fields.get("properties"), about.fields.get("size")
+        chunks = about.fields.get("chunks")
+        if not isinstance(properties, Record) or not _is_shape(shape) or type(chunks) is not list:
+            raise self._error(f"{name!r:.200} has no dtype, size and chunks")
+        dtype = dtype_of(properties.fields.get("dtype"))
+        parts = []
+        for chunk in chunks:
+            box = self._box(name, chunk, shape)
+            item = items.get((name, box.start))
+            if item is None and len(chunks) == 1:
+                item = items.get((name, None))
+            if item is not None and item.file not in missing:
+                extent = Extent(item.file, item.offset, None, item.size_bytes)
+                parts.append(StoredBox(box, extent, item.rank))
+        return ForeignLeaf(dtype, shape, tuple(parts))
+
+    def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:
+        fields = chunk.fields if isinstance(chunk, Record) else {}
+        start, sizes = fields.get("offsets"), fields.get("sizes")
+        if not (_is_shape(start) and _is_shape(sizes)) or {len(start), len(sizes)} != {len(shape)}:
+            raise self._error(f"{name!r:.200} has a chunk without offsets and sizes")
+        box = Box(start, tuple(a + b for a, b in zip(start, sizes, strict=True)))
+        if not Box.whole(shape).contains(box) and not box.is_empty:
+            raise self._error(f"{name!r:.200} has a chunk outside of its shape {shape}")
+        return box
+
+    def _object(self, name: str, item: _Item) -> Any:
+        """The value of an item that is no tensor."""
+        size = item.size_bytes
+        file = open_torch_file(self._files, item.file, item.offset, size)
+        return Tree(file).value()
+
+
+def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
+    return type(value) is tuple and all(type(one) is int and one >= 0 for one in value)
+
+
+def locate(files: SourceFiles, leaf: str, dtype: str, box: Box, extent: Extent) -> Extent:
+    """The place of the elements in an item; ForeignFormatError unless it holds this very box."""
+    where = files.where(extent.file)
+    if files.read(extent.file, extent.offset, min(2, extent.item_bytes)) == b"PK":
+        file = open_torch_file(files, extent.file, extent.offset, extent.item_bytes)
+        ref = file.value
+        if getattr(ref, "shape", None) == box.shape and getattr(ref, "dtype", None) == dtype:
+            return file.place(ref)
+        found = f"{getattr(ref, 'dtype', type(ref).__name__)} {getattr(ref, 'shape', '')}"
+    else:
+        tensors = open_safetensors(files, extent.file, extent.offset, extent.item_bytes).tensors
+        one = next(iter(tensors.values()), ("nothing", (), 0))
+        if len(tensors) == 1 and one[:2] == (dtype, box.shape):
+            return Extent(extent.file, one[2])
+        found = f"{len(tensors)} tensors, {one[0]} {one[1]}"
+    raise ForeignFormatError(
+        f"{where}, byte {extent.offset}: the metadata say {dtype} {box.shape} of {leaf!r:.200}, "
+        f"here is {found}: they are of different saves",
+        path=where,
+        offset=extent.offset,
+    )
+
+
+def _nested(entries: dict[str, Any], paths: Mapping[Any, Any]) -> dict[str, Any]:
+    """The state dict that was flattened: entries by the paths that DCP kept of them.
+
+    Tensors at the top of a state that has no model of its own are that model.
+    """
+    tree: dict[Any, Any] = {}
+    for name, value in entries.items():
+        path = paths.get(name)
+        keys: tuple[str | int, ...] = (name,)
+        if type(path) is tuple and 0 < len(path) <= 64 and all(map(_is_key, path)):
+            keys = path
+        at = tree
+        for key in keys[:-1]:
+            inner = at.setdefault(key, _Branch())
+            if not isinstance(inner, _Branch):
+                inner = at[key] = _Branch()
+            at = inner
+        at[keys[-1]] = value
+    top = {str(key): _closed(value) for key, value in tree.items()}
+    flat = {key: value for key, value in top.items() if isinstance(value, ForeignLeaf)}
+    if flat and MODEL not in top:
+        extras = {k: v for k, v in top.items() if k.endswith("_extra_state")}
+        rest = {k: v for k, v in top.items() if k not in flat and k not in extras}
+        return {MODEL: flat | extras, **rest}
+    return top
+
+
+def _is_key(value: Any) -> bool:
+    return type(value) in (str, int)
+
+
+class _Branch(dict[Any, Any]):
+    """A dictionary or list of the state that was flattened."""
+
+
+def _closed(value: Any) -> Any:
+    """Branches as dictionaries, and as lists where all keys are the numbers from 0 on."""
+    if not isinstance(value, _Branch):
+        return value
+    if (
+        value
+        and all(type(key) is int for key in value)
+        and sorted(value) == list(range(len(value)))
+    ):
+        return [_closed(value[number]) for number in range(len(value))]
+    return {key: _closed(item) for key, item in value.items()}

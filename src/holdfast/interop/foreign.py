@@ -1,0 +1,161 @@
+"""The checkpoint of another writer as values: leaves, where their bytes lie, plain values.
+
+An *extent* says where the elements of a box are: a file, an offset, strides. A reader of a format
+makes these values and reads no tensor; ``interop.foreign_store`` shows them as images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import ForeignFormatError, UsageError
+from holdfast.geometry.box import ITEMSIZE, Box
+from holdfast.geometry.layout import HolderBoxes, Layout, LeafEntry, merge
+from holdfast.geometry.partition import common_elements
+
+#: A strided tensor is cut into boxes that reach over at most so many bytes of the file.
+CUT_BYTES = 4 << 20
+MAX_CUTS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the elements of a box lie. ``strides`` counts elements; None: row by row without gaps.
+
+    ``item_bytes``: not 0 where a file of its own begins at ``offset``, with the tensor in it; where
+    in that file is found at the first read.
+    """
+
+    file: str
+    offset: int
+    strides: tuple[int, ...] | None = None
+    item_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """A box of a leaf and its extent. ``rank``: the number of the image it is shown in."""
+
+    box: Box
+    extent: Extent
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignLeaf:
+    """One tensor of a checkpoint, with the boxes that files have of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignCheckpoint:
+    """All that a reader found. ``values``: as ``format.values`` encodes them, by key of the state.
+
+    ``notes``: what is there and cannot be read, in words. ``world``: the number of images.
+    """
+
+    format: str
+    step: int
+    leaves: Mapping[str, ForeignLeaf]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    world: int = 1
+
+    def layout(self, where: str) -> Layout:
+        """The layout that the boxes make; ForeignFormatError when two of them overlap."""
+        tables: list[list[LeafEntry]] = [[] for _ in range(self.world)]
+        try:
+            for name, leaf in sorted(self.leaves.items()):
+                for rank, entry in _entries(name, leaf, where):
+                    tables[rank].append(entry)
+            return merge(tables, is_partial=True)
+        except UsageError as error:
+            raise ForeignFormatError(f"{where}: {error}", path=where, offset=0) from None
+
+
+def _entries(name: str, leaf: ForeignLeaf, where: str) -> Iterator[tuple[int, LeafEntry]]:
+    """What each rank declares of a leaf."""
+    whole = Box.whole(leaf.shape)
+    some = [part for part in leaf.parts if not part.box.is_empty]
+    if len(some) == 1 and some[0].box == whole:
+        yield some[0].rank, LeafEntry(name, leaf.dtype, leaf.shape, "lowest")
+        return
+    if whole.is_empty:
+        yield (
+            leaf.parts[0].rank if leaf.parts else 0,
+            LeafEntry(name, leaf.dtype, leaf.shape, "lowest"),
+        )
+        return
+    if twice := common_elements(leaf.shape, [part.box for part in some]):
+        raise ForeignFormatError(
+            f"{where}: {twice} elements of {name!r:.200} are stored twice, as when shards of two "
+            "saves are mixed",
+            path=where,
+            offset=0,
+        )
+    by_rank: dict[int, list[Box]] = {}
+    for part in some:
+        by_rank.setdefault(part.rank, []).append(part.box)
+    for rank, boxes in sorted(by_rank.items()) or [(0, [])]:
+        held = HolderBoxes(tuple(sorted(boxes, key=lambda box: (box.start, box.stop))))
+        yield rank, LeafEntry(name, leaf.dtype, leaf.shape, "lowest", held)
+
+
+def tensor_parts(
+    dtype: str,
+    shape: tuple[int, ...],
+    extent: Extent,
+    where: str,
+) -> tuple[StoredBox, ...]:
+    """The parts of a tensor whose extent is known: one, or several boxes where it has strides."""
+    whole, strides = Box.whole(shape), extent.strides
+    if whole.is_empty or strides is None or is_contiguous(shape, strides):
+        return (StoredBox(whole, Extent(extent.file, extent.offset)),)
+    found: list[StoredBox] = []
+    for box in _cuts(whole, strides, ITEMSIZE[dtype]):
+        begin = sum(a * b for a, b in zip(box.start, strides, strict=True)) * ITEMSIZE[dtype]
+        inner = None if is_contiguous(box.shape, strides) else strides
+        found.append(StoredBox(box, Extent(extent.file, extent.offset + begin, inner)))
+        if len(found) > MAX_CUTS:
+            raise ForeignFormatError(
+                f"{where}: a tensor of the shape {shape} has the strides {strides}, too scattered "
+                "to be read by ranges",
+                path=where,
+                offset=extent.offset,
+            )
+    return tuple(found)
+
+
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """True if elements follow one another row by row."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """How many elements of the file a view reaches over."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+
+
+def _cuts(box: Box, strides: tuple[int, ...], item: int) -> Iterator[Box]:
+    """Boxes along the dimensions with the largest strides, none of which reaches too far."""
+    if span(box.shape, strides) * item <= CUT_BYTES:
+        yield box
+        return
+    dims = [dim for dim in range(box.ndim) if box.shape[dim] > 1]
+    dim = max(dims, key=lambda each: strides[each])
+    rest = span(box.between(dim, box.start[dim], box.start[dim] + 1).shape, strides)
+    step = max(1, (CUT_BYTES // item - rest) // max(1, strides[dim]) + 1)
+    for start in range(box.start[dim], box.stop[dim], step):
+        stop = min(start + step, box.stop[dim])
+        yield from _cuts(box.between(dim, start, stop), strides, item)

@@ -1,0 +1,304 @@
+"""Shows a foreign checkpoint as a root with one checkpoint in it, without copying a byte.
+
+Manifest, layout and the headers of images are computed; the data of an image are ranges of the
+foreign files. So whatever reads checkpoints reads this one: planning, the proof that every element
+is covered, rules, resharding and the commands. One thing is missing: foreign writers leave no
+checksums of blocks, so bytes are taken as they are read (``has_block_sums``).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from holdfast.catalogue import ROOT, image_path, layout_path, manifest_path
+from holdfast.errors import NotFound, StorageError, UsageError
+from holdfast.format.checksum import checksum, text
+from holdfast.format.image import Image, fill_in, piece_name
+from holdfast.format.manifest import AttemptId, Generation, ImageRef, Manifest, Root, needed, seal
+from holdfast.geometry.box import ITEMSIZE, Box
+from holdfast.geometry.codec import has_listings
+from holdfast.geometry.layout import Layout
+from holdfast.interop.dcp import locate
+from holdfast.interop.foreign import Extent, ForeignCheckpoint, is_contiguous
+from holdfast.interop.source_files import SourceFiles
+from holdfast.protocol.image_plan import plan_rank
+from holdfast.storage.base import ImageSink, Lock, short_read
+
+#: The manifest shows values up to this size; longer ones are in the images only.
+_SHOWN_BYTES = 1 << 20
+#: Elements of a strided tensor are gathered from windows of the file of this size.
+_WINDOW_BYTES = 4 << 20
+_ELEMENTS_AT_ONCE = 1 << 18
+_INCARNATION = 0
+#: Where the elements of items were found, by leaf and box: of so many.
+_LOCATED = 1 << 14
+
+
+_POINT = Box((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A run of bytes of an image: some that are computed, or a box of a leaf in the files."""
+
+    start: int
+    stop: int
+    data: bytes = b""
+    leaf: str = ""
+    dtype: str = ""
+    box: Box = _POINT
+    extent: Extent | None = None
+
+
+class ForeignStore:
+    """A read-only store of the checkpoint that a reader found in ``files``."""
+
+    has_block_sums = False
+
+    def __init__(self, files: SourceFiles, found: ForeignCheckpoint) -> None:
+        self._files, self.found = files, found
+        where = str(files.path)
+        self.layout: Layout = found.layout(where)
+        shared = dict(found.values)
+        self._values = msgspec.json.encode(
+            {"shared": shared, "own": {}, "aliases": dict(found.aliases)}
+        )
+        self._run_id = xxhash.xxh3_64_hexdigest(self.layout.to_json() + self._values)[:12]
+        self._generation = Generation(_INCARNATION, found.step)
+        self._images: dict[int, list[_Segment]] = {}
+        self._lock = threading.Lock()
+        self._located = functools.lru_cache(_LOCATED)(self._locate)
+        self._boxes = {
+            (part.rank, piece_name(name, leaf.shape, part.box)): (name, leaf.dtype, part)
+            for name, leaf in found.leaves.items()
+            for part in leaf.parts
+        }
+        manifest = self._manifest(shared)
+        root = Root(run_id=self._run_id)
+        self._documents = {
+            ROOT: seal(root),
+            manifest_path(self._generation): seal(manifest),
+            layout_path(self.layout.hash): self.layout.to_json(),
+        }
+        self._sizes = {image.path: (image.rank, image.size_bytes) for image in manifest.images}
+
+    # ── what is shown ────────────────────────────────────────────────────────────────────
+
+    def _manifest(self, shared: dict[str, Any]) -> Manifest:
+        found, attempt = self.found, found_attempt(self.found.format)
+        is_short = len(self._values) <= _SHOWN_BYTES
+        id_ = AttemptId(_INCARNATION, found.step, attempt, found.world, self.layout.hash)
+        refs = []
+        for rank in range(found.world):
+            image = self._image(rank, id_)
+            path = image_path(self._generation, attempt, rank)
+            zeros = text(checksum(bytes(8 * image.table_entries)))
+            refs.append(
+                ImageRef(
+                    path=path,
+                    rank=rank,
+                    size_bytes=image.size_bytes,
+                    header_xxh3=text(checksum(image.header)),
+                    table_xxh3=zeros,
+                )
+            )
+        return Manifest(
+            run_id=self._run_id,
+            incarnation=_INCARNATION,
+            step=found.step,
+            attempt=attempt,
+            world=found.world,
+            layout=self.layout.hash,
+            images=tuple(refs),
+            requires=needed(parts=False, listings=has_listings(self.layout.to_json())),
+            values=shared if is_short else {},
+            aliases=dict(found.aliases) if is_short else {},
+            created_s=self._changed_s(),
+        )
+
+    def _changed_s(self) -> float:
+        return max(map(self._files.changed_s, self._files.names()[:64]), default=0.0)
+
+    def _image(self, rank: int, id_: AttemptId) -> Image:
+        plan = plan_rank(self.layout, rank)
+        image = fill_in(plan, id_.image_metadata(self._run_id, rank), len(self._values))
+        segments = [_Segment(0, image.data_start, image.header)]
+        for entry in plan.entries:
+            name, dtype, part = self._boxes[rank, entry.name]
+            start = image.data_start + entry.offset
+            segments.append(
+                _Segment(start, start + entry.size_bytes, b"", name, dtype, part.box, part.extent)
+            )
+        at = image.data_start + image.values_offset
+        segments.append(_Segment(at, at + len(self._values), self._values))
+        segments.append(_Segment(at + len(self._values), image.size_bytes))
+        self._images[rank] = [one for one in segments if one.start < one.stop]
+        return image
+
+    # ── the store ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def url(self) -> str:
+        """The path of the directory or file."""
+        return str(self._files.path)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is there and is not read, in words."""
+        return self.found.notes
+
+    def identity(self) -> str:
+        """See ``Store``."""
+        return f"foreign {self._run_id}"
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        """See ``Store``."""
+        if size_bytes is None:
+            size_bytes = self.size_bytes(path) - offset_bytes
+        buffer = bytearray(max(0, size_bytes))
+        self.read_into(path, offset_bytes, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        """See ``Store``: of an image, from the foreign files."""
+        have = self.size_bytes(path)
+        if offset_bytes < 0 or offset_bytes + len(buffer) > have:
+            raise short_read(path, self.url, offset_bytes, len(buffer), have)
+        document = self._documents.get(path)
+        if document is not None:
+            buffer[:] = document[offset_bytes : offset_bytes + len(buffer)]
+            return
+        segments = self._images[self._sizes[path][0]]
+        at = bisect_right(segments, offset_bytes, key=lambda one: one.start) - 1
+        stop = offset_bytes + len(buffer)
+        while at < len(segments) and segments[at].start < stop:
+            one = segments[at]
+            first, last = max(one.start, offset_bytes), min(one.stop, stop)
+            into = buffer[first - offset_bytes : last - offset_bytes]
+            self._fill(one, first - one.start, into)
+            at += 1
+
+    def _fill(self, one: _Segment, begin: int, into: memoryview) -> None:
+        if one.extent is None:
+            data = one.data[begin : begin + len(into)]
+            into[:] = data if one.data else bytes(len(into))
+            return
+        extent = one.extent
+        if extent.item_bytes:
+            extent = self._located(one.leaf, one.dtype, one.box, extent)
+        strides = extent.strides
+        if strides is None or is_contiguous(one.box.shape, strides):
+            self._files.read_into(extent.file, extent.offset + begin, into)
+            return
+        _gather(
+            lambda at, window: self._files.read_into(extent.file, extent.offset + at, window),
+            one.box.shape,
+            strides,
+            ITEMSIZE[one.dtype],
+            begin,
+            into,
+        )
+
+    def _locate(self, leaf: str, dtype: str, box: Box, extent: Extent) -> Extent:
+        return locate(self._files, leaf, dtype, box, extent)
+
+    def size_bytes(self, path: str) -> int:
+        """See ``Store``."""
+        if path in self._documents:
+            return len(self._documents[path])
+        if path in self._sizes:
+            return self._sizes[path][1]
+        raise NotFound(f"{self.url} shows no {path}", path=path)
+
+    def exists(self, path: str) -> bool:
+        """See ``Store``."""
+        return path in self._documents or path in self._sizes
+
+    def list(self, prefix: str) -> list[str]:
+        """See ``Store``."""
+        begin = f"{prefix.rstrip('/')}/" if prefix else ""
+        names = [*self._documents, *self._sizes]
+        below = (name.removeprefix(begin) for name in names if name.startswith(begin))
+        return sorted({name.partition("/")[0] for name in below})
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """Refused, as everything that writes."""
+        raise self._read_only("publish", path)
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        """Refused."""
+        raise self._read_only("create", path)
+
+    def remove(self, path: str) -> None:
+        """Refused."""
+        raise self._read_only("remove", path)
+
+    def remove_tree(self, prefix: str) -> None:
+        """Refused."""
+        raise self._read_only("remove", prefix)
+
+    def lock(self, name: str, owner: str) -> Lock:
+        """Refused."""
+        raise self._read_only("lock", name)
+
+    def _read_only(self, operation: str, path: str) -> StorageError:
+        error = StorageError(
+            f"{self.url} is a checkpoint of another writer, which is read and never written to",
+            operation=operation,
+            path=path,
+            url=self.url,
+        )
+        error.retryable = False
+        return error
+
+
+def found_attempt(format_: str) -> str:
+    """The name of the attempt that is shown: that of the format."""
+    return f"foreign-{format_}"
+
+
+def _gather(
+    read_into: Callable[[int, memoryview], None],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    item: int,
+    begin: int,
+    into: memoryview,
+) -> None:
+    """Fill ``into`` with the bytes from ``begin`` on of a box that lies in a file with strides."""
+    import numpy as np
+
+    if begin % item or len(into) % item:
+        raise UsageError("a strided tensor is read in whole elements")
+    target = np.frombuffer(into, np.uint8).reshape(-1, item)
+    first, stop = begin // item, (begin + len(into)) // item
+    window_elements = max(1, _WINDOW_BYTES // item)
+    for start in range(first, stop, _ELEMENTS_AT_ONCE):
+        count = min(_ELEMENTS_AT_ONCE, stop - start)
+        index = np.unravel_index(np.arange(start, start + count), shape)
+        places = sum(
+            (one * stride for one, stride in zip(index, strides, strict=True)),
+            start=np.zeros(count, np.int64),
+        )
+        order = np.argsort(places, kind="stable")
+        places = places[order]
+        done = 0
+        while done < count:
+            base = int(places[done])
+            upto = int(np.searchsorted(places, base + window_elements, "left"))
+            length = int(places[upto - 1]) + 1 - base
+            window = bytearray(length * item)
+            read_into(base * item, memoryview(window))
+            rows = np.frombuffer(window, np.uint8).reshape(-1, item)
+            target[start - first + order[done:upto]] = rows[places[done:upto] - base]
+            done = upto

@@ -1,0 +1,62 @@
+"""Opens what a user names as a source: a root of ours, or the checkpoint of another writer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.catalogue import MANIFESTS, is_root
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import Warned, emit
+from holdfast.interop.arrange import Orders
+from holdfast.interop.directories import read_directory
+from holdfast.interop.foreign_store import ForeignStore
+from holdfast.interop.source_files import SourceFiles
+from holdfast.storage.base import Store
+from holdfast.storage.open import is_bucket, normal_root, open_store
+
+_SHOWN = 5
+
+
+def open_source(
+    root: str | os.PathLike[str],
+    format_: str | None = None,
+    orders: Callable[[], Orders] | None = None,
+) -> Store:
+    """The store of a root; of anything else that is known, one that shows it as a root.
+
+    ``format_``: the format to read, where content does not tell it. ``orders``: the names of the
+    parameters of the optimizers that are to be filled, as in ``arrange``. Raises
+    ForeignFormatError for files that can't be what they should be, UsageError for a kind that can't
+    be read yet.
+    """
+    where = normal_root(root)
+    if is_bucket(where):
+        if format_ is not None:
+            raise UsageError("foreign checkpoints in buckets can't be read yet: copy it first")
+        return open_store(root)
+    store, path = open_store(root) if not Path(where).is_file() else None, Path(where)
+    if format_ is None and store is not None and (_is_ours(store) or not path.is_dir()):
+        return store
+    if not path.exists():
+        return open_store(root)
+    files = SourceFiles(path)
+    found = read_directory(files, format_, orders() if orders else None)
+    if found is None:
+        return open_store(root)
+    _warn(found.notes, where)
+    return ForeignStore(files, found)
+
+
+def _is_ours(store: Store) -> bool:
+    try:
+        return is_root(store) or bool(store.list(MANIFESTS))
+    except HoldfastError:
+        return True  # its own reader says what is the matter
+
+
+def _warn(notes: tuple[str, ...], where: str) -> None:
+    if notes:
+        more = f"; and {len(notes) - _SHOWN} more" if len(notes) > _SHOWN else ""
+        emit(Warned(message=f"{where}: {'; '.join(notes[:_SHOWN])}{more}"))

@@ -1,0 +1,152 @@
+"""Reads the files of a foreign directory by ranges; no name leads out of the directory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.errors import ForeignFormatError, NotFound, StorageError
+
+#: A directory of a checkpoint has folders for ranks and tags; what lies deeper is not looked at.
+MAX_DEPTH = 3
+MAX_FILES = 200_000
+#: Documents that are read whole: indexes, states of a trainer.
+MAX_DOCUMENT_BYTES = 64 << 20
+
+
+class SourceFiles:
+    """The files below one directory, or one file alone. Names are relative, with "/"."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._is_file = path.is_file()
+        self._top = path.parent if self._is_file else path
+        self._sizes: dict[str, int] = {}
+
+    def names(self) -> list[str]:
+        """The sorted names of all files; hidden ones too."""
+        if self._is_file:
+            return [self.path.name]
+        found: list[str] = []
+        self._walk(self._top, "", found, 0)
+        return sorted(found)
+
+    def _walk(self, directory: Path, prefix: str, found: list[str], depth: int) -> None:
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError as error:
+            raise StorageError(
+                f"{directory} cannot be listed: {error.strerror}",
+                operation="list",
+                errno=error.errno,
+            ) from error
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if depth < MAX_DEPTH:
+                    self._walk(Path(entry.path), f"{prefix}{entry.name}/", found, depth + 1)
+            elif len(found) < MAX_FILES:
+                found.append(prefix + entry.name)
+
+    def where(self, name: str) -> str:
+        """The file, for messages."""
+        return str(self._top / name)
+
+    def size_bytes(self, name: str) -> int:
+        """The length of a file."""
+        if name not in self._sizes:
+            with self._opened(name) as file:
+                self._sizes[name] = os.fstat(file).st_size
+        return self._sizes[name]
+
+    def changed_s(self, name: str) -> float:
+        """When the file was changed last."""
+        with self._opened(name) as file:
+            return os.fstat(file).st_mtime
+
+    def read(self, name: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        """Exactly these bytes (None: all of a document); ForeignFormatError for fewer."""
+        if size_bytes is None:
+            size_bytes = self.size_bytes(name) - offset_bytes
+            if size_bytes > MAX_DOCUMENT_BYTES:
+                raise ForeignFormatError(
+                    f"{self.where(name)} has {size_bytes} bytes, more than a document of its kind",
+                    path=self.where(name),
+                    offset=0,
+                )
+        self.require(name, offset_bytes, size_bytes)
+        buffer = bytearray(size_bytes)
+        self.read_into(name, offset_bytes, memoryview(buffer))
+        return bytes(buffer)
+
+    def require(self, name: str, offset_bytes: int, size_bytes: int) -> None:
+        """Raise unless the file has these bytes: before memory is taken for them."""
+        have = self.size_bytes(name)
+        if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > have:
+            raise ForeignFormatError(
+                f"{self.where(name)} has {have} bytes; {size_bytes} from byte {offset_bytes} on "
+                "are named in it, or of it: it was cut short, or is of another save",
+                path=self.where(name),
+                offset=offset_bytes,
+            )
+
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``offset_bytes`` on."""
+        with self._opened(name) as file:
+            done = 0
+            while done < len(buffer):
+                try:
+                    count = os.preadv(file, [buffer[done:]], offset_bytes + done)
+                except OSError as error:
+                    raise StorageError(
+                        f"{self.where(name)} cannot be read: {error.strerror}",
+                        operation="read",
+                        path=name,
+                        errno=error.errno,
+                    ) from error
+                if not count:
+                    raise ForeignFormatError(
+                        f"{self.where(name)} ends at byte {offset_bytes + done}, "
+                        f"{len(buffer) - done} bytes too early: it was cut short",
+                        path=self.where(name),
+                        offset=offset_bytes + done,
+                    )
+                done += count
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        path = self._top / checked_name(name, str(self.path))
+        try:
+            # A pipe would hold whoever opens it; what is no plain file is refused below.
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise NotFound(f"{path} is not there, which the checkpoint names", path=name) from None
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be opened: {error.strerror}",
+                operation="open",
+                path=name,
+                errno=error.errno,
+            ) from error
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise ForeignFormatError(f"{path} is no plain file", path=str(path), offset=0)
+            yield file
+        finally:
+            os.close(file)
+
+
+def checked_name(name: object, where: str, offset: int = 0) -> str:
+    """A name of a file that a document gives, if it is one below the directory."""
+    if type(name) is str:
+        parts = name.split("/")
+        is_plain = all(part not in ("", ".", "..") for part in parts)
+        if is_plain and "\0" not in name and "\\" not in name and len(name) <= 1024:
+            return name
+    raise ForeignFormatError(
+        f"{where} names the file {name!r:.100}, which is not below its directory",
+        path=where,
+        offset=offset,
+    )

@@ -1,0 +1,174 @@
+"""Directories of DCP: loaded into other layouts bit for bit; what is damaged is never used."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+import holdfast
+from holdfast.errors import CoverageError, ForeignFormatError, HoldfastError
+from support.models.models import (
+    build,
+    differences,
+    fill_with_numbers,
+    make_optimizer_state,
+    truth,
+)
+from support.runs.launch import run_ranks
+
+
+def _loadable(state: dict[str, Any]) -> dict[str, Any]:
+    """The part of a state that DCP stores too."""
+    return {key: state[key] for key in ("model", "optimizer", "scheduler", "tokens", "notes")}
+
+
+def _state_dict(state: dict[str, Any], *, flat: bool = False) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
+    rest = {"scheduler": state["scheduler"].state_dict(), "tokens": state["tokens"]}
+    return {"model": model, "optimizer": optimizer, **rest, "notes": state["notes"]}
+
+
+def _saved(rank: int, world: int, layout: str, root: str, flat: bool) -> dict[str, Any]:
+    """Save by DCP; what its own loader gives back into another model."""
+    _, state = build(layout, seed=1)
+    make_optimizer_state(state)
+    fill_with_numbers(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_state_dict(state, flat=flat), checkpoint_id=root)
+        _, other = build(layout, seed=2)
+        make_optimizer_state(other)
+        there = _state_dict(other, flat=flat)
+        dcp.load(there, checkpoint_id=root)
+        set_state_dict(
+            other["model"],
+            other["optimizer"],
+            model_state_dict=there["model"],
+            optim_state_dict=there["optimizer"],
+            options=StateDictOptions(flatten_optimizer_state_dict=flat),
+        )
+    found = truth(other)
+    return found | {"scheduler": there["scheduler"], "tokens": there["tokens"]}
+
+
+def _loaded(rank: int, world: int, layout: str, root: str) -> dict[str, Any]:
+    _, state = build(layout, seed=3)
+    some = _loadable(state)
+    assert holdfast.load(root, some).step == 12
+    return truth({**state, **some})
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "flat"),
+    [(2, "fsdp", False), (2, "tp", True), (4, "fsdp_tp", False)],
+)
+def test_what_dcp_saved_is_loaded_into_other_layouts_as_its_own_loader_gives_it(
+    tmp_path: Path, world: int, layout: str, flat: bool
+) -> None:
+    root = str(tmp_path / "step-12")
+    expected = run_ranks(world, _saved, layout, root, flat)[0]
+    for other_world, other in ((1, "plain"), (2, "fsdp"), (2, "tp")):
+        if (other_world, other) != (world, layout):
+            for found in run_ranks(other_world, _loaded, other, root):
+                assert differences(found, expected) == []
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(40, 6).to(torch.bfloat16))
+        self.n = nn.Buffer(torch.tensor(3))
+        self.empty = nn.Buffer(torch.zeros(0, 4))
+
+
+def save(tree: dict[str, Any], root: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tree, checkpoint_id=root, no_dist=True)
+    return root
+
+
+def test_names_at_the_top_are_the_model_as_torchtitan_writes_them(tmp_path: Path) -> None:
+    model = Plain()
+    flat = {**model.state_dict(), "train_state": {"step": torch.tensor(7)}, "note": "x"}
+    root = save(flat, tmp_path / "dcp")
+    other = Plain()
+    state: dict[str, Any] = {"model": other, "train_state": {"step": torch.tensor(0)}, "note": ""}
+    holdfast.load(root, state)
+    assert torch.equal(other.w, model.w) and torch.equal(other.n, model.n)
+    assert state["train_state"]["step"] == 7 and state["note"] == "x"
+
+
+def test_a_transposed_tensor_comes_back_in_its_order(tmp_path: Path) -> None:
+    turned = torch.arange(24.0).reshape(4, 6).T
+    root = save({"model": {"w": turned}, "a": {"t": turned[1:]}}, tmp_path / "dcp")
+    with holdfast.open(root) as opened:
+        assert torch.equal(opened.read("model.w"), turned)
+        assert torch.equal(opened.read("model.w", (slice(2, 5), slice(1, 3))), turned[2:5, 1:3])
+        assert torch.equal(opened.read("a.t"), turned[1:])
+
+
+@pytest.mark.promise
+def test_a_shard_of_another_save_is_found_before_its_bytes_are_used(tmp_path: Path) -> None:
+    one = save({"w": torch.zeros(8, 8), "v": torch.zeros(4)}, tmp_path / "one")
+    other = save({"w": torch.zeros(4), "v": torch.zeros(8, 8)}, tmp_path / "other")
+    os.replace(other / "__0_0.distcp", one / "__0_0.distcp")
+    with holdfast.open(one) as opened, pytest.raises(HoldfastError, match=r"byte \d+"):
+        opened.read("model.w")
+
+
+@pytest.mark.promise
+def test_elements_that_no_file_has_are_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    root = save({"w": torch.ones(8, 8)}, tmp_path / "dcp")
+    raw = pickle.loads((root / ".metadata").read_bytes())
+    raw.state_dict_metadata["w"].chunks[0].sizes = torch.Size([4, 8])
+    (root / ".metadata").write_bytes(pickle.dumps(raw))
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(8, 8))})
+    with pytest.raises(HoldfastError, match="not at all") as error:
+        holdfast.load(root, {"model": model})
+    assert isinstance(error.value, CoverageError) or "model.w" in str(error.value)
+    assert torch.equal(model["w"], torch.zeros(8, 8))
+
+
+def test_a_short_file_is_named(tmp_path: Path) -> None:
+    root = save({"w": torch.ones(64, 64)}, tmp_path / "dcp")
+    file = root / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(HoldfastError, match="not at all"):
+        holdfast.load(root, {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(64, 64))})})
+
+
+def test_a_directory_without_metadata_says_so(tmp_path: Path) -> None:
+    root = save({"w": torch.ones(3)}, tmp_path / "dcp")
+    (root / ".metadata").unlink()
+    with pytest.raises(holdfast.UsageError, match=r"no \.metadata: the save was not finished"):
+        holdfast.open(root)
+
+
+def test_metadata_that_name_a_file_outside_are_refused(tmp_path: Path) -> None:
+    root = save({"w": torch.ones(3)}, tmp_path / "dcp")
+    raw = pickle.loads((root / ".metadata").read_bytes())
+    for info in raw.storage_data.values():
+        info.relative_path = "../../etc/passwd"
+    (root / ".metadata").write_bytes(pickle.dumps(raw))
+    with pytest.raises(ForeignFormatError, match="not below its directory"):
+        holdfast.open(root)
+
+
+def test_no_group_is_needed() -> None:
+    assert not dist.is_initialized()

@@ -1,0 +1,260 @@
+"""Files of torch.save and safetensors: read by ranges, into live models, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import holdfast
+from holdfast.errors import ForeignFormatError
+from holdfast.interop import foreign_store
+from holdfast.interop.source_files import SourceFiles
+
+
+def build(seed: int, steps: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), **options)
+    for _ in range(steps):
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_model_and_optimizer_of_one_torch_file_are_loaded(tmp_path: Path) -> None:
+    model, optimizer = build(0, steps=3)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "a.pt")
+    other, other_optimizer = build(1)
+    loaded: dict[str, Any] = {"model": other, "optimizer": other_optimizer, "epoch": 0}
+    holdfast.load(tmp_path / "a.pt", loaded)
+    assert same(other.state_dict(), model.state_dict())
+    assert same(other_optimizer.state_dict(), optimizer.state_dict())
+    assert loaded["epoch"] == 3
+
+
+def test_numbers_stand_for_positions_in_the_groups_as_in_torch(tmp_path: Path) -> None:
+    model, _ = build(0)
+    first, *rest = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": [first], "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    other, wrong = build(1)
+    heard: list[str] = []
+    stop = holdfast.subscribe(lambda event, _: heard.append(str(event)))
+    try:
+        with pytest.raises(holdfast.StateMismatch, match="optimizer"):
+            holdfast.load(tmp_path / "a.pt", {"model": other, "optimizer": wrong})
+    finally:
+        stop()
+    assert any("keyed by numbers" in text for text in heard)
+    mine, *others = other.parameters()
+    there = torch.optim.AdamW([{"params": others}, {"params": [mine]}], lr=9.0)
+    holdfast.load(tmp_path / "a.pt", {"model": other, "optimizer": there})
+    assert same(other.state_dict(), model.state_dict())
+    assert same(there.state_dict(), optimizer.state_dict())
+
+
+def test_parameters_are_told_by_the_names_in_the_groups(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [{"params": named[2:]}, {"params": named[:2], "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    model(torch.randn(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    there = torch.optim.AdamW(
+        [{"params": list(other[0].parameters())}, {"params": list(other[1].parameters())}], lr=9.0
+    )
+    holdfast.load(tmp_path / "a.pt", {"model": other, "optimizer": there})
+    for (name, parameter), (_, mine) in zip(named, other.named_parameters(), strict=True):
+        for kind, tensor in optimizer.state[parameter].items():
+            assert torch.equal(tensor, there.state[mine][kind]), (name, kind)
+    assert [group["lr"] for group in there.param_groups] == [0.5, 0.1]
+
+
+def test_views_ties_and_strange_types_come_back(tmp_path: Path) -> None:
+    base = torch.arange(1000.0).reshape(10, 100)
+    tied = torch.randn(3)
+    tensors = {
+        "turned": base.T,
+        "part": base[2:5, 10:20],
+        "steps": base[:, ::7],
+        "spread": torch.ones(1).expand(5, 4),
+        "tied": tied,
+        "again": tied,
+        "zero": torch.tensor(2, dtype=torch.int8),
+        "none": torch.zeros(0, 3),
+        "half": torch.randn(5).to(torch.float8_e4m3fn),
+        "yes": torch.tensor([True, False]),
+        "complex": torch.randn(2, dtype=torch.complex64),
+    }
+    torch.save(tensors, tmp_path / "a.pt")
+    with holdfast.open(tmp_path / "a.pt") as opened:
+        for name, tensor in tensors.items():
+            found = opened.read(f"model.{name}")
+            assert found.dtype == tensor.dtype and found.shape == tensor.shape
+            assert torch.equal(
+                found.view(torch.uint8) if name == "half" else found,
+                tensor.view(torch.uint8) if name == "half" else tensor,
+            ), name
+        assert opened.aliases == {"model.again": "model.tied"}
+
+
+@pytest.mark.parametrize("window", [40, 4 << 20])
+def test_large_strided_tensors_are_read_by_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    monkeypatch.setattr(foreign_store, "_WINDOW_BYTES", window)
+    monkeypatch.setattr(foreign_store, "_ELEMENTS_AT_ONCE", 100)
+    whole = torch.arange(64 * 48 * 5).reshape(64, 48, 5).permute(2, 0, 1)
+    torch.save({"w": whole}, tmp_path / "a.pt")
+    with holdfast.open(tmp_path / "a.pt") as opened:
+        assert torch.equal(opened.read("model.w"), whole)
+        box = (slice(1, 4), slice(3, 60), slice(7, 9))
+        assert torch.equal(opened.read("model.w", box), whole[box])
+
+
+def test_a_range_is_read_and_not_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.arange(1 << 24, dtype=torch.uint8).reshape(1 << 12, 1 << 12)
+    torch.save({"w": rows}, tmp_path / "a.pt")
+    taken: list[int] = []
+    real = SourceFiles.read_into
+
+    def counted(self: SourceFiles, name: str, at: int, into: memoryview) -> None:
+        taken.append(len(into))
+        real(self, name, at, into)
+
+    with holdfast.open(tmp_path / "a.pt") as opened:
+        monkeypatch.setattr(SourceFiles, "read_into", counted)
+        found = opened.read("model.w", (slice(100, 110), slice(0, 1 << 12)))
+    assert torch.equal(found, rows[100:110])
+    assert sum(taken) <= 2 << 20
+
+
+def test_safetensors_with_an_index_fill_a_model(tmp_path: Path) -> None:
+    model, _ = build(0)
+    tensors = dict(model.state_dict())
+    names = sorted(tensors)
+    files = {"m-1-of-2.safetensors": names[:3], "m-2-of-2.safetensors": names[3:]}
+    for file, some in files.items():
+        save_file({name: tensors[name] for name in some}, tmp_path / file, {"format": "pt"})
+    weights = {name: file for file, some in files.items() for name in some}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    other, _ = build(1)
+    holdfast.load(tmp_path, {"model": other})
+    assert same(other.state_dict(), model.state_dict())
+    weights["ghost"] = "m-1-of-2.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ForeignFormatError, match="'ghost', which is in none of its files"):
+        holdfast.open(tmp_path)
+
+
+def test_a_sharded_safetensors_of_dcp_is_put_together(tmp_path: Path) -> None:
+    whole = torch.randn(6, 4)
+    for rank in range(2):
+        info = {"w": {"saved_offsets": [3 * rank, 0]}}
+        save_file(
+            {"w": whole[3 * rank : 3 * rank + 3].clone()},
+            tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps(info)},
+        )
+    with holdfast.open(tmp_path) as opened:
+        assert torch.equal(opened.read("model.w"), whole)
+
+
+def trainer_directory(root: Path) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """As the Trainer of transformers writes it."""
+    model, optimizer = build(0, steps=2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    root.mkdir(exist_ok=True)
+    save_file(dict(model.state_dict()), root / "model.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), root / "optimizer.pt")
+    torch.save(scheduler.state_dict(), root / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state(), "python": (3, (1, 2), None)}, root / "rng_state.pth")
+    (root / "trainer_state.json").write_text(json.dumps({"global_step": 50, "epoch": 0.5}))
+    torch.save({"made": "up"}, root / "training_args.bin")
+    return model, optimizer, scheduler
+
+
+def test_a_directory_of_the_trainer_is_loaded(tmp_path: Path) -> None:
+    model, optimizer, scheduler = trainer_directory(tmp_path / "checkpoint-50")
+    other, there = build(1)
+    schedule = torch.optim.lr_scheduler.LinearLR(there)
+    state: dict[str, Any] = {"model": other, "optimizer": there, "scheduler": schedule}
+    assert holdfast.load(tmp_path / "checkpoint-50", state).step == 50
+    assert same(other.state_dict(), model.state_dict())
+    assert same(there.state_dict(), optimizer.state_dict())
+    assert schedule.state_dict() == scheduler.state_dict()
+
+
+def test_a_lightning_file_is_loaded(tmp_path: Path) -> None:
+    model, optimizer = build(0, steps=2)
+    document = {
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [],
+        "epoch": 1,
+        "global_step": 40,
+    }
+    torch.save(document, tmp_path / "x.ckpt")
+    other, there = build(1)
+    state: dict[str, Any] = {"model": other, "optimizer": there, "epoch": 0}
+    assert holdfast.load(tmp_path / "x.ckpt", state).step == 40
+    assert same(there.state_dict(), optimizer.state_dict()) and state["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed ZeRO"),
+        ("zero/w/fp32.pt", "DeepSpeed universal"),
+        ("mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
+    ],
+)
+def test_what_is_not_read_yet_is_refused_by_name(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(holdfast.UsageError, match=f"{words}.* can't be read yet"):
+        holdfast.open(tmp_path)
+
+
+def test_older_files_of_torch_are_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ForeignFormatError, match="of torch before"):
+        holdfast.open(tmp_path / "a.pt")
+
+
+def test_nothing_is_written_to_a_foreign_directory(tmp_path: Path) -> None:
+    trainer_directory(tmp_path / "a")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*"))
+    other, _ = build(1)
+    holdfast.load(tmp_path / "a", {"model": other})
+    with holdfast.open(tmp_path / "a") as opened:
+        opened.read("model.0.weight")
+    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "a").rglob("*")) == before
