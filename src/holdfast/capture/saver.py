@@ -87,11 +87,12 @@ class Saver:
         patience: Timeouts,
         *,
         parity: int = 0,
+        has_cache: bool = False,
     ) -> None:
         self.describer = describer
         self.place = place
         self.timeouts = patience
-        self._parity = parity
+        self._parity, self._has_cache = parity, has_cache
         self.updates = 0
         """Number of updates that passed the fence; shows if the state changed since a save."""
         self._connect = connect
@@ -207,7 +208,13 @@ class Saver:
 
     def handle(self, step: int, *, durable: bool) -> SaveHandle:
         """Create the handle of a requested save."""
-        return SaveHandle(step, durable=durable, explain=self.explain, parity=self._parity)
+        return SaveHandle(
+            step,
+            durable=durable,
+            explain=self.explain,
+            parity=self._parity,
+            has_cache=self._has_cache,
+        )
 
     def decline(
         self, step: int, durable: bool, error: Exception, handle: SaveHandle | None = None

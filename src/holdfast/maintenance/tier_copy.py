@@ -1,0 +1,83 @@
+"""Copies the files of one checkpoint from one tier to another, every byte verified."""
+
+from __future__ import annotations
+
+from holdfast.catalogue import catalogue
+from holdfast.errors import FormatError, NotFound
+from holdfast.format.manifest import ImageRef, Manifest
+from holdfast.maintenance.good_bytes import GoodFile, write_good
+from holdfast.storage.base import Store, resume, settle_s
+from holdfast.storage.wrap import RateLimit
+
+#: The letters at the end of a directory's name that tell two writes of one attempt apart.
+_RANDOM = 6
+
+
+class TierCopy:
+    """Copies from ``source`` to ``target``, whose lock the caller holds, on one thread."""
+
+    def __init__(self, source: Store, target: Store, limit: RateLimit | None = None) -> None:
+        self._source, self._target = source, target
+        self._limit = limit or RateLimit()
+        self._written: set[str] = set()
+        """The files that this object made durable."""
+        self.lost = ""
+        """The reason why the last copy failed, if that is with the source's bytes: they are gone,
+        or are not those that the manifest names.
+        """
+
+    def copy_files(self, manifest: Manifest) -> None:
+        """Make all files durable in the target."""
+        self.lost = ""
+        named = self._named() if manifest.parts else {}
+        for directory in manifest.directories:
+            above, _, name = directory.rpartition("/")
+            resume(self._target, above, name[:-_RANDOM])
+        for ref in (*manifest.images, *manifest.parts):
+            if not self._is_there(ref, named):
+                self._copy(ref)
+        self._written -= {ref.path for ref in manifest.images}
+
+    def _copy(self, ref: ImageRef) -> None:
+        try:
+            good = _LimitedFile(ref, [self._source])
+            good.limit = self._limit
+        except (FormatError, NotFound) as error:
+            self.lost = str(error)
+            raise
+        sink = self._target.create(ref.path, ref.size_bytes)
+        try:
+            write_good(sink, good)
+        except (FormatError, NotFound) as error:
+            self.lost = str(error)
+            raise
+        self._written.add(ref.path)
+
+    def _named(self) -> dict[str, ImageRef]:
+        """Return the parts that manifests of the target name."""
+        return {ref.path: ref for one in catalogue(self._target).manifests for ref in one.parts}
+
+    def _is_there(self, ref: ImageRef, named: dict[str, ImageRef]) -> bool:
+        """Return True for a durable file. What was left in a directory proves nothing, and goes."""
+        if not self._target.exists(ref.path):
+            return False
+        if ref.path in self._written or named.get(ref.path) == ref:
+            return True
+        if settle_s(self._target):  # a bucket has an object whole, or not
+            return self._target.size_bytes(ref.path) == ref.size_bytes
+        if ref.path in named:
+            self.lost = f"{ref.path} is another file in {self._target.url} than in the other tier"
+            raise FormatError(self.lost, path=ref.path)
+        self._target.remove(ref.path)
+        return False
+
+
+class _LimitedFile(GoodFile):
+    """Reads no faster than ``limit`` says."""
+
+    limit: RateLimit
+
+    def chunk(self, start: int, stop: int) -> memoryview:
+        """See ``ImageSource``."""
+        self.limit.wait(stop - start)
+        return super().chunk(start, stop)
