@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import nn
 
 import holdfast
 from holdfast.catalogue import catalogue
+from holdfast.cli import main
+from holdfast.observe.report_builder import read_report
 from holdfast.storage.local import LocalStore
 from support.runs.keepers import kill_keeper
 
@@ -74,7 +77,8 @@ def test_what_is_durable_is_in_the_root_and_both_tiers_have_the_same_bytes(tmp_p
         assert manifest in catalogue(root).manifests
         for ref in manifest.images:
             assert cache.read(ref.path) == root.read(ref.path)
-    assert holdfast.load(tmp_path / "root", build(1)).step == 3
+    loaded = holdfast.load(tmp_path / "root", build(1))
+    assert loaded is not None and loaded.step == 3
 
 
 def refuse(root: Path) -> None:
@@ -98,8 +102,8 @@ def lose_memory(arena_dir: Path) -> None:
 
 
 def open_run(tmp_path: Path, state: State, **options: Any) -> holdfast.Checkpointer:
-    options = {"storage": holdfast.Every(steps=1), "cache": tmp_path / "cache"} | options
-    return holdfast.Checkpointer(tmp_path / "root", state, **options)
+    given: dict[str, Any] = {"storage": holdfast.Every(steps=1), "cache": tmp_path / "cache"}
+    return holdfast.Checkpointer(tmp_path / "root", state, **given | options)
 
 
 def save_refused(tmp_path: Path, arena_dir: Path, steps: range) -> State:
@@ -281,3 +285,47 @@ def test_a_cache_is_a_directory_of_its_own_and_a_handle_without_one_says_so(tmp_
         handle = checkpointer.save(0, durable=True)
         with pytest.raises(holdfast.UsageError, match="has no cache"):
             handle.wait_cached()
+
+
+@pytest.mark.promise
+def test_ls_shows_what_only_the_cache_has(
+    tmp_path: Path, arena_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_refused(tmp_path, arena_dir, range(2))
+    assert main(["ls", str(tmp_path / "root"), "--cache", str(tmp_path / "cache"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["state"]) for row in rows] == [(0, "cached"), (1, "cached")]
+    accept(tmp_path / "root")
+    with open_run(tmp_path, build(), storage=None) as checkpointer:
+        checkpointer.restore()
+    assert main(["ls", str(tmp_path / "root"), "--cache", str(tmp_path / "cache"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["state"]) for row in rows] == [(0, "kept"), (1, "newest")]
+    report = read_report(tmp_path / "root")
+    assert {save.state for save in report.saves if save.step < 2} == {"durable"}
+
+
+@pytest.mark.promise
+def test_what_was_restored_from_the_root_is_in_the_cache_afterwards(tmp_path: Path) -> None:
+    state = run(tmp_path / "root", tmp_path / "cache", range(3))
+    shutil.rmtree(tmp_path / "cache")
+    with open_run(tmp_path, build(1), storage=None) as checkpointer:
+        checkpointer.restore()
+    root, cache = LocalStore(tmp_path / "root"), cache_of(tmp_path / "cache")
+    assert steps_in(cache) == [2]
+    shutil.rmtree(tmp_path / "root" / "steps")
+    again = build(1)
+    with open_run(tmp_path, again, storage=None) as checkpointer:
+        assert checkpointer.restore() is not None
+    assert same(content(again), content(state))
+    assert steps_in(root) == [0, 1, 2]
+
+
+def test_a_run_that_goes_on_without_its_cache_uses_it_no_more(tmp_path: Path) -> None:
+    state = run(tmp_path / "root", tmp_path / "cache", range(2))
+    with open_run(tmp_path, state, cache=None) as checkpointer:
+        checkpointer.restore()
+        train(state, 2)
+        checkpointer.save(2, durable=True).wait_durable(30)
+    assert steps_in(LocalStore(tmp_path / "root")) == [0, 1, 2]
+    assert steps_in(cache_of(tmp_path / "cache")) == [0, 1]

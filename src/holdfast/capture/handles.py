@@ -34,13 +34,7 @@ class SaveHandle:
     """One requested save. ``step`` is the step really saved, once that is known."""
 
     def __init__(
-        self,
-        step: int,
-        *,
-        durable: bool,
-        explain: Callable[[int], str],
-        parity: int = 0,
-        has_cache: bool = False,
+        self, step: int, *, durable: bool, explain: Callable[[int], str], parity: int = 0
     ) -> None:
         self.requested_step = step
         self.step = step
@@ -48,7 +42,8 @@ class SaveHandle:
         self.exact = True
         """True while no other step than ``step`` itself can make it durable."""
         self._has_parity = parity > 0
-        self.has_cache = has_cache
+        self.has_cache = False
+        """True if what is stored is whole in a cache first."""
         self.differing: dict[str, tuple[int, ...]] = {}
         """Leaves that differ between the ranks that hold them, with the deviating ranks, as in the
         event ``ReplicasDiffer``. Final when the save is captured. Each save compares a part of the

@@ -89,9 +89,7 @@ class Saver:
         parity: int = 0,
         has_cache: bool = False,
     ) -> None:
-        self.describer = describer
-        self.place = place
-        self.timeouts = patience
+        self.describer, self.place, self.timeouts = describer, place, patience
         self._parity, self._has_cache = parity, has_cache
         self.updates = 0
         """Number of updates that passed the fence; shows if the state changed since a save."""
@@ -208,13 +206,9 @@ class Saver:
 
     def handle(self, step: int, *, durable: bool) -> SaveHandle:
         """Create the handle of a requested save."""
-        return SaveHandle(
-            step,
-            durable=durable,
-            explain=self.explain,
-            parity=self._parity,
-            has_cache=self._has_cache,
-        )
+        made = SaveHandle(step, durable=durable, explain=self.explain, parity=self._parity)
+        made.has_cache = self._has_cache
+        return made
 
     def decline(
         self, step: int, durable: bool, error: Exception, handle: SaveHandle | None = None

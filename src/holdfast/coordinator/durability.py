@@ -192,6 +192,10 @@ class DurabilityQueue:
         """Handle what a cache is found to have and storage has not: generations with attempts."""
         self._cached |= dict(generations)
 
+    def forget_cached(self) -> None:
+        """Handle that another cache is used, or none: what the old one has is drained no more."""
+        self._cached.clear()
+
     def cached(self, attempt: Attempt) -> list[Action]:
         """Handle an attempt that a cache has whole; it is drained from there."""
         attempt.persisting = False

@@ -50,11 +50,13 @@ _LOOK_S = 0.1
 class Caching(NamedTuple):
     """What is told of a cache: attempts written, generations drained, and found at its opening."""
 
-    cached: Outcome
-    drained: Callable[[Drained], None]
-    found: Callable[[Iterable[tuple[Generation, str]]], None]
-    expected: Callable[[], Mapping[tuple[int, int], str]]
+    cached: Outcome = lambda *_: None
+    drained: Callable[[Drained], None] = lambda _: None
+    found: Callable[[Iterable[tuple[Generation, str]]], None] = lambda _: None
+    expected: Callable[[], Mapping[tuple[int, int], str]] = dict
     """Returns what the cache is known to have, and the root not."""
+    forgotten: Callable[[], None] = lambda: None
+    """Called when another cache is used, or none."""
 
 
 class RootAccess:
@@ -69,7 +71,7 @@ class RootAccess:
         outcome: Outcome,
         pruned: Callable[[str], None],
         renamed: Callable[[str], None],
-        caching: Caching,
+        caching: Caching | None = None,
     ) -> None:
         self.path = root
         self.store: Store = open_store(root)
@@ -82,7 +84,7 @@ class RootAccess:
         self._lock: Lock | None = None
         self._is_lost = False
         self._keep = Keep()
-        self._caching = caching
+        self._caching = caching = caching or Caching()
         self.cache_path = ""
         """Where the trainers want the cache of this run; "" for none."""
         self._cache_keep = Keep()
@@ -139,6 +141,10 @@ class RootAccess:
 
         Without it snapshots are written to the root directly; it is tried again later.
         """
+        if self.cache is not None and self.cache.place != self.cache_path:
+            self._caching.forgotten()
+            cache, self.cache = self.cache, None
+            await self._background.in_thread(cache.close)
         if self.cache_path and self.cache is None:
             self._next_cache_s = time.monotonic() + REFUSED_S
             try:
@@ -146,12 +152,13 @@ class RootAccess:
             except HoldfastError as error:
                 emit(Warned(message=f"the cache {self.cache_path} is not used now: {error}"))
             else:
+                self.cache.place = self.cache_path
                 self._caching.found(self.cache.found)
                 self.drains.wake()
 
     def _lock_cache(self) -> CacheTier:
         return CacheTier(
-            self.cache_path,
+            open_store(self.cache_path),
             self.store,
             self._run_id,
             self._owner,
@@ -166,6 +173,11 @@ class RootAccess:
         if self.cache is not None:
             self.cache.refused()
             self.look_for_cache()
+
+    def fill_cache(self, parent: tuple[int, int] | None) -> None:
+        """Copy what was restored to the cache, if the root alone has it."""
+        if self.cache is not None and parent is not None:
+            self.cache.fill(Generation(*parent))
 
     def look_for_cache(self) -> None:
         """Give the cache up if its directory is gone."""

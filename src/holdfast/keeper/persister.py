@@ -93,6 +93,11 @@ class Persister:
         """Queue an attempt, or a call that raises nothing."""
         self._jobs.put(job)
 
+    @property
+    def has_jobs(self) -> bool:
+        """Return True if something waits for this thread."""
+        return not self._jobs.empty()
+
     def stop(self) -> None:
         """End the thread after the queued jobs."""
         self._jobs.put(None)

@@ -223,6 +223,7 @@ class Keeper:
                 self.executor.drained,
                 self.coordinator.found_cached,
                 lambda: self.coordinator.durability.draining,
+                self.coordinator.durability.forget_cached,
             ),
         )
         self.incarnations = Incarnations(

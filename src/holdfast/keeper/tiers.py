@@ -17,15 +17,15 @@ from holdfast.catalogue import (
     MANIFESTS,
     find_manifest,
     layout_path,
+    manifest_path,
     read_bounded,
     read_incarnation,
 )
-from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound
+from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, PersistFailed
 from holdfast.events import PersistBroke, Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
-from holdfast.maintenance.tier_copy import TierCopy
 from holdfast.persist import commit
 from holdfast.persist.tiers import (
     mark_all_drained,
@@ -36,7 +36,6 @@ from holdfast.persist.tiers import (
 )
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
-from holdfast.storage.open import open_store
 from holdfast.storage.wrap import RateLimit
 
 RATE = "HOLDFAST_DRAIN_BYTES_S"
@@ -60,7 +59,7 @@ class CacheTier:
 
     def __init__(
         self,
-        place: str,
+        store: Store,
         root: Store,
         run_id: str,
         owner: str,
@@ -69,7 +68,9 @@ class CacheTier:
         pruned: Callable[[str], None],
         remembered: Callable[[], Collection[Incarnation]],
     ) -> None:
-        self.store: Store = open_store(place)
+        self.store = store
+        self.place = ""
+        """Its name, as trainers told it."""
         self._root, self._run_id = root, run_id
         commit.open_root(self.store, run_id)
         commit.require_root(self.store, run_id)
@@ -83,6 +84,9 @@ class CacheTier:
             self._lock.release()
             raise
         self.persister = CachePersister(self.store, keep, outcome, pruned, remembered)
+        from holdfast.maintenance.tier_copy import TierCopy  # no keeper without a cache loads it
+
+        self._copy_to = TierCopy
         self._drain = TierCopy(self.store, root, RateLimit(_rate()))
         self._lost: set[Generation] = set()
         self._refused_s = float("-inf")
@@ -112,6 +116,30 @@ class CacheTier:
         """Finish what was queued, and release the cache. Blocks."""
         self.persister.stop()
         self._lock.release()
+
+    def fill(self, generation: Generation) -> None:
+        """Have a checkpoint of the root that was restored copied here, until a save comes."""
+        self.persister.submit(lambda: self._fill(generation))
+
+    def _fill(self, generation: Generation) -> None:
+        """See ``fill``; on the cache's thread. It costs a restore from the root if it fails."""
+        try:
+            found = find_manifest(self._root, generation)
+            if found is None or self.store.exists(manifest_path(generation)):
+                return
+            manifest = found[0]
+            layout = read_bounded(self._root, layout_path(manifest.layout), MAX_BYTES)
+            record = read_incarnation(self._root, generation.incarnation)
+            copy = self._copy_to(self._root, self.store, gives_way=lambda: self.persister.has_jobs)
+            mark_drained(self.store, manifest)  # before it is there: the root has it
+            self.persister.publish_copy(manifest, record, layout, lambda: copy.copy_files(manifest))
+        except PersistFailed:
+            return
+        except HoldfastError as error:
+            text = f"{generation} was restored from the root, and not copied to the cache: {error}"
+            emit(Warned(message=text))
+        else:
+            self.persister.prune_drained()
 
     # ── on the root's thread ─────────────────────────────────────────────────────────────────────
 

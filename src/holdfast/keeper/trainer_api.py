@@ -371,6 +371,7 @@ class TrainerApi:
 
     async def _adopt(self, _: TrainerConnection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
+        self.root.fill_cache(message.parent)
         self.executor.followers.remember()
         protecting = self.executor.followers.parity_scheduler
         if protecting is not None:  # before a capture begins

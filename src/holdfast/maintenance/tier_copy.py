@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from holdfast.catalogue import catalogue
-from holdfast.errors import FormatError, NotFound
+from holdfast.errors import FormatError, NotFound, PersistFailed
 from holdfast.format.manifest import ImageRef, Manifest
 from holdfast.maintenance.good_bytes import GoodFile, write_good
 from holdfast.storage.base import Store, resume, settle_s
@@ -16,9 +19,15 @@ _RANDOM = 6
 class TierCopy:
     """Copies from ``source`` to ``target``, whose lock the caller holds, on one thread."""
 
-    def __init__(self, source: Store, target: Store, limit: RateLimit | None = None) -> None:
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        limit: RateLimit | None = None,
+        gives_way: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._source, self._target = source, target
-        self._limit = limit or RateLimit()
+        self._pace = _Pace(limit or RateLimit(), gives_way)
         self._written: set[str] = set()
         """The files that this object made durable."""
         self.lost = ""
@@ -40,8 +49,7 @@ class TierCopy:
 
     def _copy(self, ref: ImageRef) -> None:
         try:
-            good = _LimitedFile(ref, [self._source])
-            good.limit = self._limit
+            good = _PacedFile(ref, self._source, self._pace)
         except (FormatError, NotFound) as error:
             self.lost = str(error)
             raise
@@ -72,12 +80,22 @@ class TierCopy:
         return False
 
 
-class _LimitedFile(GoodFile):
-    """Reads no faster than ``limit`` says."""
-
+@dataclass(frozen=True, slots=True)
+class _Pace:
     limit: RateLimit
+    gives_way: Callable[[], bool]
+
+
+class _PacedFile(GoodFile):
+    """Reads no faster than its pace, and no further once it gives way: PersistFailed."""
+
+    def __init__(self, ref: ImageRef, store: Store, pace: _Pace) -> None:
+        super().__init__(ref, [store])
+        self._pace = pace
 
     def chunk(self, start: int, stop: int) -> memoryview:
         """See ``ImageSource``."""
-        self.limit.wait(stop - start)
+        self._pace.limit.wait(stop - start)
+        if self._pace.gives_way():
+            raise PersistFailed(f"{self.ref.path} is not copied: something else comes first")
         return super().chunk(start, stop)
