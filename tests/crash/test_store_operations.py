@@ -1,8 +1,8 @@
 """Every operation on a root meets a fault at every change to storage: the root stays whole.
 
 Save, drain, prune, pin, start, copy and repair are spoilt at the k-th change, for every k, in every
-mode. Then the root opens, every published step restores bit for bit, the newest is the older or the newer
-one, and `prune` finds whatever is left over.
+mode. Then the root opens, every published step restores bit for bit, the newest is the older or the
+newer one, and `prune` finds whatever is left over.
 """
 
 from __future__ import annotations

@@ -104,8 +104,7 @@ class Saver:
         self._overdue: CaptureTask | None = None
         self._reading: Reading | None = None
         self.turns = Turns()
-        self._end_by_s = math.inf
-        self._saves = 0
+        self._saves, self._end_by_s = 0, math.inf
         self._slot_requests = SlotRequests(self._session)
         self.announcements = StepAnnouncements(self._session, self._store)
         self._work: CaptureQueue[Saver] = CaptureQueue()

@@ -273,7 +273,7 @@ class Persister:
         self._known = catalogue(self.store, Catalogue(known))
         return self._known
 
-    def prune(self, published: Generation) -> None:
+    def prune(self, published: Generation, *, is_newest: bool = True) -> None:
         """Apply the retention policy; an error here harms no checkpoint and is only reported."""
         self._images.parts.forget()
         try:
@@ -282,7 +282,7 @@ class Persister:
                 found = self._catalogue(published)
             self._sweeper.know(path for one in found.manifests for path in one.directories)
             gone = set()
-            for generation in self._condemned(found, published):
+            for generation in self._condemned(found, {published} if is_newest else set()):
                 if generation in self._sweeper.leases.generations():  # at a later publication
                     continue
                 if commit.withdraw(self.store, generation):
@@ -299,12 +299,12 @@ class Persister:
         """Return what stays whatever the policy says."""
         return set()
 
-    def _condemned(self, found: Catalogue, published: Generation) -> list[Generation]:
+    def _condemned(self, found: Catalogue, newest: set[Generation]) -> list[Generation]:
         """Return the generations to prune: those the policy releases, and abandoned ones before the
         last.
         """
         lineage = found.lineage
-        spared = pinned(self.store) | self._spared(found) | {published}
+        spared = pinned(self.store) | self._spared(found) | newest
         condemned = list(self.keep.decide(lineage, spared, found.values_of(self.keep.by)))
         # Abandoned generations cannot be determined while a record is unreadable.
         if self.keep.last is not None and len(lineage) >= self.keep.last and not found.broken:
@@ -331,9 +331,9 @@ class CachePersister(Persister):
         self._images.is_told = False
         self._sweeper.after = 0
 
-    def prune(self, published: Generation) -> None:
+    def prune(self, published: Generation, *, is_newest: bool = True) -> None:
         """Apply the cache's retention, and forget marks of what is gone."""
-        super().prune(published)
+        super().prune(published, is_newest=is_newest)
         with contextlib.suppress(HoldfastError):  # at the next one
             forget_marks(self.store)
 

@@ -100,6 +100,10 @@ class CacheTier:
         """Record that it refused an attempt."""
         self._refused_s = time.monotonic()
 
+    def limit(self, limit: RateLimit) -> None:
+        """Drain no faster than this."""
+        self._drain = self._copy_to(self.store, self._root, limit)
+
     def numbers(self) -> list[str]:
         """Return the names of all records and manifests: each begins with an incarnation."""
         return self.store.list(INCARNATIONS) + self.store.list(MANIFESTS)
@@ -174,7 +178,7 @@ class CacheTier:
                 self._lost.add(generation)
             return _not_drained(generation, attempt, reason, is_lost=is_lost)
         self._mark(manifest)
-        persister.prune(generation)
+        persister.prune(generation, is_newest=False)  # something newer may be there already
         self.persister.submit(self.persister.prune_drained)
         return Drained(generation, attempt)
 
