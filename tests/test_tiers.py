@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from holdfast.catalogue import catalogue
 from holdfast.cli import main
 from holdfast.observe.report_builder import read_report
 from holdfast.storage.local import LocalStore
+from support.checkpoints.roots import whole
 from support.runs.keepers import kill_keeper
+from support.runs.mishaps import small_disk
 
 State = dict[str, Any]
 
@@ -329,3 +334,55 @@ def test_a_run_that_goes_on_without_its_cache_uses_it_no_more(tmp_path: Path) ->
         checkpointer.save(2, durable=True).wait_durable(30)
     assert steps_in(LocalStore(tmp_path / "root")) == [0, 1, 2]
     assert steps_in(cache_of(tmp_path / "cache")) == [0, 1]
+
+
+@pytest.mark.promise
+def test_a_cache_that_is_full_costs_no_checkpoint(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "cache", "6m"):
+        state = build()
+        with open_run(tmp_path, state, keep=holdfast.Keep(last=5)) as checkpointer:
+            checkpointer.restore()
+            for step in range(3):
+                train(state, step)
+                checkpointer.save(step, durable=True).wait_durable(60)
+        cache = cache_of(tmp_path / "cache")
+        assert steps_in(cache) == [0]
+        for manifest in catalogue(cache).manifests:
+            assert cache.size_bytes(manifest.images[0].path) == manifest.images[0].size_bytes
+    assert whole(LocalStore(tmp_path / "root")) == ["1-0", "1-1", "1-2"]
+    again = build(1)
+    assert holdfast.load(tmp_path / "root", again) is not None
+    assert same(content(again), content(state))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_of_keepers_killed_while_they_drain_none_loses_what_was_cached(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch, kills: int
+) -> None:
+    monkeypatch.setenv("HOLDFAST_DRAIN_BYTES_S", "20e6")
+    random_ = random.Random(kills)
+    state, promised = build(), set[int]()
+    with open_run(tmp_path, state, keep=holdfast.Keep()) as checkpointer:
+        checkpointer.restore()
+        step = 0
+        for _ in range(kills):
+            for _ in range(2):
+                train(state, step)
+                handle = checkpointer.save(step, durable=True)
+                with suppress(holdfast.SaveError):  # of the keeper that was just killed
+                    handle.wait_cached(60)
+                    promised.add(handle.step)
+                step += 1
+            time.sleep(random_.uniform(0, 0.4))
+            kill_keeper(arena_dir)
+        train(state, step)
+        checkpointer.save(step, durable=True)
+    root = LocalStore(tmp_path / "root")
+    assert len(promised) > kills
+    assert {f"1-{one}" for one in (*promised, step)} <= set(whole(root))
+    again = build(1)
+    assert holdfast.load(tmp_path / "root", again) is not None
+    assert same(content(again), content(state))

@@ -278,7 +278,7 @@ def _make_cache(options: RunOptions, run_id: str, root_id: str, hosts: HostTable
     """
     if not options.cache:
         return ""
-    if not hosts.is_alone:
+    if hosts.are_several:
         raise UsageError(
             f"cache={options.cache!r}: ranks are on several hosts, and this version has caches "
             "for runs on one host only. Leave cache= out."

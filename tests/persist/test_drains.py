@@ -44,10 +44,13 @@ def open_tiers(
     root: Store,
     cache: Store,
     keep: Keep = Keep(),  # noqa: B008
+    limit: RateLimit | None = None,
 ) -> Iterator[tuple[CacheTier, Persister]]:
     """Both tiers as a keeper opens them; what is queued for the cache's thread is done at once."""
     commit.open_root(root, "r")
-    tier = CacheTier(cache, root, "r", "test", KEEP, lambda *_: None, lambda _: None, tuple)
+    tier = CacheTier(
+        cache, root, "r", "test", KEEP, lambda *_: None, lambda _: None, tuple, limit=limit
+    )
     tier.persister.submit = lambda job: job() if callable(job) else None  # type: ignore[method-assign]
     persister = Persister(root, keep, lambda *_: None)
     try:
@@ -154,9 +157,8 @@ def test_what_another_start_of_that_number_left_in_the_cache_is_neither_restored
 def test_a_drain_takes_the_bytes_a_second_that_it_is_given() -> None:
     root, cache = MemoryStore("root"), cached(0, 1)
     waited: list[float] = []
-    with open_tiers(root, cache) as (tier, persister):
-        limit = RateLimit(1e6, clock=lambda: 0.0, sleep=waited.append)
-        tier.limit(limit)
+    limit = RateLimit(1e6, clock=lambda: 0.0, sleep=waited.append)
+    with open_tiers(root, cache, limit=limit) as (tier, persister):
         drain_all(tier, persister)
     sent_bytes = sum(map(len, all_contents(root).values()))
     assert sent_bytes / 1e6 > max(waited) > 0.5 * sent_bytes / 1e6

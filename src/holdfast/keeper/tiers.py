@@ -67,6 +67,8 @@ class CacheTier:
         outcome: Outcome,
         pruned: Callable[[str], None],
         remembered: Callable[[], Collection[Incarnation]],
+        *,
+        limit: RateLimit | None = None,
     ) -> None:
         self.store = store
         self.place = ""
@@ -87,7 +89,7 @@ class CacheTier:
         from holdfast.maintenance.tier_copy import TierCopy  # no keeper without a cache loads it
 
         self._copy_to = TierCopy
-        self._drain = TierCopy(self.store, root, RateLimit(_rate()))
+        self._drain = TierCopy(self.store, root, limit or RateLimit(_rate()))
         self._lost: set[Generation] = set()
         self._refused_s = float("-inf")
 
@@ -99,10 +101,6 @@ class CacheTier:
     def refused(self) -> None:
         """Record that it refused an attempt."""
         self._refused_s = time.monotonic()
-
-    def limit(self, limit: RateLimit) -> None:
-        """Drain no faster than this."""
-        self._drain = self._copy_to(self.store, self._root, limit)
 
     def numbers(self) -> list[str]:
         """Return the names of all records and manifests: each begins with an incarnation."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.catalogue import catalogue
-from holdfast.errors import FormatError, NotFound, PersistFailed
+from holdfast.errors import AlreadyPublished, FormatError, NotFound, PersistFailed
 from holdfast.format.manifest import ImageRef, Manifest
 from holdfast.maintenance.good_bytes import GoodFile, write_good
 from holdfast.storage.base import Store, resume, settle_s
@@ -38,12 +38,13 @@ class TierCopy:
     def copy_files(self, manifest: Manifest) -> None:
         """Make all files durable in the target."""
         self.lost = ""
-        named = self._named() if manifest.parts else {}
+        is_bucket = settle_s(self._target) > 0
+        named = self._named() if manifest.parts and not is_bucket else {}
         for directory in manifest.directories:
             above, _, name = directory.rpartition("/")
             resume(self._target, above, name[:-_RANDOM])
         for ref in (*manifest.images, *manifest.parts):
-            if not self._is_there(ref, named):
+            if is_bucket or not self._is_there(ref, named):
                 self._copy(ref)
         self._written -= {ref.path for ref in manifest.images}
 
@@ -53,7 +54,12 @@ class TierCopy:
         except (FormatError, NotFound) as error:
             self.lost = str(error)
             raise
-        sink = self._target.create(ref.path, ref.size_bytes)
+        try:
+            sink = self._target.create(ref.path, ref.size_bytes)
+        except AlreadyPublished:  # a bucket has an object whole, or not
+            if self._target.size_bytes(ref.path) == ref.size_bytes:
+                return
+            raise
         try:
             write_good(sink, good)
         except (FormatError, NotFound) as error:
@@ -66,13 +72,13 @@ class TierCopy:
         return {ref.path: ref for one in catalogue(self._target).manifests for ref in one.parts}
 
     def _is_there(self, ref: ImageRef, named: dict[str, ImageRef]) -> bool:
-        """Return True for a durable file. What was left in a directory proves nothing, and goes."""
+        """Return True for a durable file of a directory. What was left there proves nothing, and
+        goes.
+        """
         if not self._target.exists(ref.path):
             return False
         if ref.path in self._written or named.get(ref.path) == ref:
             return True
-        if settle_s(self._target):  # a bucket has an object whole, or not
-            return self._target.size_bytes(ref.path) == ref.size_bytes
         if ref.path in named:
             self.lost = f"{ref.path} is another file in {self._target.url} than in the other tier"
             raise FormatError(self.lost, path=ref.path)
