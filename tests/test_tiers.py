@@ -260,6 +260,29 @@ def test_what_is_damaged_in_the_cache_is_never_published_and_the_newest_is_saved
 
 
 @pytest.mark.promise
+def test_the_newest_that_is_damaged_in_the_cache_is_written_from_memory(tmp_path: Path) -> None:
+    state = build()
+    with open_run(tmp_path, state) as checkpointer:
+        checkpointer.restore()
+        refuse(tmp_path / "root")
+        train(state, 0)
+        checkpointer.save(0, durable=True).wait_cached(30)
+        cache = cache_of(tmp_path / "cache")
+        (manifest,) = catalogue(cache).manifests
+        file = Path(cache.url.removeprefix("file://")) / manifest.images[0].path
+        file.write_bytes(file.read_bytes()[:-5000])
+        accept(tmp_path / "root")
+        deadline = time.monotonic() + 30
+        while not steps_in(LocalStore(tmp_path / "root")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert whole(LocalStore(tmp_path / "root")) == ["1-0"]
+    again = build(1)
+    with open_run(tmp_path, again, storage=None) as checkpointer:
+        assert checkpointer.restore() is not None
+    assert same(content(again), content(state))
+
+
+@pytest.mark.promise
 def test_a_cache_that_is_gone_costs_no_checkpoint(tmp_path: Path) -> None:
     state = build()
     with open_run(tmp_path, state) as checkpointer:

@@ -352,6 +352,8 @@ class Executor:
         durability.is_drain_failing = self._root.drains.is_failing
         if drained.reason:
             self._root.look_for_cache()
+        if drained.is_lost:  # what is left in the cache has its name there
+            self._direct.add(drained.attempt)
         self.carry_out(
             self._coordinator.drained(
                 drained.generation, drained.attempt, drained.reason, is_lost=drained.is_lost

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.catalogue import catalogue
-from holdfast.errors import AlreadyPublished, FormatError, NotFound, PersistFailed
+from holdfast.catalogue import catalogue, damage_note
+from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, PersistFailed
 from holdfast.format.manifest import ImageRef, Manifest
 from holdfast.maintenance.good_bytes import GoodFile, write_good
 from holdfast.storage.base import Store, resume, settle_s
@@ -45,7 +46,11 @@ class TierCopy:
             resume(self._target, above, name[:-_RANDOM])
         for ref in (*manifest.images, *manifest.parts):
             if is_bucket or not self._is_there(ref, named):
-                self._copy(ref)
+                try:
+                    self._copy(ref)
+                finally:
+                    if self.lost and ref in manifest.parts:
+                        self._note_damage(ref)
         self._written -= {ref.path for ref in manifest.images}
 
     def _copy(self, ref: ImageRef) -> None:
@@ -66,6 +71,11 @@ class TierCopy:
             self.lost = str(error)
             raise
         self._written.add(ref.path)
+
+    def _note_damage(self, part: ImageRef) -> None:
+        """Have the next save write the part anew, instead of naming it once more."""
+        with suppress(HoldfastError):
+            self._source.publish(damage_note(part.path), b"found damaged\n")
 
     def _named(self) -> dict[str, ImageRef]:
         """Return the parts that manifests of the target name."""
