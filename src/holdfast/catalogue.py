@@ -30,6 +30,8 @@ PARTS = "parts"
 LEASES = "readers"
 #: Notes of copies under way, and what a repair has put aside.
 COPIES, DAMAGED = "copies", "damaged"
+#: In a cache: marks of the checkpoints that the root has had.
+DRAINED = "drained"
 #: The number of times a root is listed again when a file was removed while it was read.
 NEW_LISTS = 16
 _NUMBER = "(0|[1-9][0-9]{0,15})"
@@ -90,6 +92,11 @@ def damage_note(path: str) -> str:
 def copy_note_path(generation: Generation, attempt: str) -> str:
     """Returns the path of the note on the files of a checkpoint that a copy has finished."""
     return f"{COPIES}/{generation.incarnation}-{generation.step}-{attempt}.json"
+
+
+def drained_path(generation: Generation, attempt: str) -> str:
+    """Returns the path of the mark that the root has had this checkpoint of a cache."""
+    return f"{DRAINED}/{generation.incarnation}-{generation.step}-{attempt}.json"
 
 
 def layout_path(hash_: str) -> str:

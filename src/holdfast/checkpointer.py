@@ -54,7 +54,7 @@ from holdfast.state.objects import State
 from holdfast.state.optimizers import fence_replays
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import listeners
-from holdfast.storage.open import normal_root, open_store
+from holdfast.storage.open import normal_cache, normal_root, open_store
 from holdfast.world import World, current_world, from_rank0, refuse_rank_without_group
 
 T = TypeVar("T")
@@ -96,6 +96,11 @@ class Checkpointer:
     ``grace_s``: the seconds between SIGTERM and the end. With it a SIGTERM to any rank makes
     ``step`` save one last step on all of them, wait until it is in storage, and raise Preempted.
 
+    ``cache``: a directory on this host's own fast disk, such as "/nvme/holdfast". What is to be
+    stored is whole there first, *cached*, and is drained to the root in the background. ``keep``
+    speaks of the root. ``cache_keep``: which checkpoints stay in the cache, of those that the root
+    has.
+
     Raises UsageError for arguments that are invalid or differ between ranks, UnsupportedState for
     state that cannot be stored, KeeperError and StorageError when keeper or root cannot be reached:
     at the start you must fix these, later they only cost a snapshot. A forked process, such as a
@@ -115,11 +120,14 @@ class Checkpointer:
         timeout_s: float = 120.0,
         compare_replicas: int | None = None,
         grace_s: float | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        cache_keep: Keep = Keep(last=2),  # noqa: B008
     ) -> None:
         check_rules("rules", rules)
-        check_policies(memory, storage, keep, parity)
+        check_policies(memory, storage, keep, parity, cache_keep)
         self._state = state
         self.root = normal_root(root)
+        cache = None if cache is None else normal_cache(cache, self.root)
         self.memory, self.storage, self.keep = memory, storage, keep
         self.timeout_s = duration_s("timeout_s", timeout_s)
         self._process = os.getpid()
@@ -147,6 +155,8 @@ class Checkpointer:
             count_of_saves("compare_replicas", compare_replicas),
             whole("parity", parity),
             grace(grace_s),
+            cache or "",
+            cache_keep,
         )
         run = start_run(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore

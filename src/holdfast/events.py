@@ -212,6 +212,18 @@ class ImageDurable(Event, frozen=True, kw_only=True):
     image: str
 
 
+class CheckpointCached(Event, frozen=True, kw_only=True):
+    """The cache has this generation whole: it survives processes, not yet the loss of the host.
+
+    ``elapsed_s``: the time since writing began. ``size_bytes``: the size of all images. ``images``:
+    the number of ranks whose images it has.
+    """
+
+    elapsed_s: float
+    size_bytes: int
+    images: int
+
+
 class CheckpointPublished(Event, frozen=True, kw_only=True):
     """A manifest names this generation: it is durable.
 

@@ -39,6 +39,8 @@ from holdfast.state.mapped.mapper import require_all_used
 from holdfast.state.objects import State
 from holdfast.storage.base import Store
 from holdfast.storage.files import common_identity
+from holdfast.storage.local import LocalStore
+from holdfast.storage.tiered import TieredStore, cache_place
 from holdfast.transport.wire.rank_tree import Said, ranks_in
 from holdfast.world import World, all_said_or_raise
 
@@ -59,6 +61,9 @@ class RunOptions:
     compare_replicas: int | None = None
     parity: int = 0
     grace_s: float | None = None
+    cache: str = ""
+    """The directory that the caches of runs are in; "" for none."""
+    cache_keep: Keep = Keep()  # noqa: RUF009  (a frozen value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +84,17 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     run_id, seen, hosts, listed = _agree(world, store, state, describer, options)
     root_id = _root_of_host(seen, hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)
+    cache = _make_cache(options, run_id, root_id, hosts)
     if hosts.speaks_for(world.rank):
         _warn_of_copies(arena, options.root)
     place = RankIdentity(run_id, 0, world.nonce, world.rank, world.size, root_id)
-    connect = partial(_connect, options, arena, hosts)
+    connect = partial(_connect, options, arena, hosts, cache)
     parity = options.parity if hosts.are_several else 0
-    saver = Saver(describer, place, connect, _patience(timeout_s), parity=parity)
+    saver = Saver(
+        describer, place, connect, _patience(timeout_s), parity=parity, has_cache=bool(cache)
+    )
+    if cache:
+        store = TieredStore(LocalStore(cache), store)
     request = partial(saver.request, timeout_s=timeout_s)
     offers = (
         RestoreSources(store, world.rank, arena, request, listed)
@@ -198,6 +208,8 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[byte
             "compare_replicas": str(options.compare_replicas),
             "parity": str(options.parity),
             "grace_s": str(options.grace_s),
+            "cache": options.cache,
+            "cache_keep": str(options.cache_keep),
         }
     )
     return plan, usage
@@ -260,6 +272,23 @@ def _root_of_host(seen: Sequence[Said], ranks: Collection[int]) -> str:
     """
     own = [said for said in seen if not set(ranks).isdisjoint(ranks_in(said.ranks))]
     return common_identity(said.value.decode() for said in own or seen)
+
+
+def _make_cache(options: RunOptions, run_id: str, root_id: str, hosts: HostTable) -> str:
+    """Makes the run's cache on this host, and returns its place; "" for none. UsageError where
+    ranks are on several hosts, StorageError.
+    """
+    if not options.cache:
+        return ""
+    if hosts.are_several:
+        raise UsageError(
+            f"cache={options.cache!r}: ranks are on several hosts, and this version has caches "
+            "for runs on one host only. Leave cache= out."
+        )
+    place = cache_place(options.cache, run_id, root_id)
+    commit.open_root(LocalStore(place), run_id)
+    commit.require_root(LocalStore(place), run_id)
+    return place
 
 
 def _warn_of_copies(arena: Path, root: str) -> None:
@@ -350,6 +379,7 @@ def _connect(
     options: RunOptions,
     arena: Path,
     hosts: HostTable,
+    cache: str,
     place: RankIdentity,
     is_copying: bool,
     order: m.StandingOrder,
@@ -367,7 +397,7 @@ def _connect(
     )
     client = KeeperClient(line, listener, on_lost)
     try:
-        hello = m.Hello(run_id=place.run_id, root=options.root, root_id=place.root_id)
+        hello = m.Hello(run_id=place.run_id, root=options.root, root_id=place.root_id, cache=cache)
         client.request(hello, m.Welcome, timeout_s=options.timeout_s)
         if place.incarnation and not hosts.is_alone:
             part = hosts.part(place.incarnation, place.nonce)
@@ -382,6 +412,13 @@ def _connect(
                 keep_best=options.keep.best,
                 keep_by=options.keep.by,
                 keep_largest=options.keep.largest,
+                cache_keep=m.KeepTerms(
+                    options.cache_keep.last,
+                    options.cache_keep.every,
+                    options.cache_keep.best,
+                    options.cache_keep.by,
+                    options.cache_keep.largest,
+                ),
                 persist_at_end=options.storage is not None,
                 is_copying=is_copying,
                 order=order,

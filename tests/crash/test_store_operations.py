@@ -1,8 +1,8 @@
 """Every operation on a root meets a fault at every change to storage: the root stays whole.
 
-Save, prune, pin, start, copy and repair are spoilt at the k-th change, for every k, in every mode.
-Then the root opens, every published step restores bit for bit, the newest is the older or the newer
-one, and `prune` finds whatever is left over.
+Save, drain, prune, pin, start, copy and repair are spoilt at the k-th change, for every k, in every
+mode. Then the root opens, every published step restores bit for bit, the newest is the older or the
+newer one, and `prune` finds whatever is left over.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from holdfast.catalogue import DAMAGED, catalogue, layout_path, manifest_path
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.persister import Persister
+from holdfast.keeper.tiers import CacheTier
 from holdfast.maintenance.copies import copy
 from holdfast.maintenance.repairs import repair
 from holdfast.persist import commit
@@ -53,6 +54,21 @@ def persist(store: Store, generation: Generation, keep: Keep = Keep()) -> None: 
     persister = Persister(store, keep, lambda *_: None)
     persister.work_one(job_of(generation, record(generation.incarnation)))
     persister.stop()
+
+
+def drain(store: Store, cache: Store, keep: Keep = Keep()) -> None:  # noqa: B008
+    """What a keeper does with a cache that has more than the root."""
+    commit.open_root(store, "r")
+    tier = CacheTier(
+        cache, store, "r", "test", Keep(last=1), lambda *_: None, lambda _: None, tuple
+    )
+    persister = Persister(store, keep, lambda *_: None)
+    try:
+        while (drained := tier.drain_one(persister, {})) is not None and not drained.reason:
+            pass
+    finally:
+        persister.stop()
+        tier.close()
 
 
 def old_root() -> MemoryStore:
@@ -130,6 +146,8 @@ class Work:
 WORKS: dict[str, Work] = {
     "save": Work(old_root, lambda s: persist(s, NEW), (OLD, NEW), (OLD,)),
     "save and prune": Work(old_root, lambda s: persist(s, NEW, Keep(last=1)), (OLD, NEW)),
+    "drain": Work(old_root, lambda s: drain(s, copied()), (OLD, NEW), (OLD,)),
+    "drain and prune": Work(old_root, lambda s: drain(s, copied(), Keep(last=1)), (OLD, NEW)),
     "prune": Work(newer_root, lambda s: remove(s, plan(s, Keep(last=1), abandoned=False)), (NEW,)),
     "pin": Work(newer_root, lambda s: pin(s, OLD), (NEW,), (OLD, NEW)),
     "start": Work(old_root, start, (OLD,), (OLD,)),

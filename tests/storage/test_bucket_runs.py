@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.Adam(model.parameters())
 state = {"model": model, "optimizer": optimizer}
 policies = {"storage": holdfast.Every(steps=2), "keep": holdfast.Keep(last=2)}
+policies["cache"] = sys.argv[4] if len(sys.argv) > 4 else None
 with holdfast.Checkpointer(root, state, **policies) as ckpt:
     restored = ckpt.restore()
     print("restored", restored and (restored.step, restored.source), flush=True)
@@ -96,9 +98,12 @@ def run(command: list[str], environment: Mapping[str, str], code: int | None = 0
     return said
 
 
-def train(root: str, environment: Mapping[str, str], steps: int, die_at: int = -1) -> str:
+def train(
+    root: str, environment: Mapping[str, str], steps: int, die_at: int = -1, *more: str
+) -> str:
     code = -signal.SIGKILL if die_at >= 0 else 0
-    return run([sys.executable, "-c", TRAIN, root, str(steps), str(die_at)], environment, code)
+    words = [sys.executable, "-c", TRAIN, root, str(steps), str(die_at), *more]
+    return run(words, environment, code)
 
 
 def holdfast(environment: Mapping[str, str], *words: str, code: int | None = 0) -> str:
@@ -245,3 +250,25 @@ def test_a_server_that_is_killed_and_comes_back_loses_no_checkpoint_and_no_train
     found = catalogue(object_store(name))
     assert [one.step for one in found.lineage[-1:]] == [19] and not found.broken
     holdfast(environment, "verify", "--deep", root)
+
+
+def test_a_run_with_a_cache_before_its_bucket_goes_on_bit_for_bit_from_either(
+    environment: dict[str, str], arena_dir: Path, tmp_path: Path
+) -> None:
+    cache = str(tmp_path / "cache")
+    plain = train(f"s3://{BUCKET}/{uuid.uuid4().hex}", environment, 12)
+    for lost in ("nothing", "cache"):
+        root = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        train(root, environment, 12, 7, cache)
+        for pid in keepers(arena_dir):
+            os.kill(pid, signal.SIGKILL)
+        for entry in arena_dir.iterdir():
+            shutil.rmtree(entry)
+        if lost == "cache":
+            shutil.rmtree(cache)
+        said = train(root, environment, 12, -1, cache)
+        assert "restored (" in said, said
+        assert said.splitlines()[-1] == plain.splitlines()[-1]
+        rows = json.loads(holdfast(environment, "ls", root, "--cache", cache, "--json"))
+        assert {row["state"] for row in rows["checkpoints"]} == {"newest", "kept"}
+        holdfast(environment, "verify", "--deep", root)

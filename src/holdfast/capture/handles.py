@@ -17,12 +17,13 @@ from holdfast.errors import (
 )
 from holdfast.policy.arguments import patience_s
 
-CAPTURED, PROTECTED, DURABLE = "captured", "protected", "durable"
+CAPTURED, PROTECTED, CACHED, DURABLE = "captured", "protected", "cached", "durable"
 
 _IMPLIED = {
     CAPTURED: {CAPTURED},
     PROTECTED: {CAPTURED, PROTECTED},
-    DURABLE: {CAPTURED, PROTECTED, DURABLE},  # storage survives the loss of hosts too
+    CACHED: {CAPTURED, CACHED},
+    DURABLE: {CAPTURED, PROTECTED, CACHED, DURABLE},  # storage survives the loss of hosts too
 }
 
 
@@ -41,6 +42,8 @@ class SaveHandle:
         self.exact = True
         """True while no other step than ``step`` itself can make it durable."""
         self._has_parity = parity > 0
+        self.has_cache = False
+        """True if what is stored is whole in a cache first."""
         self.differing: dict[str, tuple[int, ...]] = {}
         """Leaves that differ between the ranks that hold them, with the deviating ranks, as in the
         event ``ReplicasDiffer``. Final when the save is captured. Each save compares a part of the
@@ -60,7 +63,7 @@ class SaveHandle:
 
     @property
     def state(self) -> str:
-        """ "pending", "captured", "protected", "durable" or "failed".
+        """ "pending", "captured", "cached", "protected", "durable" or "failed".
 
         A snapshot whose parity could not be made is "captured", not "failed".
         """
@@ -71,6 +74,8 @@ class SaveHandle:
                 return "failed"
             if PROTECTED in self._reached:
                 return PROTECTED
+            if CACHED in self._reached:
+                return CACHED
             return CAPTURED if CAPTURED in self._reached else "pending"
 
     @property
@@ -109,6 +114,20 @@ class SaveHandle:
             )
         self._wait(PROTECTED if self._has_parity else DURABLE, timeout_s)
 
+    def wait_cached(self, timeout_s: float | None = None) -> None:
+        """Wait until the cache has this snapshot whole: it survives processes, not the loss of the
+        host. Where the cache refuses it, until it is durable.
+
+        ``timeout_s``: how long it waits at most; None for no bound.
+
+        Raises what ``wait_durable`` does; UsageError for a run without a cache.
+        """
+        if not self.has_cache:
+            raise UsageError("this run has no cache: give Checkpointer cache=DIRECTORY")
+        if not self.durable:
+            raise UsageError(f"step {self.requested_step} was not saved with durable=True")
+        self._wait(CACHED, timeout_s)
+
     def wait_durable(self, timeout_s: float | None = None) -> None:
         """Wait until a manifest in storage names this snapshot.
 
@@ -132,7 +151,7 @@ class SaveHandle:
     def fail(self, error: HoldfastError, *, captured: bool) -> None:
         """Record a failure; ``captured``: only making it durable failed."""
         with self._lock:
-            self._failed[DURABLE] = error
+            self._failed[DURABLE] = self._failed[CACHED] = error
             if not captured:
                 self._failed[CAPTURED] = self._failed[PROTECTED] = error
             self._changed.notify_all()
@@ -227,7 +246,7 @@ class PendingHandles:
         with self._lock:
             for other in self._handles[step]:
                 handle.differing = handle.differing or other.differing
-                if other.state in (CAPTURED, PROTECTED, DURABLE):
+                if other.state in (CAPTURED, PROTECTED, CACHED, DURABLE):
                     handle.reach(other.state)
 
     def unpaid(self, step: int) -> list[SaveHandle]:
@@ -241,6 +260,13 @@ class PendingHandles:
         with self._lock:
             for handle in self._handles.get(step, []):
                 handle.reach(CAPTURED)
+
+    def cached(self, step: int) -> None:
+        """Record that a cache has this step whole."""
+        with self._lock:
+            for handle in self._handles.get(step, []):
+                if handle.durable:
+                    handle.reach(CACHED)
 
     def protected(self, step: int) -> None:
         """Record that this step is protected; earlier unprotected steps get no parity any more."""
@@ -298,7 +324,7 @@ class PendingHandles:
         with self._lock:
             for step, handles in list(self._handles.items()):
                 for handle in handles:
-                    is_captured = handle.state in (CAPTURED, PROTECTED)
+                    is_captured = handle.state in (CAPTURED, PROTECTED, CACHED)
                     kind = PersistFailed if is_captured else SnapshotSkipped
                     if not _is_settled(handle):
                         handle.fail(kind(f"step {step}: {reason}"), captured=is_captured)
@@ -306,7 +332,7 @@ class PendingHandles:
 
 
 def _is_settled(handle: SaveHandle) -> bool:
-    in_memory = () if handle.durable else (CAPTURED, PROTECTED)
+    in_memory = () if handle.durable else (CAPTURED, PROTECTED, CACHED)
     return handle.state in (*in_memory, DURABLE, "failed")
 
 

@@ -268,7 +268,7 @@ def _hear(state: SaveState, capture: CaptureState, message: m.Message) -> Captur
             return replace(capture, is_settled=True)
         case m.Durable(step=step) if capture.step <= step:
             return replace(capture, is_settled=True)
-        case m.Complete(step=step) if step == capture.step:
+        case m.Complete(step=step) | m.Cached(step=step) if step == capture.step:
             return replace(capture, is_settled=True)
         case _:
             return capture

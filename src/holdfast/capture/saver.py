@@ -87,11 +87,10 @@ class Saver:
         patience: Timeouts,
         *,
         parity: int = 0,
+        has_cache: bool = False,
     ) -> None:
-        self.describer = describer
-        self.place = place
-        self.timeouts = patience
-        self._parity = parity
+        self.describer, self.place, self.timeouts = describer, place, patience
+        self._parity, self._has_cache = parity, has_cache
         self.updates = 0
         """Number of updates that passed the fence; shows if the state changed since a save."""
         self._connect = connect
@@ -105,8 +104,7 @@ class Saver:
         self._overdue: CaptureTask | None = None
         self._reading: Reading | None = None
         self.turns = Turns()
-        self._end_by_s = math.inf
-        self._saves = 0
+        self._saves, self._end_by_s = 0, math.inf
         self._slot_requests = SlotRequests(self._session)
         self.announcements = StepAnnouncements(self._session, self._store)
         self._work: CaptureQueue[Saver] = CaptureQueue()
@@ -208,7 +206,9 @@ class Saver:
 
     def handle(self, step: int, *, durable: bool) -> SaveHandle:
         """Create the handle of a requested save."""
-        return SaveHandle(step, durable=durable, explain=self.explain, parity=self._parity)
+        made = SaveHandle(step, durable=durable, explain=self.explain, parity=self._parity)
+        made.has_cache = self._has_cache
+        return made
 
     def decline(
         self, step: int, durable: bool, error: Exception, handle: SaveHandle | None = None

@@ -324,6 +324,8 @@ class KeeperNotifications:
                 self._promises.fail(message.step, error, captured=False)
             case m.Complete() | m.Durable() | m.NotDurable() | m.ReplicaDifferences():
                 self._record_outcome(message, place)
+            case m.Cached(step=step):
+                self._promises.cached(step)
             case m.Protected(step=step):
                 self._promises.protected(step)
             case m.Unprotected():

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from rich.markup import escape
 
+from holdfast.catalogue import ROOT, read_document
 from holdfast.cli.checkpoints import OpenedRoot, open_root
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import plain_table, stdout
+from holdfast.format.manifest import Generation, Manifest, Root
 from holdfast.observe.text import NOTHING, moment_text, on_one_line, shared_text
-from holdfast.persist.pins import read_pins
+from holdfast.persist.pins import PinnedGenerations, read_pins
+from holdfast.persist.tiers import waiting
+from holdfast.storage.open import normal_root
+from holdfast.storage.tiered import cache_place
 
 COLUMNS = ("checkpoint", "when", "world", "images", "size", "state", "pin")
 
@@ -23,9 +29,15 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "ls",
         "list the checkpoints of a run",
         "holdfast ls runs/gpt",
+        "holdfast ls s3://bucket/gpt --cache /nvme/holdfast",
         "holdfast ls runs/gpt --json | jq -r '.checkpoints[] | select(.pinned) | .checkpoint'",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
+    command.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="also what only this host's cache has, the cache= given to Checkpointer",
+    )
     command.set_defaults(run=run)
 
 
@@ -33,10 +45,12 @@ def run(args: argparse.Namespace) -> int:
     """Prints the list; returns 0 also when it is empty or has broken checkpoints."""
     opened = open_root(args.root)
     gap = opened.catalogue.gap
-    if args.json:
-        print_json({"root": args.root, "checkpoints": records(opened), "undecided": gap})
-        return 0
     rows = records(opened)
+    if args.cache is not None:
+        rows += _cached_alone(opened, args.cache)
+    if args.json:
+        print_json({"root": args.root, "checkpoints": rows, "undecided": gap})
+        return 0
     table = plain_table(*COLUMNS, right=("world", "images", "size"))
     for row in rows:
         table.add_row(*_cells(row))
@@ -51,19 +65,7 @@ def records(opened: OpenedRoot) -> list[dict[str, Any]]:
     """Returns readable checkpoints in the order of their generations, then broken ones."""
     pins = read_pins(opened.store)
     readable = [
-        {
-            "checkpoint": str(manifest.generation),
-            "incarnation": manifest.incarnation,
-            "step": manifest.step,
-            "created_s": manifest.created_s,
-            "world": manifest.world,
-            "images": len(manifest.images),
-            "size_bytes": manifest.size_bytes,
-            "reused_bytes": manifest.reused_bytes,
-            "state": opened.state_of(manifest.generation),
-            "pinned": (one := pins.get(manifest.generation)) is not None,
-            "note": "" if one is None else one.note,
-        }
+        _record(manifest, opened.state_of(manifest.generation), pins)
         for manifest in opened.catalogue.manifests
     ]
     broken = [
@@ -71,6 +73,34 @@ def records(opened: OpenedRoot) -> list[dict[str, Any]]:
         for path, reason in opened.catalogue.broken
     ]
     return readable + broken
+
+
+def _record(
+    manifest: Manifest, state: str, pins: Mapping[Generation, PinnedGenerations]
+) -> dict[str, Any]:
+    return {
+        "checkpoint": str(manifest.generation),
+        "incarnation": manifest.incarnation,
+        "step": manifest.step,
+        "created_s": manifest.created_s,
+        "world": manifest.world,
+        "images": len(manifest.images),
+        "size_bytes": manifest.size_bytes,
+        "reused_bytes": manifest.reused_bytes,
+        "state": state,
+        "pinned": (one := pins.get(manifest.generation)) is not None,
+        "note": "" if one is None else one.note,
+    }
+
+
+def _cached_alone(opened: OpenedRoot, directory: str) -> list[dict[str, Any]]:
+    """Returns what the run's cache below ``directory`` has and the root has not had."""
+    run_id = read_document(opened.store, Root, ROOT).run_id
+    place = cache_place(normal_root(directory), run_id, opened.store.identity())
+    cache = open_root(place).store
+    pins, there = read_pins(cache), {m.attempt for m in opened.catalogue.manifests}
+    left = sorted(waiting(cache).items())
+    return [_record(one, "cached", pins) for _, one in left if one.attempt not in there]
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -351,6 +351,30 @@ class AttemptLifecycle:
         actions = self.durability.persisted(attempt)
         return actions + self._after_write(attempt) + self.retry()
 
+    def found_cached(self, generations: Iterable[tuple[tuple[int, int], str]]) -> None:
+        """Handle what the cache is found to have and storage has not, when it is opened."""
+        self.durability.found_cached(generations)
+
+    def cached(self, attempt_id: str) -> list[Action]:
+        """Handle that the cache has the attempt whole: no memory is needed to make it durable."""
+        attempt = self.attempts[attempt_id]
+        if attempt.is_ring:
+            self._release(attempt)
+        actions = self.durability.cached(attempt)
+        return actions + self._after_write(attempt) + self.retry()
+
+    def drained(
+        self, generation: tuple[int, int], attempt_id: str, reason: str, *, is_lost: bool
+    ) -> list[Action]:
+        """Handle what came of draining a generation; ``reason``: why storage has it not yet."""
+        if not reason:
+            actions = self.durability.drained(generation, attempt_id)
+        elif is_lost:
+            actions = self.durability.cache_lost(generation, attempt_id, reason)
+        else:
+            actions = self.durability.start_next()
+        return actions + self.retry()
+
     def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
         """Handle a captured attempt that storage refused."""
         attempt = self.attempts.get(attempt_id)

@@ -577,12 +577,14 @@ class Coordinator:
     def is_whole(self, step: int) -> bool:
         """Return True if the whole generation of ``step`` is in memory."""
         newest = (a for a in self.attempts.complete() if a.generation == (self.incarnation, step))
-        return any(newest)
+        return any(newest) or self.durability.is_cached(step)
 
     def explain(self, step: int) -> str:
         """Describe in words what the save of ``step`` waits for."""
         if self.lifecycle.is_waiting(step):
             return NO_SLOT
+        if self.durability.is_cached(step):
+            return "the cache has it, and it is not drained to storage yet"
         absent = self._requests.absent(step)
         if absent:
             return f"{self._name(absent)} have not asked to capture it"

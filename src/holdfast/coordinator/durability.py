@@ -14,6 +14,9 @@ from holdfast.coordinator.actions import AbortPersist, Action, SendMessage, Star
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.protocol import messages as m
 
+#: So many generations wait to be drained before due saves wait for them.
+BACKLOG = 2
+
 
 class DurabilityQueue:
     """The standing order of one incarnation, and what storage does for it."""
@@ -30,6 +33,10 @@ class DurabilityQueue:
         """
         self._passed: Attempt | None = None
         """The newest attempt made durable through rings: no snapshot of it is in memory."""
+        self._cached: dict[tuple[int, int], str] = {}
+        """Generations that a cache has, and storage has not yet: the id of the attempt of each."""
+        self.is_drain_failing = False
+        """True while storage does not take what the cache has."""
         self.newest_durable = (0, -1)
         """The newest generation that this keeper made durable."""
 
@@ -65,6 +72,7 @@ class DurabilityQueue:
             is_mine = attempt.incarnation == self._incarnation
             if is_mine and attempt.durable and attempt.is_under_way:
                 yield attempt.step
+        yield from (step for incarnation, step in self._cached if incarnation == self._incarnation)
 
     def is_to_be_durable(self, step: int, requests: Iterable[m.RequestCapture]) -> bool:
         """Return True if this step itself must be written, not a later one in its place."""
@@ -81,6 +89,8 @@ class DurabilityQueue:
     def make_durable(self, step: int) -> list[Action]:
         """Make a step durable that was saved to memory only."""
         self.add(m.StandingOrder(step, step))
+        if self.is_cached(step):
+            return []
         for attempt in self._attempts.values():
             if attempt.generation == (self._incarnation, step) and not attempt.is_incomplete:
                 if attempt.durable:
@@ -132,7 +142,17 @@ class DurabilityQueue:
         return self._is_busy() or bool(self._ending)
 
     def _is_busy(self) -> bool:
-        return any(attempt.persisting for attempt in self._attempts.values())
+        backlog = 0 if self.is_drain_failing else len(self._cached)
+        return backlog > BACKLOG or any(one.persisting for one in self._attempts.values())
+
+    @property
+    def draining(self) -> dict[tuple[int, int], str]:
+        """Return the generations that a cache has, and storage not yet, with their attempts."""
+        return dict(self._cached)
+
+    def is_cached(self, step: int) -> bool:
+        """Return True if a cache has this step, and storage has not yet."""
+        return (self._incarnation, step) in self._cached
 
     def expire(self, reason: str) -> list[Action]:
         """Fail the saves that wait for storage after their deadline; their order stands."""
@@ -159,11 +179,56 @@ class DurabilityQueue:
         attempt.persisting = False
         self.newest_durable = max(self.newest_durable, attempt.generation)
         self.order = self.order.pay(self._paid)
+        self._note_ring(attempt)
+        return self._report_durable(attempt) + self.start_next()
+
+    def _note_ring(self, attempt: Attempt) -> None:
         if attempt.is_ring:
             self._ending.add(attempt.id)
             if self._passed is None or not self._is_behind(attempt):
                 self._passed = attempt
-        return self._report_durable(attempt) + self.start_next()
+
+    def found_cached(self, generations: Iterable[tuple[tuple[int, int], str]]) -> None:
+        """Handle what a cache is found to have and storage has not: generations with attempts."""
+        self._cached |= dict(generations)
+
+    def forget_cached(self) -> None:
+        """Handle that another cache is used, or none: what the old one has is drained no more."""
+        self._cached.clear()
+
+    def cached(self, attempt: Attempt) -> list[Action]:
+        """Handle an attempt that a cache has whole; it is drained from there."""
+        attempt.persisting = False
+        self._cached[attempt.generation] = attempt.id
+        self._note_ring(attempt)
+        actions: list[Action] = []
+        if attempt.incarnation == self._incarnation:
+            actions = [SendMessage(m.Cached(step=attempt.step, attempt=attempt.id))]
+        return actions + self.start_next()
+
+    def drained(self, generation: tuple[int, int], attempt_id: str) -> list[Action]:
+        """Handle a generation that storage now has from the cache."""
+        self._cached.pop(generation, None)
+        self.newest_durable = max(self.newest_durable, generation)
+        self.order = self.order.pay(self._paid)
+        actions: list[Action] = []
+        if generation[0] == self._incarnation:
+            actions = [SendMessage(m.Durable(step=generation[1], attempt=attempt_id))]
+        return actions + self.start_next()
+
+    def cache_lost(self, generation: tuple[int, int], attempt_id: str, reason: str) -> list[Action]:
+        """Handle a cached generation that cannot be drained: the next is made durable instead."""
+        was_cached = self._cached.pop(generation, None) is not None
+        incarnation, step = generation
+        if not was_cached or incarnation != self._incarnation:
+            return self.start_next()
+        self.add(m.StandingOrder(step, step))
+        attempt = self._attempts.get(attempt_id)
+        in_memory = attempt is not None and not attempt.is_incomplete
+        if attempt is not None:
+            attempt.durable = False
+        told = self._not_durable(step, attempt_id, reason, in_memory=in_memory)
+        return [told, *self.start_next()]
 
     def failed(self, attempt: Attempt, reason: str) -> list[Action]:
         """Handle a captured attempt that storage refused; the next attempt is made durable

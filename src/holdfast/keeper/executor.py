@@ -40,6 +40,7 @@ from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
+from holdfast.keeper.tiers import Drained
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 from holdfast.protocol.replica_events import difference_events
@@ -68,6 +69,8 @@ class Executor:
             coordinator, background, self.carry_out, self._report_ring, superseded
         )
         self._jobs: dict[str, PersistJob] = {}
+        self._direct: set[str] = set()
+        """Attempts that the cache refused."""
         self._recorded = "", m.NO_ORDER
         self.refusals: dict[str, str] = {}
         """Reasons why storage refused an attempt that is still in memory."""
@@ -269,6 +272,9 @@ class Executor:
     def _start_job(self, attempt: Attempt) -> None:
         self._root.lock_anew_if_lost()
         incarnation, persister = self._incarnations.of(attempt), self._root.persister
+        cache = self._root.cache
+        if cache is not None and cache.is_taking and attempt.id not in self._direct:
+            persister = cache.persister
         try:
             if persister is None or incarnation is None:
                 raise ArenaError(f"it is not known how incarnation {attempt.incarnation} began")
@@ -319,9 +325,48 @@ class Executor:
             lambda: self.carry_out(self._coordinator.lifecycle.persist_ended(attempt_id))
         )
 
-    def _settle(self, attempt_id: str, reason: str | None) -> None:
+    def cache_ended(self, attempt_id: str, reason: str | None) -> None:
+        """Record the result of a write to the cache (None: success); on the cache's thread."""
+        self._background.from_thread(lambda: self._settle_cached(attempt_id, reason))
+
+    def _settle_cached(self, attempt_id: str, reason: str | None) -> None:
+        attempt, job = self._coordinator.attempts.get(attempt_id), self._jobs.get(attempt_id)
+        if attempt is None or job is None or job.aborted:
+            self._settle(attempt_id, reason)
+        elif reason is None:
+            self._end_job(attempt_id)
+            self._root.drains.wake()
+            self.carry_out(self._coordinator.lifecycle.cached(attempt_id))
+        elif attempt.is_ring or not attempt.is_whole:
+            self._root.cache_refused()
+            self._settle(attempt_id, reason)
+        else:  # its memory still has all of it
+            self._root.cache_refused()
+            self._end_job(attempt_id)
+            self._direct.add(attempt_id)
+            self._start_job(attempt)
+
+    def drained(self, drained: Drained) -> None:
+        """Handle what came of a generation that was to be drained."""
+        durability = self._coordinator.durability
+        durability.is_drain_failing = self._root.drains.is_failing
+        if drained.reason:
+            self._root.look_for_cache()
+        if drained.is_lost:  # what is left in the cache has its name there
+            self._direct.add(drained.attempt)
+        self.carry_out(
+            self._coordinator.lifecycle.drained(
+                drained.generation, drained.attempt, drained.reason, is_lost=drained.is_lost
+            )
+        )
+
+    def _end_job(self, attempt_id: str) -> None:
         if attempt_id in self._jobs:
             self.agent.writes.end(self._jobs.pop(attempt_id))
+
+    def _settle(self, attempt_id: str, reason: str | None) -> None:
+        self._end_job(attempt_id)
+        self._direct.discard(attempt_id)
         held = self._coordinator.attempts
         self.refusals = {id_: why for id_, why in self.refusals.items() if id_ in held}
         if attempt_id not in held:

@@ -142,6 +142,8 @@ class ImageWriter:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.is_told = True
+        """False for a cache: what it has is not durable."""
         self.parts = FrozenParts(store)
 
     def write(self, job: HostWrite, image: ImageJob) -> list[StoredPart]:
@@ -173,7 +175,8 @@ class ImageWriter:
             header_xxh3=image.header_xxh3,
             table_xxh3=image.table_xxh3,
         )
-        _tell_durable(job, ref, started_s)
+        if self.is_told:
+            _tell_durable(job, ref, started_s)
         return [StoredPart(ref)]
 
     def _write_halves(
@@ -188,7 +191,7 @@ class ImageWriter:
         stored, written = self.parts.write(image, halves, path, apart)
         _require_sealed(image, written, where)
         for ref in (stored.image, None if stored.is_reused else stored.part):
-            if ref is not None:
+            if ref is not None and self.is_told:
                 _tell_durable(job, ref, started_s)
         return stored
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
 from holdfast.coordinator.attempts import Attempt
@@ -26,10 +27,11 @@ from holdfast.errors import (
     RootBusy,
 )
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Incarnation
+from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
+from holdfast.keeper.tiers import REFUSED_S, CacheTier, Drained, DrainQueue, look_for
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
@@ -45,6 +47,18 @@ start from its own ranks, and ends its writes first.
 _LOOK_S = 0.1
 
 
+class Caching(NamedTuple):
+    """What is told of a cache: attempts written, generations drained, and found at its opening."""
+
+    cached: Outcome = lambda *_: None
+    drained: Callable[[Drained], None] = lambda _: None
+    found: Callable[[Iterable[tuple[Generation, str]]], None] = lambda _: None
+    expected: Callable[[], Mapping[tuple[int, int], str]] = dict
+    """Returns what the cache is known to have, and the root not."""
+    forgotten: Callable[[], None] = lambda: None
+    """Called when another cache is used, or none."""
+
+
 class RootAccess:
     """Access to storage; acquires the root's lock when first needed, and holds it."""
 
@@ -57,6 +71,7 @@ class RootAccess:
         outcome: Outcome,
         pruned: Callable[[str], None],
         renamed: Callable[[str], None],
+        caching: Caching | None = None,
     ) -> None:
         self.path = root
         self.store: Store = open_store(root)
@@ -69,6 +84,20 @@ class RootAccess:
         self._lock: Lock | None = None
         self._is_lost = False
         self._keep = Keep()
+        self._caching = caching = caching or Caching()
+        self.cache_path = ""
+        """Where the trainers want the cache of this run; "" for none."""
+        self._cache_keep = Keep()
+        self.cache: CacheTier | None = None
+        self._next_cache_s = 0.0
+        """When a cache that could not be opened is tried again."""
+        self.drains = DrainQueue(
+            self._submit_drain,
+            self._drain_one,
+            caching.expected,
+            caching.drained,
+            background.from_thread,
+        )
         self.persister: Persister | None = None
         self.may_open = True
         """False while another keeper decides: that keeper needs the lock."""
@@ -96,11 +125,99 @@ class RootAccess:
                 self.persister = Persister(
                     self.store, self._keep, self._outcome, self._pruned, self._remembered
                 )
+            await self._open_cache()
             return self.persister
 
+    def keep(self, keep: Keep, cache_keep: Keep) -> None:
+        """Set the retention of both tiers."""
+        self._cache_keep = cache_keep
+        if self.persister is not None:
+            self.persister.keep = keep
+        if self.cache is not None:
+            self.cache.persister.keep = cache_keep
+
+    async def _open_cache(self) -> None:
+        """Open the cache, if there is to be one; what it has that the root lacks is drained.
+
+        Without it snapshots are written to the root directly; it is tried again later.
+        """
+        if self.cache is not None and self.cache.place != self.cache_path:
+            self._caching.forgotten()
+            cache, self.cache = self.cache, None
+            await self._background.in_thread(cache.close)
+        if self.cache_path and self.cache is None:
+            self._next_cache_s = time.monotonic() + REFUSED_S
+            try:
+                self.cache = await self._background.in_thread(self._lock_cache)
+            except HoldfastError as error:
+                emit(Warned(message=f"the cache {self.cache_path} is not used now: {error}"))
+            else:
+                self.cache.place = self.cache_path
+                self._caching.found(self.cache.found)
+                self.drains.wake()
+
+    def _lock_cache(self) -> CacheTier:
+        return CacheTier(
+            open_store(self.cache_path),
+            self.store,
+            self._run_id,
+            self._owner,
+            self._cache_keep,
+            self._caching.cached,
+            self._pruned,
+            self._remembered,
+        )
+
+    def cache_refused(self) -> None:
+        """Write to the root directly for a while; a cache that is gone is made anew after it."""
+        if self.cache is not None:
+            self.cache.refused()
+            self.look_for_cache()
+
+    def fill_cache(self, parent: tuple[int, int] | None) -> None:
+        """Copy what was restored to the cache, if the root alone has it."""
+        if self.cache is not None and parent is not None:
+            self.cache.fill(Generation(*parent))
+
+    def look_for_cache(self) -> None:
+        """Give the cache up if its directory is gone."""
+        self._background.spawn(self._drop_gone_cache())
+
+    async def _drop_gone_cache(self) -> None:
+        async with self._opening:
+            cache = self.cache
+            if cache is not None and await self._background.in_thread(cache.is_gone):
+                self.cache = None
+                await self._background.in_thread(cache.close)
+                self.drains.wake()
+
+    @property
+    def is_draining(self) -> bool:
+        """Return True while the root takes what only the cache has."""
+        return self.cache is not None and self.drains.is_busy
+
+    def _submit_drain(self, run: Callable[[], None]) -> None:
+        if self.persister is None:
+            self.drains.rest()
+        else:
+            self.persister.submit(run)
+
+    def _drain_one(self, expected: Mapping[tuple[int, int], str]) -> Drained | None:
+        cache, persister = self.cache, self.persister
+        if persister is None:
+            return None
+        if cache is not None:
+            return cache.drain_one(persister, expected)
+        return next((look_for(self.store, *one) for one in expected.items()), None)
+
     def lock_anew_if_lost(self) -> None:
-        """Have the root locked anew, in the background, where another had taken its lock over."""
-        if self._is_lost or (self._lock is not None and is_lost(self._lock)):
+        """Have the root locked anew, in the background, where another had taken its lock over; and
+        the cache opened that could not be.
+        """
+        lacks_cache = bool(self.cache_path) and self.cache is None and self.persister is not None
+        lacks_cache = lacks_cache and time.monotonic() >= self._next_cache_s
+        is_lock_lost = self._is_lost or (self._lock is not None and is_lost(self._lock))
+        if is_lock_lost or lacks_cache:
             self._background.spawn(self._lock_anew())
 
     async def _lock_anew(self) -> None:
@@ -185,8 +302,11 @@ class RootAccess:
 
     def release(self) -> None:
         """Finish queued jobs, and release the root. Blocks."""
+        if self.cache is not None:
+            self.cache.close()
         if self.persister is not None:
             self.persister.stop()
+        self.cache = None
         if self._lock is not None:
             self._lock.release()
         self.persister = self._lock = None
@@ -369,6 +489,7 @@ class Incarnations:
         """
         commit.require_root(self._root.store, self._memory.run_id)
         stored = self._root.store.list(INCARNATIONS) + self._root.store.list(MANIFESTS)
+        stored += [] if self._root.cache is None else self._root.cache.numbers()
         heads = (name.split(".")[0].split("-")[0] for name in stored)
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
         return {int(head) for head in heads if head.isdecimal()} | self.begun_here() | held

@@ -26,7 +26,14 @@ from holdfast.catalogue import (
     part_dir,
 )
 from holdfast.errors import HoldfastError, PersistFailed
-from holdfast.events import CheckpointPruned, CheckpointPublished, PersistBroke, emit
+from holdfast.events import (
+    CheckpointCached,
+    CheckpointPruned,
+    CheckpointPublished,
+    PersistBroke,
+    Warned,
+    emit,
+)
 from holdfast.format.manifest import Generation, Incarnation, Manifest, needed, unseal
 from holdfast.format.values import from_bytes
 from holdfast.geometry.codec import has_listings
@@ -39,10 +46,12 @@ from holdfast.keeper.image_writer import (
 from holdfast.keeper.jobs import write_all
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
+from holdfast.persist.tiers import forget_marks, waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, resume, settle_s
 
 Outcome = Callable[[str, str | None], None]
+Call = Callable[[], None]
 _PLACES = attempt_dir, part_dir
 
 
@@ -70,7 +79,7 @@ class Persister:
         self._stall_s = stall_s
         self._remembered = remembered
         self._recorded: set[int] = set()
-        self._jobs: queue.SimpleQueue[PersistJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[PersistJob | Call | None] = queue.SimpleQueue()
         self._may_resume = True
         self._resumed: PersistJob | None = None
         self._sweeper = commit.Sweeper(store)
@@ -80,9 +89,14 @@ class Persister:
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
         self._thread.start()
 
-    def submit(self, job: PersistJob) -> None:
-        """Queue an attempt."""
+    def submit(self, job: PersistJob | Call) -> None:
+        """Queue an attempt, or a call that raises nothing."""
         self._jobs.put(job)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Return True if something waits for this thread."""
+        return not self._jobs.empty()
 
     def stop(self) -> None:
         """End the thread after the queued jobs."""
@@ -91,7 +105,7 @@ class Persister:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self.work_one(job)
+            self.work_one(job) if isinstance(job, PersistJob) else job()
 
     def work_one(self, job: PersistJob) -> None:
         """Make one attempt durable, and report the result; handles every storage error."""
@@ -102,24 +116,20 @@ class Persister:
             reason = str(error) if known else f"{type(error).__name__}: {error}"
             self._clean_up(job)
             if not job.aborted:
-                emit(
-                    PersistBroke(
-                        incarnation=job.generation.incarnation,
-                        step=job.generation.step,
-                        reason=reason,
-                    )
-                )
+                self._tell_broke(job.generation, reason)
             self._done(job.attempt, reason)
         else:
             self._done(job.attempt, None)
-            self._prune(job)  # nobody needs to wait for it: deleting takes as long as writing
+            self.prune(
+                job.generation
+            )  # nobody needs to wait for it: deleting takes as long as writing
             if job.is_ring:
                 self._pruned(job.attempt)
 
     def _persist(self, job: PersistJob) -> None:
         if job.aborted:
             raise PersistFailed(job.aborted)
-        if self._is_published(job):
+        if self._is_published(job.generation, job.attempt):
             return
         started_s = time.monotonic()
         self._resume(job)
@@ -150,19 +160,53 @@ class Persister:
             created_s=time.time(),
         )
         job.is_publishing = True
+        self._publish(manifest, started_s)
+
+    def _publish(self, manifest: Manifest, started_s: float) -> None:
         commit.publish(self.store, manifest)
         if settle_s(self.store):  # where it need not be read again: a request less
             self._published = manifest
+        self._tell_published(manifest, time.monotonic() - started_s)
+
+    def publish_copy(
+        self, manifest: Manifest, record: Incarnation, layout_data: bytes, copy: Call
+    ) -> None:
+        """Publish a checkpoint of another tier, whose files ``copy`` makes durable here. On this
+        object's thread.
+        """
+        if not self._is_published(manifest.generation, manifest.attempt):
+            started_s = time.monotonic()
+            self._record(record)
+            commit.write_layout(self.store, manifest.layout, layout_data)
+            copy()
+            self._publish(manifest, started_s)
+
+    # What is told: a cache tells other things.
+
+    def _tell_published(self, manifest: Manifest, elapsed_s: float) -> None:
         emit(
             CheckpointPublished(
                 incarnation=manifest.incarnation,
                 step=manifest.step,
                 size_bytes=manifest.size_bytes,
                 reused_bytes=manifest.reused_bytes,
-                images=len(stored),
-                elapsed_s=time.monotonic() - started_s,
+                images=len(manifest.images),
+                elapsed_s=elapsed_s,
             )
         )
+
+    def _tell_pruned(self, pruned: Generation, at: Generation) -> None:
+        emit(
+            CheckpointPruned(
+                incarnation=at.incarnation,
+                step=at.step,
+                pruned_step=pruned.step,
+                pruned_incarnation=pruned.incarnation,
+            )
+        )
+
+    def _tell_broke(self, generation: Generation, reason: str) -> None:
+        emit(PersistBroke(incarnation=generation.incarnation, step=generation.step, reason=reason))
 
     def _resume(self, job: PersistJob) -> None:
         """Go on with what a keeper that was killed had stored of this attempt, where that is
@@ -185,18 +229,18 @@ class Persister:
         elif commit.record_line(self.store, incarnation, self._remembered()) is None:
             self._recorded.add(incarnation.n)
 
-    def _is_published(self, job: PersistJob) -> bool:
+    def _is_published(self, generation: Generation, attempt: str) -> bool:
         """Return True if an earlier keeper published this attempt. PersistFailed if it was another
         attempt.
         """
-        path = manifest_path(job.generation)
+        path = manifest_path(generation)
         if not self.store.exists(path):
             return False
         data = self.store.read(path)
         there = unseal(Manifest, data, path)
-        if there.attempt != job.attempt:
+        if there.attempt != attempt:
             raise PersistFailed(
-                f"{job.generation} is published already, from another attempt; it is not replaced"
+                f"{generation} is published already, from another attempt; it is not replaced"
             )
         # The publisher may have died before the name was durable, or before it was told so.
         # A bucket has it or not; there, to put it again could undo a removal meanwhile.
@@ -229,53 +273,96 @@ class Persister:
         self._known = catalogue(self.store, Catalogue(known))
         return self._known
 
-    def _prune(self, job: PersistJob) -> None:
+    def prune(self, published: Generation, *, is_newest: bool = True) -> None:
         """Apply the retention policy; an error here harms no checkpoint and is only reported."""
         self._images.parts.forget()
         try:
-            found = self._catalogue(job.generation)
+            found = self._catalogue(published)
             if mend(self.store, found):  # a keeper was killed while it pruned
-                found = self._catalogue(job.generation)
+                found = self._catalogue(published)
             self._sweeper.know(path for one in found.manifests for path in one.directories)
             gone = set()
-            for generation in self._condemned(found, job):
+            for generation in self._condemned(found, {published} if is_newest else set()):
                 if generation in self._sweeper.leases.generations():  # at a later publication
                     continue
                 if commit.withdraw(self.store, generation):
                     gone.add(generation)
-                    emit(
-                        CheckpointPruned(
-                            incarnation=job.generation.incarnation,
-                            step=job.generation.step,
-                            pruned_step=generation.step,
-                            pruned_incarnation=generation.incarnation,
-                        )
-                    )
+                    self._tell_pruned(generation, published)
             left = [m for m in found.manifests if m.generation not in gone]
             if not found.broken:  # an unreadable manifest may name files that appear unnamed
                 self._sweeper.sweep(left)
             self._images.parts.learn(left)
         except Exception as error:  # the next attempt must be made durable, whatever the error is
-            emit(
-                PersistBroke(
-                    incarnation=job.generation.incarnation,
-                    step=job.generation.step,
-                    reason=f"published, but pruning failed: {error}",
-                )
-            )
+            self._tell_broke(published, f"published, but pruning failed: {error}")
 
-    def _condemned(self, found: Catalogue, job: PersistJob) -> list[Generation]:
+    def _spared(self, found: Catalogue) -> set[Generation]:
+        """Return what stays whatever the policy says."""
+        return set()
+
+    def _condemned(self, found: Catalogue, newest: set[Generation]) -> list[Generation]:
         """Return the generations to prune: those the policy releases, and abandoned ones before the
         last.
         """
         lineage = found.lineage
-        spared = pinned(self.store) | {job.generation}
+        spared = pinned(self.store) | self._spared(found) | newest
         condemned = list(self.keep.decide(lineage, spared, found.values_of(self.keep.by)))
         # Abandoned generations cannot be determined while a record is unreadable.
         if self.keep.last is not None and len(lineage) >= self.keep.last and not found.broken:
             first = min(lineage[-self.keep.last :])
             condemned += [g for g in found.abandoned if g < first and g not in spared]
         return condemned
+
+
+class CachePersister(Persister):
+    """Makes attempts whole in a cache. What the root has not had stays, whatever its policy says.
+
+    Nobody else reads there who could not read in the root, so what is pruned is gone at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keep: Keep,
+        done: Outcome,
+        pruned: Callable[[str], None] = lambda _: None,
+        remembered: Callable[[], Collection[Incarnation]] = tuple,
+    ) -> None:
+        super().__init__(store, keep, done, pruned, remembered)
+        self._images.is_told = False
+        self._sweeper.after = 0
+
+    def prune(self, published: Generation, *, is_newest: bool = True) -> None:
+        """Apply the cache's retention, and forget marks of what is gone."""
+        super().prune(published, is_newest=is_newest)
+        with contextlib.suppress(HoldfastError):  # at the next one
+            forget_marks(self.store)
+
+    def prune_drained(self) -> None:
+        """Apply the retention after something was drained. Raises nothing."""
+        with contextlib.suppress(HoldfastError):
+            if (newest := catalogue(self.store).latest) is not None:
+                self.prune(newest)
+
+    def _spared(self, found: Catalogue) -> set[Generation]:
+        return set(waiting(self.store, found))
+
+    def _tell_published(self, manifest: Manifest, elapsed_s: float) -> None:
+        emit(
+            CheckpointCached(
+                incarnation=manifest.incarnation,
+                step=manifest.step,
+                size_bytes=manifest.size_bytes,
+                images=len(manifest.images),
+                elapsed_s=elapsed_s,
+            )
+        )
+
+    def _tell_pruned(self, pruned: Generation, at: Generation) -> None:
+        """Nothing: it is still in storage, or its own retention has told of it."""
+
+    def _tell_broke(self, generation: Generation, reason: str) -> None:
+        text = f"the cache {self.store.url} did not take step {generation.step}: {reason}"
+        emit(Warned(message=text))
 
 
 def _values_document(job: PersistJob) -> dict[str, Any]:

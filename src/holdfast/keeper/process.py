@@ -29,7 +29,7 @@ from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.role import HostRole
-from holdfast.keeper.incarnations import Incarnations, RootAccess
+from holdfast.keeper.incarnations import Caching, Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
@@ -218,6 +218,13 @@ class Keeper:
             self.executor.persist_ended,
             self.executor.pruned,
             self._root_renamed,
+            Caching(
+                self.executor.cache_ended,
+                self.executor.drained,
+                self.coordinator.lifecycle.found_cached,
+                lambda: self.coordinator.durability.draining,
+                self.coordinator.durability.forget_cached,
+            ),
         )
         self.incarnations = Incarnations(
             self.memory, self.coordinator, self.root_access, self.background
@@ -341,6 +348,7 @@ class Keeper:
         if self.role.follower is None and parity_scheduler is not None:
             parity_scheduler.poll()
         self.scrubber.is_busy = self._is_working()
+        self.root_access.drains.tick(time.monotonic())
         self._ticks += 1
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.agent.published.refresh()
@@ -386,7 +394,7 @@ class Keeper:
             is_forgotten=now_s - self._alone_since > patience_s,
             unsaved=coordinator.durability.not_durable(),
             must_store=self.trainer_api.persist_at_end or coordinator.durability.is_requested,
-            is_busy=coordinator.is_busy(),
+            is_busy=coordinator.is_busy() or self.root_access.is_draining,
             persisting=self._persisting(),
             is_opening_root=self._is_opening_root,
             followers_stop=self.executor.followers.are_stopping,
@@ -398,7 +406,10 @@ class Keeper:
 
     def _persisting(self) -> frozenset[str]:
         attempts = self.coordinator.attempts.values()
-        return frozenset(attempt.id for attempt in attempts if attempt.persisting)
+        persisting = {attempt.id for attempt in attempts if attempt.persisting}
+        if self.root_access.is_draining:
+            persisting.update(self.coordinator.durability.draining.values())
+        return frozenset(persisting)
 
     async def _live_on(self) -> None:
         """Serve on, or do what comes before the end, or end."""

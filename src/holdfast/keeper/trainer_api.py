@@ -250,6 +250,7 @@ class TrainerApi:
                 f"{message.run_id} at {message.root} ({message.root_id})"
             )
         await self.root.follow(message.root)
+        self.root.cache_path = message.cache
         return m.Welcome(pid=os.getpid())
 
     async def _begin(self, _: TrainerConnection, message: m.Begin, __: int) -> m.Message:
@@ -288,10 +289,12 @@ class TrainerApi:
             largest=message.keep_largest,
         )
         # The keeper that coordinated before may be on a host that learns of this start just now.
-        persister = await self.root.open(STEP_DOWN_S if self.coordinator.host_table else 0.0)
+        await self.root.open(STEP_DOWN_S if self.coordinator.host_table else 0.0)
         self.ranks.take_place(connection, message.rank)
         self.persist_at_end = message.persist_at_end
-        persister.keep = keep
+        cached = message.cache_keep
+        cache_keep = Keep(cached.last, cached.every, cached.best, cached.by, cached.largest)
+        self.root.keep(keep, cache_keep)
         self.coordinator.replica_check.wanted = message.compare_replicas
         joined = self.coordinator.join(
             message.rank,
@@ -370,6 +373,7 @@ class TrainerApi:
 
     async def _adopt(self, _: TrainerConnection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
+        self.root.fill_cache(message.parent)
         self.executor.followers.remember()
         protecting = self.executor.followers.parity_scheduler
         if protecting is not None:  # before a capture begins

@@ -293,6 +293,9 @@ _INFO: dict[type[Event], Callable[[Any], str]] = {
         (f"protected snapshots survive {e.survives};", *e.missing)
     ).rstrip("; "),
     events.ReplicasDiffer: _differ,
+    events.CheckpointCached: lambda e: (
+        f"cached, {size_text(e.size_bytes)} after {seconds_text(e.elapsed_s)}"
+    ),
     events.CheckpointPublished: _published,
     events.PersistBroke: lambda e: f"not durable: {e.reason}",
     events.Restored: _restored,

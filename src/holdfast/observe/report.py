@@ -244,7 +244,7 @@ def _heading(report: Report) -> str:
     states = [save.state for save in report.saves]
     counts = (
         f"{states.count(state)} {state}"
-        for state in ("durable", "protected", "captured", "missed", "unfinished")
+        for state in ("durable", "protected", "cached", "captured", "missed", "unfinished")
         if state in states
     )
     starts = count_text(len(report.starts), "incarnation")

@@ -101,6 +101,7 @@ class _SaveSoFar:
     called_at_s: float = math.inf
     captured: _ReachedState | None = None
     is_protected: bool = False
+    is_cached: bool = False
     durable: _ReachedState | None = None
     durable_bytes: int = 0
     reused_bytes: int = 0
@@ -144,6 +145,8 @@ class _SaveSoFar:
             return "durable"
         if self.is_protected:
             return "protected"
+        if self.is_cached:
+            return "cached"
         if self.captured is not None:
             return "captured"
         return "unfinished" if self.missed is None else "missed"
@@ -248,6 +251,8 @@ class _Fold:
                 self._saves[key].is_protected = True
             case events.SnapshotNotProtected():
                 self._unprotected.append(f"{event.incarnation}-{event.step}: {event.reason}")
+            case events.CheckpointCached():
+                self._saves[key].is_cached = True
             case events.CheckpointPublished():
                 save = self._saves[key]
                 save.durable = _first(save.durable, _ReachedState(time_s, event.elapsed_s))

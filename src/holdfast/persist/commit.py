@@ -262,6 +262,8 @@ class Sweeper:
 
     store: Store
     clock: Callable[[], float] = time.monotonic
+    after: int = SWEPT_AFTER
+    """0 where nobody reads who could not read it elsewhere: in a cache."""
     seen: dict[str, int] = field(default_factory=dict)
     leases: LeaseWatch = field(init=False)
     _since_s: dict[str, float] = field(default_factory=dict)
@@ -294,7 +296,7 @@ class Sweeper:
         removed = [
             path
             for path, times in self.seen.items()
-            if times >= SWEPT_AFTER and now_s - self._since_s[path] >= settle
+            if times >= self.after and now_s - self._since_s[path] >= settle
         ]
         for path in removed:
             remove = self.store.remove if path in layouts else self.store.remove_tree

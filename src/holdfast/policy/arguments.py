@@ -130,7 +130,9 @@ def claim(name: str, value: Any) -> bool:
     return value
 
 
-def check_policies(memory: object, storage: object, keep: object, parity: object) -> None:
+def check_policies(
+    memory: object, storage: object, keep: object, parity: object, cache_keep: object = None
+) -> None:
     """Raises UsageError for a value that is no policy."""
     for name, policy in (("memory", memory), ("storage", storage)):
         if not (policy is None or isinstance(policy, Every)):
@@ -139,6 +141,8 @@ def check_policies(memory: object, storage: object, keep: object, parity: object
             )
     if not isinstance(keep, Keep):
         raise UsageError(f"keep={keep!r}: say holdfast.Keep(last=...), or Keep() for all")
+    if not (cache_keep is None or isinstance(cache_keep, Keep)):
+        raise UsageError(f"cache_keep={cache_keep!r}: say holdfast.Keep(last=...)")
     number = _whole(parity)
     if number is None or not 0 <= number < MAX_PARITY:
         raise UsageError(

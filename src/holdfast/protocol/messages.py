@@ -14,7 +14,7 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_FRAME_BYTES = 256 << 20
 LENGTH_BYTES = 4
 """Bytes of a frame before its body."""
@@ -45,6 +45,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """Path by which the sender reaches the root."""
     root_id: str = ""
     """Identity of the root (``Store.identity``): a copied root has the same run id."""
+    cache: str = ""
+    """Directory of the run's cache on this host; "" for none."""
 
 
 class HostEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +131,16 @@ class StandingOrder(msgspec.Struct, frozen=True):
 NO_ORDER = StandingOrder()
 
 
+class KeepTerms(msgspec.Struct, frozen=True):
+    """A retention, as ``Keep`` has it."""
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    by: str = ""
+    largest: bool = False
+
+
 class Join(Message, frozen=True, kw_only=True):
     """A rank joins the incarnation."""
 
@@ -140,6 +152,8 @@ class Join(Message, frozen=True, kw_only=True):
     keep_best: int | None = None
     keep_by: str = ""
     keep_largest: bool = False
+    cache_keep: KeepTerms = KeepTerms()
+    """What stays in the cache of what the root has."""
     persist_at_end: bool = True
     is_copying: bool = True
     """True if the rank may write to any slot. False only if its copier is known to have stopped."""
@@ -441,6 +455,13 @@ class Aborted(Message, frozen=True, kw_only=True):
     """True if a rank or a keeper was lost, so that the step may be captured again."""
 
 
+class Cached(Message, frozen=True, kw_only=True):
+    """Reports that the cache has this generation whole. It pays no order: only the root does."""
+
+    step: int
+    attempt: str
+
+
 class Durable(Message, frozen=True, kw_only=True):
     """Reports that a manifest names this generation: it pays every order up to its step, but an
     exact one of another step.
@@ -521,6 +542,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
         | ReplicaDifferences
         | Aborted
         | RingSpaceFreed
+        | Cached
         | Durable
         | NotDurable
         | Protected

@@ -51,6 +51,7 @@ from holdfast.restore.reading.stored import (
 )
 from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.base import Store
+from holdfast.storage.tiered import TieredStore
 from holdfast.transport.client import Puller
 from holdfast.world import World, from_rank0
 
@@ -119,7 +120,9 @@ class RestoreSources:
             wanted=step,
             phase=self.phase,
             timeout_s=timeout_s,
-            storage=Storage(self._hold, self._list_stored, self._nothing, self._gone),
+            storage=Storage(
+                self._hold, self._list_stored, self._nothing, self._gone, self._distrust
+            ),
         )
         if step is None and self._newest is not None:
             return restore.begin_with(self._newest, self._selection)
@@ -157,6 +160,9 @@ class RestoreSources:
 
     def _open_stored(self, candidate: Candidate, layout: Layout | None) -> Checkpoint:
         return self._hold.open(candidate, self._rank, layout)
+
+    def _distrust(self, path: str) -> bool:
+        return isinstance(self._store, TieredStore) and self._store.distrust(path)
 
     # ── on rank 0 ────────────────────────────────────────────────────────────────────────
 
@@ -294,6 +300,8 @@ class Storage(NamedTuple):
     list: Callable[[Inventories], Inventories]
     nothing: Callable[[KnownRecoveries, int | str | None], None] = lambda *_: None
     gone: Callable[[int | str | None, Candidate, HoldfastError], None] = lambda *_: None
+    distrust: Callable[[str], bool] = lambda _: False
+    """Reads a file from another tier from now on; False if there is no other."""
 
 
 class ClusterRestore:
@@ -352,7 +360,22 @@ class ClusterRestore:
             if self._storage is not None and candidate.where == "storage":
                 self._storage.gone(self._wanted, candidate, error)
 
-        return self._decide(lambda: self._less(candidate, error), explain)
+        is_elsewhere = self._is_in_another_tier(candidate, error)  # on every rank
+
+        def learn() -> KnownRecoveries:
+            if is_elsewhere:
+                return self._known or self._ask()
+            return self._less(candidate, error)
+
+        return self._decide(learn, explain)
+
+    def _is_in_another_tier(self, candidate: Candidate, error: HoldfastError) -> bool:
+        """Return whether another tier of storage has the file whose bytes were wrong."""
+        if self._storage is None or candidate.where != "storage":
+            return False
+        fields = error.told_fields
+        path = fields.get("image") or fields.get("path")
+        return isinstance(path, str) and self._storage.distrust(path)
 
     def open(self, candidate: Candidate) -> Checkpoint:
         """Open the images of the last result of ``first`` or ``plan_again``."""

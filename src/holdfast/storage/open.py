@@ -53,6 +53,24 @@ def normal_root(root: object) -> str:
         raise UsageError(f"{text!r}: {error} Write the path out.") from error
 
 
+def normal_cache(cache: object, root: str) -> str:
+    """Returns the directory of caches in the form that all processes of a host agree on.
+
+    Raises UsageError for a bucket, and where the root is in it or it is in the root.
+    """
+    found = normal_root(cache)
+    if is_bucket(found):
+        raise UsageError(f"cache={found!r}: a cache is a directory on a disk of this host")
+    if not is_bucket(root):
+        one, other = Path(found).resolve(), Path(root).resolve()
+        if one == other or one in other.parents or other in one.parents:
+            raise UsageError(
+                f"cache={found!r} and the root {root!r} lie in each other: give the cache a "
+                "directory of its own, on a disk of this host"
+            )
+    return found
+
+
 def _normal_bucket(text: str) -> str:
     scheme, _, rest = text.partition("://")
     bucket, _, prefix = rest.partition("/")

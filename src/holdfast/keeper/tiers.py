@@ -1,0 +1,314 @@
+"""This host's cache: takes attempts first, and drains them to the root one after the other.
+
+The cache's own thread writes and prunes it; the root's thread drains, between other writes there.
+See docs/design/0018-tiers.md.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from holdfast.catalogue import (
+    INCARNATIONS,
+    LOCK,
+    MANIFESTS,
+    find_manifest,
+    layout_path,
+    manifest_path,
+    read_bounded,
+    read_incarnation,
+)
+from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, PersistFailed
+from holdfast.events import PersistBroke, Warned, emit
+from holdfast.format.manifest import Generation, Incarnation, Manifest
+from holdfast.geometry.codec import MAX_BYTES
+from holdfast.keeper.persister import CachePersister, Outcome, Persister
+from holdfast.persist import commit
+from holdfast.persist.tiers import (
+    mark_all_drained,
+    mark_drained,
+    next_to_drain,
+    pinned_in,
+    waiting,
+)
+from holdfast.policy.when import Keep
+from holdfast.storage.base import Store
+from holdfast.storage.wrap import RateLimit
+
+RATE = "HOLDFAST_DRAIN_BYTES_S"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+#: Seconds for which a cache is not asked again after it refused.
+REFUSED_S = 60.0
+
+
+class Drained(NamedTuple):
+    """What came of one generation. ``reason``: why it is not in the root; "" if it is."""
+
+    generation: Generation
+    attempt: str
+    reason: str = ""
+    is_lost: bool = False
+    """The cache has it no more as its manifest names it, or another start has its number."""
+
+
+class CacheTier:
+    """One cache, locked. Created and closed on any thread; raises StorageError or RootBusy."""
+
+    def __init__(
+        self,
+        store: Store,
+        root: Store,
+        run_id: str,
+        owner: str,
+        keep: Keep,
+        outcome: Outcome,
+        pruned: Callable[[str], None],
+        remembered: Callable[[], Collection[Incarnation]],
+        *,
+        limit: RateLimit | None = None,
+    ) -> None:
+        self.store = store
+        self.place = ""
+        """Its name, as trainers told it."""
+        self._root, self._run_id = root, run_id
+        commit.open_root(self.store, run_id)
+        commit.require_root(self.store, run_id)
+        self.identity = self.store.identity()
+        self._lock = self.store.lock(LOCK, owner)
+        try:
+            mark_all_drained(self.store, root)
+            _copy_records(root, self.store)
+            self.found = tuple((m.generation, m.attempt) for m in waiting(self.store).values())
+        except BaseException:
+            self._lock.release()
+            raise
+        self.persister = CachePersister(self.store, keep, outcome, pruned, remembered)
+        from holdfast.maintenance.tier_copy import TierCopy  # no keeper without a cache loads it
+
+        self._copy_to = TierCopy
+        self._drain = TierCopy(self.store, root, limit or RateLimit(_rate()))
+        self._lost: set[Generation] = set()
+        self._refused_s = float("-inf")
+
+    @property
+    def is_taking(self) -> bool:
+        """Return True unless it refused something a short while ago."""
+        return time.monotonic() >= self._refused_s + REFUSED_S
+
+    def refused(self) -> None:
+        """Record that it refused an attempt."""
+        self._refused_s = time.monotonic()
+
+    def numbers(self) -> list[str]:
+        """Return the names of all records and manifests: each begins with an incarnation."""
+        return self.store.list(INCARNATIONS) + self.store.list(MANIFESTS)
+
+    def is_gone(self) -> bool:
+        """Return True if another directory is in its place by now, or none."""
+        try:
+            commit.require_root(self.store, self._run_id, self.identity)
+        except HoldfastError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Finish what was queued, and release the cache. Blocks."""
+        self.persister.stop()
+        self._lock.release()
+
+    def fill(self, generation: Generation) -> None:
+        """Have a checkpoint of the root that was restored copied here, until a save comes."""
+        self.persister.submit(lambda: self._fill(generation))
+
+    def _fill(self, generation: Generation) -> None:
+        """See ``fill``; on the cache's thread. It costs a restore from the root if it fails."""
+        try:
+            found = find_manifest(self._root, generation)
+            if found is None or self.store.exists(manifest_path(generation)):
+                return
+            manifest = found[0]
+            layout = read_bounded(self._root, layout_path(manifest.layout), MAX_BYTES)
+            record = read_incarnation(self._root, generation.incarnation)
+            copy = self._copy_to(self._root, self.store, gives_way=lambda: self.persister.has_jobs)
+            mark_drained(self.store, manifest)  # before it is there: the root has it
+            self.persister.publish_copy(manifest, record, layout, lambda: copy.copy_files(manifest))
+        except PersistFailed:
+            return
+        except HoldfastError as error:
+            text = f"{generation} was restored from the root, and not copied to the cache: {error}"
+            emit(Warned(message=text))
+        else:
+            self.persister.prune_drained()
+
+    # ── on the root's thread ─────────────────────────────────────────────────────────────────────
+
+    def drain_one(
+        self, persister: Persister, expected: Mapping[tuple[int, int], str]
+    ) -> Drained | None:
+        """Drain what is next; None when nothing waits. Handles every storage error.
+
+        ``expected``: what was cached and is not known to be drained, with the attempts.
+        """
+        try:
+            left = waiting(self.store)
+            gone = [(Generation(*g), attempt) for g, attempt in expected.items() if g not in left]
+            if gone:
+                return look_for(self._root, *gone[0])
+            manifest = self._next(left)
+        except HoldfastError as error:
+            return Drained(Generation(0, -1), "", str(error))
+        if manifest is None:
+            return None
+        generation, attempt = manifest.generation, manifest.attempt
+        self._drain.lost = ""
+        try:
+            record, layout = self._documents(manifest)
+            persister.publish_copy(
+                manifest, record, layout, lambda: self._drain.copy_files(manifest)
+            )
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            is_lost = bool(self._drain.lost) or self._is_refused_for_good(manifest, error)
+            if is_lost:
+                self._lost.add(generation)
+            return _not_drained(generation, attempt, reason, is_lost=is_lost)
+        self._mark(manifest)
+        persister.prune(generation, is_newest=False)  # something newer may be there already
+        self.persister.submit(self.persister.prune_drained)
+        return Drained(generation, attempt)
+
+    def _next(self, found: Mapping[Generation, Manifest]) -> Manifest | None:
+        left = {g: m for g, m in found.items() if g not in self._lost}
+        return next_to_drain(left, pinned_in(self.store, self._root)) if left else None
+
+    def _documents(self, manifest: Manifest) -> tuple[Incarnation, bytes]:
+        """Return the record of its start and its layout, as the cache has them."""
+        try:
+            layout = read_bounded(self.store, layout_path(manifest.layout), MAX_BYTES)
+            return read_incarnation(self.store, manifest.incarnation), layout
+        except (FormatError, NotFound) as error:
+            self._drain.lost = str(error)
+            raise
+
+    def _is_refused_for_good(self, manifest: Manifest, error: Exception) -> bool:
+        """Return True if the root has another attempt at this generation, or another start of this
+        number.
+        """
+        if isinstance(error, AlreadyPublished):
+            return True
+        try:
+            there = find_manifest(self._root, manifest.generation)
+        except HoldfastError:
+            return False
+        return there is not None and there[0].attempt != manifest.attempt
+
+    def _mark(self, manifest: Manifest) -> None:
+        try:
+            mark_drained(self.store, manifest)
+        except HoldfastError as error:  # it is marked at the next start, and stays until then
+            self._lost.add(manifest.generation)
+            emit(
+                Warned(message=f"{manifest.generation} is durable, and stays in the cache: {error}")
+            )
+
+
+def look_for(root: Store, generation: tuple[int, int], attempt: str) -> Drained:
+    """Say of what is not in the cache any more whether the root has it. Blocks; StorageError."""
+    found = Generation(*generation)
+    there = find_manifest(root, found)
+    if there is not None and there[0].attempt == attempt:
+        return Drained(found, attempt)
+    return _not_drained(found, attempt, "it is not in the cache any more", is_lost=True)
+
+
+def _not_drained(generation: Generation, attempt: str, reason: str, *, is_lost: bool) -> Drained:
+    if is_lost:
+        reason = f"it was cached and cannot be drained: {reason}"
+    else:
+        reason = f"it is cached, and drained when storage takes it again: {reason}"
+    emit(PersistBroke(incarnation=generation.incarnation, step=generation.step, reason=reason))
+    return Drained(generation, attempt, reason, is_lost)
+
+
+def _copy_records(root: Store, cache: Store) -> None:
+    """Copy the records of starts that the cache lacks: its retention asks for whole lines."""
+    for name in sorted(set(root.list(INCARNATIONS)) - set(cache.list(INCARNATIONS))):
+        head = name.partition(".")[0]
+        if head.isdecimal():
+            try:
+                commit.record_incarnation(cache, read_incarnation(root, int(head)))
+            except (FormatError, NotFound):
+                continue
+
+
+def _rate() -> float:
+    try:
+        return max(0.0, float(os.environ.get(RATE, "") or 0.0))
+    except ValueError:
+        emit(Warned(message=f"{RATE} is no number of bytes a second: there is no limit"))
+        return 0.0
+
+
+class DrainQueue:
+    """Has the root's thread drain one generation after the other. On the keeper's loop."""
+
+    def __init__(
+        self,
+        submit: Callable[[Callable[[], None]], None],
+        drain: Callable[[Mapping[tuple[int, int], str]], Drained | None],
+        expected: Callable[[], Mapping[tuple[int, int], str]],
+        told: Callable[[Drained], None],
+        call_on_loop: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._submit, self._drain, self._told = submit, drain, told
+        self._expected = expected
+        self._call_on_loop = call_on_loop
+        self._is_running, self._is_woken = False, True
+        self._pause_s, self._next_s = _FIRST_PAUSE_S, 0.0
+        self.is_failing = False
+        """True after storage refused, until it has taken something again."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True while something is drained, or is about to be."""
+        return self._is_running or (self._is_woken and not self.is_failing)
+
+    def wake(self) -> None:
+        """Look for something to drain at the next tick."""
+        self._is_woken = True
+
+    def tick(self, now_s: float) -> None:
+        """Begin with the next generation, unless storage refused one a moment ago."""
+        if self._is_running or not self._is_woken or now_s < self._next_s:
+            return
+        self._is_running, self._is_woken = True, False
+        expected = self._expected()
+        self._submit(lambda: self._run(expected))
+
+    def rest(self) -> None:
+        """Handle that nothing can be drained now."""
+        self._is_running = False
+
+    def _run(self, expected: Mapping[tuple[int, int], str]) -> None:
+        try:
+            drained = self._drain(expected)
+        except Exception as error:  # the next one may succeed; this thread must go on
+            drained = Drained(Generation(0, -1), "", str(error))
+        self._call_on_loop(lambda: self._ended(drained))
+
+    def _ended(self, drained: Drained | None) -> None:
+        self._is_running = False
+        if drained is None:
+            self.is_failing = False
+            return
+        self._is_woken = True
+        self.is_failing = bool(drained.reason) and not drained.is_lost
+        if self.is_failing:
+            self._next_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        else:
+            self._pause_s = _FIRST_PAUSE_S
+        self._told(drained)

@@ -1,0 +1,134 @@
+"""Reads one root that lies in two tiers: of each file, what the nearer one has, else the other.
+
+A checkpoint has the same names and the same bytes in both. What is written goes to the root alone.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+from holdfast.errors import FormatError, HoldfastError, NotFound
+from holdfast.format.checksum import checksum, text
+from holdfast.format.manifest import Incarnation, unseal
+from holdfast.storage.base import ImageSink, Lock, Store, settle_s
+
+R = TypeVar("R")
+#: Directories of documents, of which the root's are asked for first.
+_DOCUMENTS = frozenset({"manifests", "incarnations", "pins", "readers", "holdfast.json"})
+_MANIFESTS, _INCARNATIONS = "manifests", "incarnations"
+
+
+def cache_place(directory: str, run_id: str, root_id: str) -> str:
+    """Returns the cache of one run on this host; ``root_id`` is the identity of its root."""
+    return os.path.join(directory, f"{run_id}+{text(checksum(root_id.encode()))}")
+
+
+class TieredStore:
+    """``root`` with ``cache`` before it, as one store."""
+
+    def __init__(self, cache: Store, root: Store) -> None:
+        self._cache, self._root = cache, root
+        self._distrusted: set[str] = set()
+        self._foreign: dict[str, bool] = {}
+        self.settle_s = settle_s(root)
+
+    @property
+    def url(self) -> str:
+        """See ``Store``: of the root."""
+        return self._root.url
+
+    def identity(self) -> str:
+        """See ``Store``: of the root."""
+        return self._root.identity()
+
+    def distrust(self, path: str) -> bool:
+        """Read what is beside ``path`` from the root, where the root has it; False if nothing
+        changes by that.
+        """
+        directory = path.rpartition("/")[0]
+        if directory in self._distrusted:
+            return False
+        self._distrusted.add(directory)
+        try:
+            return self._cache.exists(path) and self._root.exists(path)
+        except HoldfastError:
+            return False
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        """See ``Store``."""
+        first, last = self._order(path)
+        try:
+            return first.read(path, offset_bytes, size_bytes)
+        except NotFound:
+            return last.read(path, offset_bytes, size_bytes)
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        """See ``Store``."""
+        first, last = self._order(path)
+        try:
+            first.read_into(path, offset_bytes, buffer, is_shared=is_shared)
+        except NotFound:
+            last.read_into(path, offset_bytes, buffer, is_shared=is_shared)
+
+    def size_bytes(self, path: str) -> int:
+        """See ``Store``."""
+        first, last = self._order(path)
+        try:
+            return first.size_bytes(path)
+        except NotFound:
+            return last.size_bytes(path)
+
+    def exists(self, path: str) -> bool:
+        """See ``Store``."""
+        return any(store.exists(path) for store in self._order(path))
+
+    def list(self, prefix: str) -> list[str]:
+        """See ``Store``: the names of both; of manifests, none of another start in the cache."""
+        names = set(self._cache.list(prefix))
+        if prefix == _MANIFESTS:
+            names = {name for name in names if not self._is_foreign(name.partition("-")[0])}
+        elif prefix not in (_INCARNATIONS, ""):
+            names = set() if prefix in _DOCUMENTS else names
+        return sorted(names | set(self._root.list(prefix)))
+
+    def _order(self, path: str) -> tuple[Store, Store]:
+        head = path.partition("/")[0]
+        is_root_first = head in _DOCUMENTS or path.rpartition("/")[0] in self._distrusted
+        return (self._root, self._cache) if is_root_first else (self._cache, self._root)
+
+    def _is_foreign(self, n: str) -> bool:
+        """Return True if the cache knows another start of this number than the root."""
+        if n not in self._foreign:
+            path = f"{_INCARNATIONS}/{n}.json"
+            try:
+                ours = unseal(Incarnation, self._root.read(path), path)
+                there = unseal(Incarnation, self._cache.read(path), path)
+                self._foreign[n] = ours.nonce != there.nonce
+            except (NotFound, FormatError):
+                self._foreign[n] = False
+        return self._foreign[n]
+
+    # What is written, is the root's.
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """See ``Store``."""
+        self._root.publish(path, data, replace=replace)
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        """See ``Store``."""
+        return self._root.create(path, size_bytes, aside=aside)
+
+    def remove(self, path: str) -> None:
+        """See ``Store``."""
+        self._root.remove(path)
+
+    def remove_tree(self, prefix: str) -> None:
+        """See ``Store``."""
+        self._root.remove_tree(prefix)
+
+    def lock(self, name: str, owner: str) -> Lock:
+        """See ``Store``."""
+        return self._root.lock(name, owner)

@@ -1,0 +1,257 @@
+"""A cache is drained to a root: in which order, and what is true wherever it is stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalogue import catalogue, manifest_path
+from holdfast.errors import HoldfastError
+from holdfast.format.manifest import Generation, Incarnation, Manifest
+from holdfast.keeper.persister import Persister
+from holdfast.keeper.tiers import CacheTier, Drained
+from holdfast.persist import commit
+from holdfast.persist.pins import pin
+from holdfast.persist.removal import plan, remove
+from holdfast.persist.tiers import mark_drained, next_to_drain, waiting
+from holdfast.policy.when import Keep
+from holdfast.storage.base import Store
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.tiered import TieredStore
+from holdfast.storage.wrap import RateLimit
+from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from support.checkpoints.keeper_roots import all_contents, job_at, paths_in, save_steps
+from support.checkpoints.roots import whole
+from support.project.sample import SEED
+
+KEEP = Keep(last=1)
+MODES: tuple[Mode, ...] = ("stop", "torn", "error", "lost")
+#: The seed of the day; each test clears the settings of its environment.
+DAY = os.environ.get(SEED, "0")
+#: Seconds for the points that `make test` takes from all of them.
+SAMPLE_S = 10.0
+
+
+@contextmanager
+def open_tiers(
+    root: Store,
+    cache: Store,
+    keep: Keep = Keep(),  # noqa: B008
+    limit: RateLimit | None = None,
+) -> Iterator[tuple[CacheTier, Persister]]:
+    """Both tiers as a keeper opens them; what is queued for the cache's thread is done at once."""
+    commit.open_root(root, "r")
+    tier = CacheTier(
+        cache, root, "r", "test", KEEP, lambda *_: None, lambda _: None, tuple, limit=limit
+    )
+    tier.persister.submit = lambda job: job() if callable(job) else None  # type: ignore[method-assign]
+    persister = Persister(root, keep, lambda *_: None)
+    try:
+        yield tier, persister
+    finally:
+        persister.stop()
+        tier.close()
+
+
+def drain_all(tier: CacheTier, persister: Persister) -> list[Drained]:
+    found = []
+    while (drained := tier.drain_one(persister, {})) is not None:
+        found.append(drained)
+        if drained.reason and not drained.is_lost:
+            break
+    return found
+
+
+def cached(*steps: int) -> MemoryStore:
+    store = MemoryStore("cache")
+    save_steps(store, steps)
+    return store
+
+
+def manifests(*generations: tuple[int, int]) -> dict[Generation, Manifest]:
+    return {
+        Generation(*g): Manifest(
+            run_id="r", incarnation=g[0], step=g[1], attempt="a", world=1, layout="", images=()
+        )
+        for g in generations
+    }
+
+
+def test_the_oldest_that_is_pinned_goes_first_then_the_newest() -> None:
+    left = manifests((1, 10), (1, 20), (2, 15), (2, 30))
+    order = []
+    while (one := next_to_drain(left, {Generation(1, 20), Generation(2, 15)})) is not None:
+        order.append((one.incarnation, one.step))
+        del left[one.generation]
+    assert order == [(1, 20), (2, 15), (2, 30), (1, 10)]
+
+
+def test_what_is_pinned_in_the_cache_goes_first() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1, 2)
+    pin(cache, Generation(1, 1))
+    with open_tiers(root, cache) as (tier, persister):
+        assert [one.generation.step for one in drain_all(tier, persister)] == [1, 2, 0]
+
+
+@pytest.mark.promise
+def test_what_is_drained_is_the_same_in_both_tiers_and_goes_from_the_cache_by_its_own_policy() -> (
+    None
+):
+    root, cache = MemoryStore("root"), cached(0, 1, 2)
+    truth = all_contents(cache)
+    with open_tiers(root, cache) as (tier, persister):
+        assert [one.generation.step for one in drain_all(tier, persister)] == [2, 1, 0]
+    assert all_contents(root) == truth
+    assert whole(root) == ["1-0", "1-1", "1-2"]
+    assert whole(cache) == ["1-2"]
+    with open_tiers(root, cache) as (tier, persister):
+        assert drain_all(tier, persister) == []
+
+
+def test_what_the_root_has_removed_since_is_not_drained_again() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1, 2)
+    with open_tiers(root, cache, Keep(last=1)) as (tier, persister):
+        tier.persister.keep = Keep()
+        drain_all(tier, persister)
+        assert whole(root) == ["1-2"] and len(whole(cache)) == 3
+        assert drain_all(tier, persister) == []
+
+
+@pytest.mark.promise
+def test_what_a_killed_drain_left_in_a_directory_is_written_anew(tmp_path: Path) -> None:
+    root, cache = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "cache")
+    save_steps(cache, [0])
+    truth = all_contents(cache)
+    commit.open_root(root, "r")
+    for path, data in truth.items():  # preallocated to its length, and not written
+        target = tmp_path / "root" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(bytes(len(data)))
+    with open_tiers(root, cache) as (tier, persister):
+        assert [one.reason for one in drain_all(tier, persister)] == [""]
+    assert all_contents(root) == truth
+
+
+@pytest.mark.promise
+def test_what_another_start_of_that_number_left_in_the_cache_is_neither_restored_nor_drained() -> (
+    None
+):
+    root, cache = MemoryStore("root"), cached(5)
+    commit.open_root(root, "r")
+    commit.record_incarnation(root, Incarnation(run_id="r", n=1, nonce="another", world=2))
+    with open_tiers(root, cache) as (tier, persister):
+        (drained,) = drain_all(tier, persister)
+        assert drained.is_lost
+    assert catalogue(root).manifests == ()
+    assert catalogue(TieredStore(cache, root)).manifests == ()
+    assert whole(cache) == ["1-5"]
+
+
+def test_a_drain_takes_the_bytes_a_second_that_it_is_given() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1)
+    waited: list[float] = []
+    limit = RateLimit(1e6, clock=lambda: 0.0, sleep=waited.append)
+    with open_tiers(root, cache, limit=limit) as (tier, persister):
+        drain_all(tier, persister)
+    sent_bytes = sum(map(len, all_contents(root).values()))
+    assert sent_bytes / 1e6 > max(waited) > 0.5 * sent_bytes / 1e6
+
+
+# ── stopped anywhere ─────────────────────────────────────────────────────────────────────────
+
+
+def work(root: Store, cache: Store) -> None:
+    """One more is cached, and everything is drained, with retention in both tiers."""
+    with open_tiers(root, cache, KEEP) as (tier, persister):
+        tier.persister.work_one(job_at(3))
+        drain_all(tier, persister)
+
+
+def two_tiers() -> tuple[MemoryStore, MemoryStore]:
+    """The root has the first of three; the cache has all."""
+    root, cache = MemoryStore("root"), cached(0, 1, 2)
+    save_steps(root, [0])
+    mark_drained(cache, catalogue(cache).manifests[0])
+    return root, cache
+
+
+def points() -> Iterator[tuple[str, int]]:
+    root, cache = (FaultyStore(one) for one in two_tiers())
+    work(root, cache)
+    for tier, store in (("root", root), ("cache", cache)):
+        yield from ((tier, k) for k in range(1, len(store.changes) + 1))
+
+
+def check(mode: Mode, tier: str, k: int) -> None:
+    root, cache = two_tiers()
+    truth = all_contents(cache)
+    faulty = FaultyStore(root if tier == "root" else cache, fail_at=k, mode=mode)
+    had = {Generation(1, step) for step in (1, 2)}
+    with suppress(Stopped, HoldfastError):
+        work(faulty, cache) if tier == "root" else work(root, faulty)
+    in_root = {one.generation for one in catalogue(root).manifests}
+    in_cache = {one.generation for one in catalogue(cache).manifests}
+    # The root keeps one: what it has dropped, it has had, and something newer is there.
+    newest = max(in_root)
+    for generation in had - in_cache:
+        assert generation in in_root or newest > generation, "it left before the root had it"
+    left = waiting(cache)
+    assert all(g in in_cache for g in left)
+    assert whole(root) and whole(cache)
+    for manifest in (*catalogue(root).manifests, *catalogue(cache).manifests):
+        if manifest.generation in had:
+            store = root if manifest.generation in in_root else cache
+            assert all(store.read(ref.path) == truth[ref.path] for ref in manifest.images)
+    work(root, cache)
+    assert catalogue(root).latest == Generation(1, 3)
+    assert all_contents(root)
+    for store in (root, cache):
+        remove(store, plan(store, Keep(), abandoned=False))
+        named = {directory for m in catalogue(store).manifests for directory in m.directories}
+        assert {
+            path.rpartition("/")[0]
+            for path in paths_in(store)
+            if path.startswith(("steps/", "parts/"))
+        } == named
+
+
+@pytest.mark.promise
+def test_nothing_leaves_the_cache_that_the_root_lacks_whatever_is_stopped() -> None:
+    all_points = [(mode, *point) for mode in MODES for point in points()]
+    random.Random(DAY).shuffle(all_points)
+    until_s = time.monotonic() + SAMPLE_S
+    done = 0
+    for done, point in enumerate(all_points, 1):  # noqa: B007
+        check(*point)
+        if time.monotonic() > until_s:
+            break
+    print(f"{done} of {len(all_points)} points")
+    assert done > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_point_of_a_drain(mode: Mode) -> None:
+    all_points = list(points())
+    print(f"{len(all_points)} points")
+    for tier, k in all_points:
+        check(mode, tier, k)
+
+
+@pytest.mark.promise
+def test_a_root_that_refuses_leaves_the_cache_as_it_is() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1)
+    commit.open_root(root, "r")
+    faulty = FaultyStore(root, fail_at=1, mode="error")
+    with open_tiers(faulty, cache) as (tier, persister):
+        (refused,) = drain_all(tier, persister)
+        assert refused.reason and not refused.is_lost
+        assert len(waiting(cache)) == 2 and not root.exists(manifest_path(Generation(1, 1)))
+        assert [one.reason for one in drain_all(tier, persister)] == ["", ""]
