@@ -281,7 +281,7 @@ class Sweeper:
         manifests = list(manifests)
         settle = settle_s(self.store)
         layouts = [] if settle else unnamed_layouts(self.store, manifests)
-        # In a bucket it was ``withdraw`` that took the manifest, which asked for pins.
+        # In a bucket pins are read, which is a request or two, only before something is removed.
         directories = unnamed_directories(self.store, manifests, with_pins=not settle)
         unnamed = [*directories, *layouts]
         if settle:
@@ -296,6 +296,10 @@ class Sweeper:
             for path, times in self.seen.items()
             if times >= SWEPT_AFTER and now_s - self._since_s[path] >= settle
         ]
+        if settle and removed:  # read as late as can be: what a pin names is never removed
+            alone = pinned_alone(self.store, manifests)
+            spared = {directory for manifest in alone for directory in manifest.directories}
+            removed = [path for path in removed if path not in spared]
         for path in removed:
             remove = self.store.remove if path in layouts else self.store.remove_tree
             remove(path)

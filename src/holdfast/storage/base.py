@@ -157,6 +157,14 @@ def settle_s(store: Store) -> float:
     return float(getattr(store, "settle_s", 0.0))
 
 
+def unsettled_s(store: Store) -> float:
+    """Returns for how many seconds a request may still land that the holder of the root's lock
+    cannot know of; 0 for a directory. Until then nothing is removed for being unnamed.
+    """
+    found = getattr(store, "unsettled_s", None)
+    return 0.0 if found is None else float(found())
+
+
 def is_lost(lock: Lock) -> bool:
     """Returns True for a lock that another has taken over, as happens to that of a bucket."""
     return bool(getattr(lock, "is_lost", False))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -24,7 +25,14 @@ from holdfast.storage.base import (
     short_read,
 )
 from holdfast.storage.files import ROOT_FILE
-from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, LeaseView, ObjectLease, take_lease
+from holdfast.storage.lease_lock import (
+    ONE_WRITER,
+    SETTLE_S,
+    LeaseTimes,
+    LeaseView,
+    ObjectLease,
+    take_lease,
+)
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.removals import Removals
 from holdfast.storage.s3 import Outcome, S3Bucket
@@ -36,8 +44,8 @@ _PIECE_BYTES = 16 << 20
 _READERS = 4
 #: The letters at the end of a directory's name that tell one write of an attempt from another.
 _RANDOM = 6
-#: A signed request that is older is refused by the server; nothing of ours can land after that.
-SETTLE_S = 960.0
+#: What a run writes below its root while it saves.
+_WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
 
 
 class ObjectStore:
@@ -323,6 +331,7 @@ class ObjectStore:
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
         lease = take_lease(bucket, key, name, owner, times)
+        lease.unanswered_s = self._unanswered_s
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
@@ -331,6 +340,22 @@ class ObjectStore:
             lease.release()
             raise
         return lease
+
+    def _unanswered_s(self) -> float:
+        """Returns for how long a request of this process may land whose end is not known."""
+        return max(0.0, self._bucket.unanswered_s + SETTLE_S - time.monotonic())
+
+    def unsettled_s(self) -> float:
+        """Returns for how long a request may land that the holder of the lock knows nothing of: of
+        holders before it, or of the one that a root without a lease is told to have.
+        """
+        lease = self._lease()
+        if lease is not None:
+            return lease.unsettled_s
+        if not os.environ.get(ONE_WRITER):
+            return 0.0
+        ages = (self._bucket.youngest_s(f"{self._below}{above}/") for above in _WRITTEN)
+        return max(0.0, SETTLE_S - min(ages))
 
     def view_lock(self, name: str) -> LeaseView:
         """Returns the lock as others see it; takes nothing."""

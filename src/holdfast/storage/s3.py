@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import time
 import urllib.parse
 import xml.etree.ElementTree as xml
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 
 from holdfast.errors import StorageError, UsageError
 from holdfast.storage.credentials import CredentialSource, region, server_of
@@ -121,6 +124,8 @@ class S3Bucket:
         self._rate = RateLimit(_rate())
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
+        self.unanswered_s = -math.inf
+        """When the last try of a change was made that may have its effect later."""
 
     # Objects.
 
@@ -178,12 +183,25 @@ class S3Bucket:
             for one in page.iter("CommonPrefixes"):
                 yield _decoded(_text(one, "Prefix"))[len(prefix) :].rstrip("/")
 
+    def youngest_s(self, prefix: str) -> float:
+        """Returns how long ago the newest object below ``prefix`` was written, by the server's own
+        clock; infinity where there is none, 0 where it does not say so.
+        """
+        found = math.inf
+        for page, answer in self._answers({"list-type": "2", "prefix": prefix}):
+            for one in page.iter("Contents"):
+                found = min(found, _age_s(_text(one, "LastModified"), answer.header("date")))
+        return found
+
     def _pages(self, query: dict[str, str]) -> Iterator[xml.Element]:
+        return (page for page, _ in self._answers(query))
+
+    def _answers(self, query: dict[str, str]) -> Iterator[tuple[xml.Element, Outcome]]:
         while True:
             outcome = self.send("GET", "", query=query)
             self.require(outcome, "list", query["prefix"])
             page = _parsed(outcome.body, "ListBucketResult")
-            yield page
+            yield page, outcome
             following = _following(page, query, {"continuation-token": "NextContinuationToken"})
             if not following:
                 return
@@ -286,6 +304,8 @@ class S3Bucket:
             self._rate.wait(size_bytes)
             last, may_have_effect = self._try(kind, method, key, query, headers, body, into)
             is_first = is_first and not may_have_effect
+            if may_have_effect and method not in ("GET", "HEAD"):
+                self.unanswered_s = time.monotonic()
             if last.code in _EXPIRED and not is_renewed:
                 self._credentials.forget()
                 is_renewed = True
@@ -455,6 +475,14 @@ def _parsed(body: bytes, root: str = "") -> xml.Element:
 
 def _text(element: xml.Element, name: str) -> str:
     return element.findtext(name) or ""
+
+
+def _age_s(made: str, now: str) -> float:
+    """Returns the seconds between the moment that a list gives and that of its answer."""
+    try:
+        return (parsedate_to_datetime(now) - datetime.fromisoformat(made)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
 
 
 def _decoded(key: str) -> str:

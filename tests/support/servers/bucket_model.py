@@ -5,10 +5,13 @@ Everything above single tries is the code that speaks to servers; only the way t
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import formatdate
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -21,6 +24,8 @@ from holdfast.storage.s3 import Outcome, S3Bucket
 from holdfast.storage.signing import Body
 from holdfast.storage.wrap import Patience
 
+#: Years behind any machine that tests run on.
+_EPOCH_S = 1_000_000_000.0
 #: What happens to a request: done and answered; done, and the answer lost; lost, and done when
 #: ``land`` is called; never done; refused because the server is busy.
 FAULTS = ("lost", "late", "dropped", "busy")
@@ -37,7 +42,16 @@ class World:
     before: Callable[[], None] = lambda: None
     late: list[Callable[[], object]] = field(default_factory=list)
     ignores_conditions: bool = False
+    now_s: float = 0.0
+    """What the server's clock says, which is no other machine's."""
+    made_s: dict[str, float] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
+
+    def date(self, key: str = "") -> str:
+        """Returns when the object was written, without a key the time now, as a header says it."""
+        return formatdate(
+            _EPOCH_S + (self.made_s.get(key, 0.0) if key else self.now_s), usegmt=True
+        )
 
     def land(self) -> None:
         """Has late requests take their effect now."""
@@ -80,6 +94,8 @@ class ModelBucket(S3Bucket):
                 world.late.append(lambda: self._answer(method, key, query, headers, data))
                 return Outcome(0, "", "no answer"), True
             outcome = self._answer(method, key, query, headers, data)
+            date = {"date": world.date()}
+            outcome = dataclasses.replace(outcome, headers=dict(outcome.headers or {}) | date)
             if fault == "lost":
                 return Outcome(0, "", "no answer"), True
         if into is not None and outcome.is_done:
@@ -114,12 +130,14 @@ class ModelBucket(S3Bucket):
                 return Outcome(412, "PreconditionFailed") if is_there else Outcome(404, "NoSuchKey")
             if method == "PUT":
                 there[key] = data
+                self.world.made_s[key] = self.world.now_s
                 return Outcome(200, headers={"etag": _tag(data)})
             there.pop(key, None)
             return Outcome(204)
         if key not in there:
             return Outcome(404, "NoSuchKey")
-        return _content(there[key], headers.get("range", ""), is_head=method == "HEAD")
+        made = self.world.date(key)
+        return _content(there[key], made, headers.get("range", ""), is_head=method == "HEAD")
 
     def _list(self, query: Mapping[str, str]) -> Outcome:
         prefix, found = query["prefix"], sorted(self.world.objects)
@@ -134,8 +152,16 @@ class ModelBucket(S3Bucket):
             )
         else:
             above = ""
-        listed = "".join(f"<Contents><Key>{escape(key)}</Key></Contents>" for key in keys)
+        listed = "".join(
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{self._made(key)}</LastModified>"
+            "</Contents>"
+            for key in keys
+        )
         return Outcome(200, body=_document("ListBucketResult", listed + above))
+
+    def _made(self, key: str) -> str:
+        made_s = _EPOCH_S + self.world.made_s.get(key, 0.0)
+        return datetime.fromtimestamp(made_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
     def _upload(self, method: str, key: str, query: Mapping[str, str], data: bytes) -> Outcome:
         parts = self.world.parts
@@ -173,6 +199,7 @@ class ModelBucket(S3Bucket):
             return Outcome(412, "PreconditionFailed")
         found = parts.pop(there)
         self.world.objects[key] = b"".join(found[number] for number in sorted(found))
+        self.world.made_s[key] = self.world.now_s
         return Outcome(200, body=b"<R/>")
 
 
@@ -184,11 +211,11 @@ def _tag(data: bytes | None) -> str:
     return "" if data is None else f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
-def _content(data: bytes, range_: str, *, is_head: bool) -> Outcome:
+def _content(data: bytes, made: str, range_: str, *, is_head: bool) -> Outcome:
     headers = {
         "etag": _tag(data),
         "content-length": str(len(data)),
-        "last-modified": "Mon, 23 Nov 2026 18:35:33 GMT",
+        "last-modified": made,
     }
     if not range_ or is_head:
         return Outcome(200, headers=headers, body=b"" if is_head else data)
