@@ -278,16 +278,18 @@ def gap_text(missing: int, undecided: Collection[Generation]) -> str:
     )
 
 
-def catalogue(store: Store, known: Catalogue = EMPTY) -> Catalogue:
+def catalogue(store: Store, known: Catalogue = EMPTY, *, has_records: bool = False) -> Catalogue:
     """Reads every manifest and incarnation of a root; files that cannot be read are listed as
     broken.
 
     ``known``: what was read of this root before: its manifests, which never change, are not read
-    again. A manifest of a newer format is an error, not a broken file: its generation must not be
-    taken for absent. One that was removed since it was listed is not broken: all is listed again.
+    again. ``has_records``: neither are the records of starts, as who holds the root's lock and
+    wrote them may say. A manifest of a newer format is an error, not a broken file: its generation
+    must not be taken for absent. One that was removed since it was listed is not broken: all is
+    listed again.
     """
     for _ in range(NEW_LISTS):
-        found = _list_all(store, known)
+        found = _list_all(store, known, has_records)
         gone = _removed_since(store, found)
         if not gone:
             break
@@ -301,10 +303,10 @@ def _removed_since(store: Store, found: Catalogue) -> set[str]:
     return unread - {f"{MANIFESTS}/{name}" for name in store.list(MANIFESTS)} if unread else set()
 
 
-def _list_all(store: Store, known: Catalogue) -> Catalogue:
+def _list_all(store: Store, known: Catalogue, has_records: bool) -> Catalogue:
     broken: list[tuple[str, str]] = []
     manifests: list[Manifest] = []
-    incarnations: list[Incarnation] = []
+    incarnations = list(known.incarnations) if has_records else []
     there = {manifest.generation: manifest for manifest in known.manifests}
     for name in store.list(MANIFESTS):
         if (generation := generation_of(name)) is None:
@@ -313,7 +315,7 @@ def _list_all(store: Store, known: Catalogue) -> Catalogue:
             manifests.append(there[generation])
         elif (found := _read_manifest(store, generation, broken)) is not None:
             manifests.append(found[0])
-    for name in store.list(INCARNATIONS):
+    for name in () if has_records else store.list(INCARNATIONS):
         if matched := _INCARNATION_NAME.fullmatch(name):
             path = f"{INCARNATIONS}/{name}"
             record = _read(Incarnation, store, path, broken)

@@ -188,9 +188,7 @@ class LeaseWatch:
         """Returns the paths that must not be swept now, layouts too; call it when no manifest names
         them.
         """
-        held = self.held()
-        layouts = (layout_path(one.layout) for one in held)
-        return frozenset(path for one in held for path in one.directories).union(layouts)
+        return leased_paths(self.held())
 
     def settle(self, sleep: Callable[[float], None] = time.sleep) -> None:
         """Wait until each present lease has changed or is over: two minutes at most."""
@@ -232,6 +230,13 @@ class LeaseWatch:
 
     def _is_over(self, name: str, now_s: float) -> bool:
         return now_s - self._seen[name].changed_s >= LEASE_S
+
+
+def leased_paths(held: Iterable[Lease]) -> frozenset[str]:
+    """Returns the paths that these leases hold, layouts too."""
+    held = list(held)
+    layouts = (layout_path(one.layout) for one in held)
+    return frozenset(path for one in held for path in one.directories).union(layouts)
 
 
 def _lease_of(data: bytes) -> Lease | None:
