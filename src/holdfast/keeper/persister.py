@@ -303,9 +303,9 @@ class Persister:
         pins, held = pinned(self.store), self._sweeper.leases.held()
         read = {lease.generation for lease in held}
         going = [one for one in self._condemned(found, job, pins) if one not in read]
-        left = [m for m in found.manifests if m.generation not in going]
-        # An unreadable manifest may name files that appear unnamed.
-        due = [] if found.broken else self._sweeper.due(left, held, pins)
+        # What is only about to go still names its files: it may be pinned, or not go at all. An
+        # unreadable manifest may name files that appear unnamed.
+        due = [] if found.broken else self._sweeper.due(found.manifests, held, pins)
         mine = self._mine.intersection(going)
         data = {m.generation: seal(m) for m in found.manifests if m.generation in mine}
         gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
