@@ -21,7 +21,7 @@ from holdfast.format.manifest import (
     unseal,
 )
 from holdfast.format.values import decode
-from holdfast.storage.base import Store, read_at_most
+from holdfast.storage.base import Store, read_at_most, settle_s
 
 ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
@@ -293,8 +293,16 @@ def catalogue(store: Store, known: Catalogue = EMPTY, *, has_records: bool = Fal
         gone = _removed_since(store, found)
         if not gone:
             break
-    left = tuple(one for one in found.broken if one[0] not in gone)
+    left = tuple(
+        one for one in found.broken if one[0] not in gone and not _is_only_listed(store, one[0])
+    )
     return Catalogue(found.manifests, found.incarnations, left)
+
+
+def _is_only_listed(store: Store, path: str) -> bool:
+    """True for a manifest of a bucket whose lists lag: it is not there any more."""
+    is_manifest = path.startswith(f"{MANIFESTS}/")
+    return bool(settle_s(store)) and is_manifest and not store.exists(path)
 
 
 def _removed_since(store: Store, found: Catalogue) -> set[str]:

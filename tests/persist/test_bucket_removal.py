@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.catalogue import catalogue, manifest_path, pin_path
 from holdfast.errors import StorageError
+from holdfast.events import Event, PersistBroke, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Pin, seal
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.persister import Persister
@@ -162,6 +163,47 @@ def test_without_a_lease_prune_leaves_all_that_is_unnamed_while_the_root_is_writ
     world.now_s += settle_s(store)
     removal = pruned(opened())
     assert removal.waits_s == 0 and len(removal.directories) == 1
+
+
+@pytest.mark.promise
+def test_lists_that_lag_and_manifests_that_come_back_stop_no_retention_and_are_no_leftovers(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store, outcomes, now = opened(), list[str | None](), [0.0]
+    commit.open_root(store, "r")
+    persister = Persister(store, Keep(last=2), lambda _, reason: outcomes.append(reason))
+    persister._sweeper.clock = lambda: now[0]
+    lease = store.lock("writer", "the run")
+    events: list[Event] = []
+    end = subscribe(lambda event, _: events.append(event))
+    before: list[list[str]] = []
+    for step in range(1, 12):
+        before.append(sorted(world.objects))
+        world.listed = before[max(0, step - 3)] if step > 3 else None
+        reborn = f"root/{manifest_path(Generation(1, 4))}"
+        if step == 4:
+            persister.work_one(job_of(Generation(1, 4), RECORD))
+            data = world.objects[reborn]
+        else:
+            if step == 9:  # a removal is undone behind our back
+                world.objects[reborn] = data
+            persister.work_one(job_of(Generation(1, step), RECORD))
+        now[0] += settle_s(store)
+    end()
+    persister.stop()
+    assert outcomes == [None] * 11
+    assert not [one for one in events if isinstance(one, PersistBroke)]
+    lease.release()
+    there = opened()
+    assert not catalogue(there).broken
+    world.listed = sorted({*before[-1], *before[-2], *before[-3], *world.objects})
+    leftovers = commit.unnamed_directories(there, catalogue(there).manifests)
+    assert all(any(f"root/{path}/" in key for key in world.objects) for path in leftovers)
+    world.listed = None
+    assert reborn not in world.objects
+    steps = [manifest.step for manifest in catalogue(there).manifests]
+    require_whole(there, steps)
+    assert steps[-2:] == [10, 11]
 
 
 @pytest.mark.promise

@@ -244,7 +244,17 @@ def unnamed_directories(
     named = {directory for manifest in manifests for directory in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)
-    return [*(path for path in below if path not in named), *begun]
+    unnamed = (path for path in below if path not in named)
+    # The lists of a bucket may lag: what was removed a moment ago is no leftover.
+    there = (path for path in unnamed if not settle_s(store) or _is_there(store, path))
+    return [*there, *begun]
+
+
+def _is_there(store: Store, path: str) -> bool:
+    """True if there is an object of this name or below it, or one that was begun."""
+    if store.exists(path) or any(f"{one}/".startswith(f"{path}/") for one in unfinished(store)):
+        return True
+    return any(_is_there(store, f"{path}/{name}") for name in store.list(path))
 
 
 def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:

@@ -44,6 +44,8 @@ class World:
     ignores_conditions: bool = False
     now_s: float = 0.0
     """What the server's clock says, which is no other machine's."""
+    listed: list[str] | None = None
+    """The keys that lists show, where they lag behind; None: those there are."""
     made_s: dict[str, float] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
 
@@ -140,7 +142,7 @@ class ModelBucket(S3Bucket):
         return _content(there[key], made, headers.get("range", ""), is_head=method == "HEAD")
 
     def _list(self, query: Mapping[str, str]) -> Outcome:
-        prefix, found = query["prefix"], sorted(self.world.objects)
+        prefix, found = query["prefix"], self.world.listed or sorted(self.world.objects)
         keys = [key for key in found if key.startswith(prefix)]
         if "delimiter" in query:
             below = {key[len(prefix) :].partition("/") for key in keys}
