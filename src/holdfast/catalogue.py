@@ -21,7 +21,7 @@ from holdfast.format.manifest import (
     unseal,
 )
 from holdfast.format.values import decode
-from holdfast.storage.base import Store, read_at_most
+from holdfast.storage.base import Store, read_at_most, settle_s
 
 ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
@@ -285,21 +285,31 @@ def gap_text(missing: int, undecided: Collection[Generation]) -> str:
     )
 
 
-def catalogue(store: Store, known: Catalogue = EMPTY) -> Catalogue:
+def catalogue(store: Store, known: Catalogue = EMPTY, *, has_records: bool = False) -> Catalogue:
     """Reads every manifest and incarnation of a root; files that cannot be read are listed as
     broken.
 
     ``known``: what was read of this root before: its manifests, which never change, are not read
-    again. A manifest of a newer format is an error, not a broken file: its generation must not be
-    taken for absent. One that was removed since it was listed is not broken: all is listed again.
+    again. ``has_records``: neither are the records of starts, as who holds the root's lock and
+    wrote them may say. A manifest of a newer format is an error, not a broken file: its generation
+    must not be taken for absent. One that was removed since it was listed is not broken: all is
+    listed again.
     """
     for _ in range(NEW_LISTS):
-        found = _list_all(store, known)
+        found = _list_all(store, known, has_records)
         gone = _removed_since(store, found)
         if not gone:
             break
-    left = tuple(one for one in found.broken if one[0] not in gone)
+    left = tuple(
+        one for one in found.broken if one[0] not in gone and not _is_only_listed(store, one[0])
+    )
     return Catalogue(found.manifests, found.incarnations, left)
+
+
+def _is_only_listed(store: Store, path: str) -> bool:
+    """True for a manifest of a bucket whose lists lag: it is not there any more."""
+    is_manifest = path.startswith(f"{MANIFESTS}/")
+    return bool(settle_s(store)) and is_manifest and not store.exists(path)
 
 
 def _removed_since(store: Store, found: Catalogue) -> set[str]:
@@ -308,10 +318,10 @@ def _removed_since(store: Store, found: Catalogue) -> set[str]:
     return unread - {f"{MANIFESTS}/{name}" for name in store.list(MANIFESTS)} if unread else set()
 
 
-def _list_all(store: Store, known: Catalogue) -> Catalogue:
+def _list_all(store: Store, known: Catalogue, has_records: bool) -> Catalogue:
     broken: list[tuple[str, str]] = []
     manifests: list[Manifest] = []
-    incarnations: list[Incarnation] = []
+    incarnations = list(known.incarnations) if has_records else []
     there = {manifest.generation: manifest for manifest in known.manifests}
     for name in store.list(MANIFESTS):
         if (generation := generation_of(name)) is None:
@@ -320,7 +330,7 @@ def _list_all(store: Store, known: Catalogue) -> Catalogue:
             manifests.append(there[generation])
         elif (found := _read_manifest(store, generation, broken)) is not None:
             manifests.append(found[0])
-    for name in store.list(INCARNATIONS):
+    for name in () if has_records else store.list(INCARNATIONS):
         if matched := _INCARNATION_NAME.fullmatch(name):
             path = f"{INCARNATIONS}/{name}"
             record = _read(Incarnation, store, path, broken)

@@ -28,7 +28,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -49,6 +49,8 @@ _LAST_RENEWAL_S = 5.0
 #: More readers than these are not watched.
 MAX_LEASES = 1024
 MAX_LEASE_BYTES = 1 << 20
+#: Of the longest names they take less than that.
+MAX_DIRECTORIES = 5000
 _PAUSE_S = 0.5
 _NAME = re.compile(r"([0-9a-f]{32})\.json")
 
@@ -64,17 +66,23 @@ class ReadLease:
         self._lease: Lease | None = None
         self._renewing: threading.Thread | None = None
 
-    def take(self, manifest: Manifest) -> bool:
+    def take(self, manifest: Manifest, others: Iterable[Manifest] = ()) -> bool:
         """Lease the directories of ``manifest``, and none from before; True if the manifest still
         exists.
 
-        True: all of it stays until ``end``, if a lease can be written there.
+        True: all of it stays until ``end``, if a lease can be written there. ``others``: the files
+        of these are leased too, as far as they go into one lease.
         """
+        directories = set(manifest.directories)
+        for other in others:
+            if len(directories) + len(other.directories) > MAX_DIRECTORIES:
+                break
+            directories |= other.directories
         lease = Lease(
             run_id=manifest.run_id,
             incarnation=manifest.incarnation,
             step=manifest.step,
-            directories=tuple(sorted(manifest.directories)),
+            directories=tuple(sorted(directories)),
             layout=manifest.layout,
             reader=f"process {self._process} on {socket.gethostname()}",
             created_s=time.time(),
@@ -180,9 +188,7 @@ class LeaseWatch:
         """Returns the paths that must not be swept now, layouts too; call it when no manifest names
         them.
         """
-        held = self.held()
-        layouts = (layout_path(one.layout) for one in held)
-        return frozenset(path for one in held for path in one.directories).union(layouts)
+        return leased_paths(self.held())
 
     def settle(self, sleep: Callable[[float], None] = time.sleep) -> None:
         """Wait until each present lease has changed or is over: two minutes at most."""
@@ -224,6 +230,13 @@ class LeaseWatch:
 
     def _is_over(self, name: str, now_s: float) -> bool:
         return now_s - self._seen[name].changed_s >= LEASE_S
+
+
+def leased_paths(held: Iterable[Lease]) -> frozenset[str]:
+    """Returns the paths that these leases hold, layouts too."""
+    held = list(held)
+    layouts = (layout_path(one.layout) for one in held)
+    return frozenset(path for one in held for path in one.directories).union(layouts)
 
 
 def _lease_of(data: bytes) -> Lease | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.catalogue import catalogue
+from holdfast.catalogue import Catalogue, catalogue
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.persister import Persister
@@ -18,6 +18,7 @@ from holdfast.persist.removal import plan, remove
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage import lease_lock
+from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
 from support.runs.keeper_jobs import job_of
@@ -91,20 +92,27 @@ def go_on(world: World, patch: pytest.MonkeyPatch, durable: int) -> bool:
     persister = Persister(store, Keep(last=2), lambda _, reason: outcomes.append(reason))
     for step in range(max(1, durable), 4):
         persister.work_one(job_of(Generation(1, step), RECORD))
+    lease.release()
+    clean(world, patch, 3)  # removes nothing that a request may name that is under way
     world.land()  # a request that the first sent at its end
     persister.stop()
     assert check(store, 3)[-1] == 3
     is_resumed = any(before & one.directories for one in catalogue(store).manifests)
-    lease.release()
-    store = store_of(world, patch)  # another process, that of `holdfast prune`
-    lease, leases = store.lock("writer", "pruner"), LeaseWatch(store)
-    remove(store, plan(store, Keep(), abandoned=False, leases=leases), leases=leases)
-    found = catalogue(store)
+    world.now_s += settle_s(store)
+    store, found = clean(world, patch, 3)
     assert not commit.unnamed_directories(store, found.manifests) and not world.parts
-    check(store, 3)
-    lease.release()
     assert not [key for key in world.objects if "/.removals/" in key]
     return is_resumed
+
+
+def clean(world: World, patch: pytest.MonkeyPatch, durable: int) -> tuple[ObjectStore, Catalogue]:
+    """What `holdfast prune` does, in a process of its own."""
+    store = store_of(world, patch)
+    lease, leases = store.lock("writer", "pruner"), LeaseWatch(store)
+    remove(store, plan(store, Keep(), abandoned=False, leases=leases), leases=leases)
+    check(store, durable)
+    lease.release()
+    return store, catalogue(store)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from holdfast.policy.when import Keep
 from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints import keeper_roots
 from support.checkpoints.images import split_leaf
 from support.checkpoints.keeper_roots import LAYOUT, all_contents, change, paths_in, save_steps
@@ -494,3 +494,65 @@ def test_threads_that_write_find_blocks_elsewhere_at_once(monkeypatch: pytest.Mo
     report = mended(root)[1]
     assert (list(report.mended), report.failed) == ([path], {})
     assert root.read(path) == sound
+
+
+class _PrunedWhileRead(PassingStore):
+    """A root whose newest checkpoint another process prunes when its image is read."""
+
+    def __init__(self, inner: Store, path: str, reads: int, *, is_read_only: bool) -> None:
+        super().__init__(inner)
+        self._path, self._left, self._is_read_only = path, reads, is_read_only
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        if self._is_read_only:
+            raise StorageError("read-only")
+        super().publish(path, data, replace=replace)
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        if path == self._path:
+            self._left -= 1
+            if not self._left:
+                self._prune()
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
+
+    def _prune(self) -> None:
+        with self.inner.lock(LOCK, "pruner"):
+            commit.withdraw(self.inner, SECOND)
+            sweeper = commit.Sweeper(self.inner)
+            for _ in range(4):
+                sweeper.sweep(catalogue(self.inner).manifests)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_source_that_is_pruned_meanwhile_stays_readable_until_the_repair_has_ended(
+    reads: int,
+) -> None:
+    root, backup = pair()
+    sound, path = all_contents(root), image_of(root)
+    change(root, path, 9000)
+    source = _PrunedWhileRead(backup, path, reads, is_read_only=False)
+    _, report = repair(root, [source], {SECOND})
+    assert list(report.mended) == [path] and all_contents(root) == sound
+    assert not backup.exists(manifest_path(SECOND)) and backup.list("readers") == []
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_source_that_is_pruned_and_takes_no_lease_leads_to_an_error_that_says_so(
+    reads: int,
+) -> None:
+    root, backup = pair()
+    path = image_of(root)
+    change(root, path, 9000)
+    before = all_contents(root)
+    source = _PrunedWhileRead(backup, path, reads, is_read_only=True)
+    if reads == 1:  # before anything was written
+        with pytest.raises(RootBusy, match="pruned while it was read: 1-20"):
+            repair(root, [source], {SECOND})
+    else:
+        _, report = repair(root, [source], {SECOND})
+        assert report.mended == {} and "pruned while it was read: 1-20" in report.failed[path]
+    assert all_contents(root) == before

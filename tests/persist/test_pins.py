@@ -184,6 +184,7 @@ class Turns(PassingStore):
             super().remove(path)
 
 
+@pytest.mark.promise
 def test_pin_and_pruner_in_every_order_of_their_operations_lose_no_pinned_checkpoint() -> None:
     outcomes = set()
     # withdraw: list, read, remove, list, publish. pin: read, publish, exists, remove.

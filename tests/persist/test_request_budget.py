@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from holdfast.catalogue import manifest_path
+from holdfast.catalogue import catalogue, manifest_path
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
+from holdfast.storage.base import settle_s
 from support.runs.keeper_jobs import job_of
 from support.servers.bucket_model import World, model_store
 
@@ -24,9 +27,11 @@ def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
     store = model_store(world, monkeypatch, tries_s=1.0)
     commit.open_root(store, "r")
     persister = Persister(store, Keep(last=kept), lambda _, reason: outcomes.append(reason))
-    lease = store.lock("writer", "me")
-    for step in range(kept + 2):
+    lease, now = store.lock("writer", "me"), [0.0]
+    persister._sweeper.clock = lambda: now[0]
+    for step in range(kept + 6):
         begun = len(world.log)
+        now[0] += settle_s(store)
         persister.work_one(job_of(Generation(1, step), RECORD))
     requests = world.log[begun:]
     manifest = f"root/{manifest_path(Generation(1, step))}"
@@ -34,8 +39,12 @@ def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
     assert not any(outcomes)
     images = [key for _, key in requests if "/live-" in key]
     assert len(images) <= 2 * IMAGES
-    assert durable - len(images) <= 7
-    assert len(requests) - len(images) <= 23  # with retention, which removes one checkpoint
+    assert durable - len(images) == 1
+    # With retention: one checkpoint goes, and the images of one that went before.
+    print(Counter(kind for kind, key in requests if "/live-" not in key))
+    assert len(requests) - len(images) <= 12
+    assert f"root/{manifest_path(Generation(1, step - kept))}" not in world.objects
+    assert len(store.list("steps")) == kept + 3
     persister.stop()
     lease.release()
 
@@ -63,3 +72,36 @@ def test_in_a_bucket_a_manifest_is_not_put_again_and_what_was_gone_on_with_is_no
     persister.stop()
     assert outcomes[-1] is not None
     assert store.read(f"steps/{start}abcdef/live-00000.safetensors") == b"another's"
+
+
+@pytest.mark.promise
+def test_images_never_go_together_with_the_manifest_that_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, outcomes, now = World(), list[str | None](), [0.0]
+    store = model_store(world, monkeypatch, tries_s=0.004)
+    commit.open_root(store, "r")
+    persister = Persister(store, Keep(last=1), lambda _, reason: outcomes.append(reason))
+    persister._sweeper.clock = lambda: now[0]
+    lease = store.lock("writer", "me")
+
+    def save(step: int) -> None:
+        now[0] += settle_s(store)
+        persister.work_one(job_of(Generation(1, step), RECORD))
+
+    save(1)
+    first = catalogue(store).manifests[0]
+    world.fault = lambda kind, key: "dropped" if "/.removals/" in key else ""
+    for step in range(2, 6):  # none of them can remove the first
+        save(step)
+    world.fault = lambda kind, key: ""
+    assert first in catalogue(store).manifests
+    save(6)
+    assert first not in catalogue(store).manifests
+    assert all(store.exists(image.path) for image in first.images)
+    for step in range(7, 12):
+        save(step)
+    assert not any(store.exists(image.path) for image in first.images)
+    assert outcomes == [None] * 11
+    persister.stop()
+    lease.release()

@@ -41,6 +41,15 @@ def test_pauses_double_vary_and_end_with_the_patience(drawn: float) -> None:
     assert 50.0 < clock.now_s <= 60.0
 
 
+def test_what_one_try_took_all_the_time_of_is_tried_once_more() -> None:
+    clock = Clock()
+    tries = []
+    for number in Patience(total_s=60.0).pauses(clock=clock, sleep=clock.sleep):
+        tries.append(number)
+        clock.now_s += 61.0
+    assert tries == [1, 2]
+
+
 def test_a_rate_is_kept_over_all_threads() -> None:
     clock = Clock()
     limit = RateLimit(1000.0, clock=clock, sleep=clock.sleep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -193,10 +193,12 @@ def test_without_any_one_of_the_rules_the_search_finds_what_is_lost(
     else:
         plain = Removals.remove
 
-        def unannounced(self: Removals, path: str, *, is_tree: bool, lease: object) -> None:
+        def unannounced(
+            self: Removals, files: Sequence[str], trees: Sequence[str], lease: object
+        ) -> None:
             if isinstance(lease, ObjectLease):
                 lease.require_held()
-            plain(self, path, is_tree=is_tree, lease=None)
+            plain(self, files, trees, None)
 
         monkeypatch.setattr(Removals, "remove", unannounced)
     assert any(broken(world, found) for _, _, world, found in orders(monkeypatch, clock))

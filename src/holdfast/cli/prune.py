@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from typing import Any
 
@@ -151,6 +152,7 @@ def _tell(args: argparse.Namespace, opened: OpenedRoot, removal: Removal, verb: 
         )
         return
     _print(args.root, opened, removal, verb)
+    _print_wait(removal.waits_s)
     if holder is not None and holder.pid:
         stdout().print(
             f"This root is in use by {escape(holder.signed)} now, so prune would remove nothing, "
@@ -170,6 +172,7 @@ def _record(removal: Removal) -> dict[str, Any]:
         "parts": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.parts],
         "others": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.others],
         "size_bytes": removal.size_bytes,
+        "waits_s": removal.waits_s,
     }
 
 
@@ -199,4 +202,15 @@ def _print(root: str, opened: OpenedRoot, removal: Removal, verb: str) -> None:
         table.add_row(escape(one.path), "-", _what(one.path), size_text(one.size_bytes))
     console.print(table)
     freed = "would be freed" if verb == "would go" else "freed"
+    freed = "will be freed later" if removal.waits_s else freed
     console.print(f"{size_text(removal.size_bytes)} {freed}")
+
+
+def _print_wait(waits_s: float) -> None:
+    if waits_s:
+        stdout().print(
+            "Files that no checkpoint names stay for now: a request of the process that had the "
+            "root before may still land and name them. Prune again in "
+            f"{max(1, math.ceil(waits_s / 60))} minutes.",
+            soft_wrap=True,
+        )

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from holdfast.events import (
     Warned,
     emit,
 )
-from holdfast.format.manifest import Generation, Incarnation, Manifest, needed, unseal
+from holdfast.format.manifest import Generation, Incarnation, Manifest, needed, seal, unseal
 from holdfast.format.values import from_bytes
 from holdfast.geometry.codec import has_listings
 from holdfast.keeper.image_writer import (
@@ -48,7 +49,7 @@ from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.persist.tiers import forget_marks, waiting
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, resume, settle_s
+from holdfast.storage.base import Store, holding, resume, settle_s
 
 Outcome = Callable[[str, str | None], None]
 Call = Callable[[], None]
@@ -85,6 +86,10 @@ class Persister:
         self._sweeper = commit.Sweeper(store)
         self._known = EMPTY
         self._published: Manifest | None = None
+        self._mine: set[Generation] = set()
+        self._layouts: set[str] = set()
+        self._holding = ""
+        """The holding of the lock under which all this was read and written; "" after a failure."""
         self._images = ImageWriter(store)
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
         self._thread.start()
@@ -114,6 +119,7 @@ class Persister:
         except Exception as error:
             known = isinstance(error, HoldfastError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
+            self._holding = ""
             self._clean_up(job)
             if not job.aborted:
                 self._tell_broke(job.generation, reason)
@@ -129,13 +135,14 @@ class Persister:
     def _persist(self, job: PersistJob) -> None:
         if job.aborted:
             raise PersistFailed(job.aborted)
-        if self._is_published(job.generation, job.attempt):
+        is_new = self._is_known_absent(job.generation)
+        if not is_new and self._is_published(job.generation, job.attempt):
             return
         started_s = time.monotonic()
         self._resume(job)
         self._sweeper.know(place(job.generation, job.directory) for place in _PLACES)
         self._record(job.incarnation)
-        commit.write_layout(self.store, job.layout, job.layout_data)
+        self._write_layout(job.layout, job.layout_data)
         # Other hosts first: they are told at once, and write meanwhile.
         writes = [partial(write_all, job.shares, job.fail)] if job.shares else []
         writes += [partial(self._images.write, job, image) for image in job.images.values()]
@@ -160,12 +167,16 @@ class Persister:
             created_s=time.time(),
         )
         job.is_publishing = True
-        self._publish(manifest, started_s)
+        places = {place(job.generation, job.directory) for place in _PLACES}
+        self._publish(manifest, started_s, places)
 
-    def _publish(self, manifest: Manifest, started_s: float) -> None:
+    def _publish(self, manifest: Manifest, started_s: float, places: Collection[str] = ()) -> None:
+        """``places``: the directories that were prepared for it, of which it may name some."""
         commit.publish(self.store, manifest)
         if settle_s(self.store):  # where it need not be read again: a request less
             self._published = manifest
+            self._mine.add(manifest.generation)
+            self._sweeper.forget(set(places) - manifest.directories)
         self._tell_published(manifest, time.monotonic() - started_s)
 
     def publish_copy(
@@ -174,12 +185,17 @@ class Persister:
         """Publish a checkpoint of another tier, whose files ``copy`` makes durable here. On this
         object's thread.
         """
-        if not self._is_published(manifest.generation, manifest.attempt):
-            started_s = time.monotonic()
+        if self._is_published(manifest.generation, manifest.attempt):
+            return
+        started_s = time.monotonic()
+        try:
             self._record(record)
-            commit.write_layout(self.store, manifest.layout, layout_data)
+            self._write_layout(manifest.layout, layout_data)
             copy()
             self._publish(manifest, started_s)
+        except BaseException:
+            self._holding = ""
+            raise
 
     # What is told: a cache tells other things.
 
@@ -222,8 +238,30 @@ class Persister:
                 self._resumed = job
                 return
 
+    def _is_known(self) -> bool:
+        """True if this keeper has seen the root since it took its lock, and nothing of it failed
+        since: then all that changed there is its own doing. Of buckets only.
+        """
+        return bool(self._holding) and self._holding == holding(self.store)
+
+    def _is_known_absent(self, generation: Generation) -> bool:
+        is_listed = any(one.generation == generation for one in self._known.manifests)
+        return self._is_known() and not is_listed and generation not in self._mine
+
+    def _write_layout(self, layout: str, data: bytes) -> None:
+        """Make the layout durable; it is looked at once under one holding of a bucket's lock, in
+        which nobody removes it.
+        """
+        known = self._layouts if self._is_known() else set[str]()
+        if layout not in known:
+            commit.write_layout(self.store, layout, data)
+            self._layouts = known | {layout}
+
     def _record(self, incarnation: Incarnation) -> None:
         """Record the incarnation and its ancestors, before anything is published."""
+        if self._is_known() and incarnation in self._known.incarnations:
+            return
+        self._known = replace(self._known, incarnations=())
         if incarnation.n in self._recorded:
             commit.record_incarnation(self.store, incarnation)
         elif commit.record_line(self.store, incarnation, self._remembered()) is None:
@@ -258,7 +296,7 @@ class Persister:
             with contextlib.suppress(HoldfastError):  # the sweeper removes it later
                 self.store.remove_tree(directory(job.generation, job.directory))
 
-    def _catalogue(self, published: Generation) -> Catalogue:
+    def _catalogue(self, published: Generation, *, is_known: bool = False) -> Catalogue:
         """Read the root; of a bucket what is new since the last publication, for there every
         manifest is a request. Of a directory all is read, so that damage is noticed.
 
@@ -270,19 +308,24 @@ class Persister:
         known = tuple(m for m in self._known.manifests if m.generation != published)
         if self._published is not None and self._published.generation == published:
             known += (self._published,)
-        self._known = catalogue(self.store, Catalogue(known))
+        records = self._known.incarnations if is_known else ()
+        known_ = Catalogue(known, records)
+        self._known = catalogue(self.store, known_, has_records=bool(records))
         return self._known
 
     def prune(self, published: Generation, *, is_newest: bool = True) -> None:
         """Apply the retention policy; an error here harms no checkpoint and is only reported."""
         self._images.parts.forget()
+        newest = {published} if is_newest else set[Generation]()
         try:
+            if settle_s(self.store):
+                self._prune_bucket(published, newest)
+                return
             found = self._catalogue(published)
             if mend(self.store, found):  # a keeper was killed while it pruned
                 found = self._catalogue(published)
-            self._sweeper.know(path for one in found.manifests for path in one.directories)
             gone = set()
-            for generation in self._condemned(found, {published} if is_newest else set()):
+            for generation in self._condemned(found, newest | pinned(self.store)):
                 if generation in self._sweeper.leases.generations():  # at a later publication
                     continue
                 if commit.withdraw(self.store, generation):
@@ -295,16 +338,42 @@ class Persister:
         except Exception as error:  # the next attempt must be made durable, whatever the error is
             self._tell_broke(published, f"published, but pruning failed: {error}")
 
+    def _prune_bucket(self, published: Generation, newest: set[Generation]) -> None:
+        """Apply the retention policy to a bucket: one list of each kind, and one removal of all."""
+        is_known = self._is_known()
+        self._holding = ""  # until all of this has succeeded
+        found = self._catalogue(published, is_known=is_known)
+        if not is_known and mend(self.store, found):  # a keeper was killed while it pruned
+            found = self._catalogue(published, is_known=False)
+        self._sweeper.know(path for one in found.manifests for path in one.directories)
+        pins, held = pinned(self.store), self._sweeper.leases.held()
+        read = {lease.generation for lease in held}
+        going = [one for one in self._condemned(found, newest | pins) if one not in read]
+        # What is only about to go still names its files: it may be pinned, or not go at all. An
+        # unreadable manifest may name files that appear unnamed.
+        due = [] if found.broken else self._sweeper.due(found.manifests, held, pins)
+        mine = self._mine.intersection(going)
+        data = {m.generation: seal(m) for m in found.manifests if m.generation in mine}
+        gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
+        self._sweeper.forget(due)
+        for generation in gone:
+            self._tell_pruned(generation, published)
+        self._mine.difference_update(gone)
+        stays = [m for m in found.manifests if m.generation not in gone]
+        self._known = replace(found, manifests=tuple(stays))
+        self._images.parts.learn(stays)
+        self._holding = holding(self.store)
+
     def _spared(self, found: Catalogue) -> set[Generation]:
         """Return what stays whatever the policy says."""
         return set()
 
-    def _condemned(self, found: Catalogue, newest: set[Generation]) -> list[Generation]:
+    def _condemned(self, found: Catalogue, kept: set[Generation]) -> list[Generation]:
         """Return the generations to prune: those the policy releases, and abandoned ones before the
         last.
         """
         lineage = found.lineage
-        spared = pinned(self.store) | self._spared(found) | newest
+        spared = kept | self._spared(found)
         condemned = list(self.keep.decide(lineage, spared, found.values_of(self.keep.by)))
         # Abandoned generations cannot be determined while a record is unreadable.
         if self.keep.last is not None and len(lineage) >= self.keep.last and not found.broken:

@@ -36,6 +36,7 @@ from holdfast.errors import (
     HoldfastError,
     NewerFormat,
     NotFound,
+    RootBusy,
     StorageError,
     UsageError,
 )
@@ -59,6 +60,7 @@ from holdfast.maintenance.good_bytes import (
     table_in,
     write_good,
 )
+from holdfast.maintenance.leased_roots import gone_since, leased, pruned_text
 from holdfast.persist.pins import read_pins
 from holdfast.protocol.image_plan import plan_rank
 from holdfast.storage.base import Store
@@ -146,7 +148,8 @@ def plan_repair(
     """Reads every block of the ``wanted`` checkpoints (None: all); what is damaged is looked for in
     ``sources``, in the pins, and in every other file of these roots.
     """
-    return _survey(store, sources, wanted, progress)[0]
+    with leased([store, *sources]) as known:
+        return _survey(store, sources, known, wanted, progress)[0]
 
 
 def repair(
@@ -157,23 +160,40 @@ def repair(
 ) -> tuple[RepairPlan, RepairReport]:
     """Mends under the root's lock all that can be mended; returns what was found and what was done.
 
-    Stopped anywhere, each file is the damaged one or the mended one.
+    Stopped anywhere, each file is the damaged one or the mended one. RootBusy when a source is
+    pruned so fast that what is damaged cannot be told: then nothing is mended.
     """
     _require_one_run(store, sources)
-    with store.lock(LOCK, "holdfast repair"):
-        plan, elsewhere = _survey(store, sources, wanted, progress)
-        return plan, _Repair(store, sources, plan, elsewhere).run()
+    with store.lock(LOCK, "holdfast repair"), leased(sources) as others:
+        known = [(store, catalogue(store)), *others]
+        plan, elsewhere = _survey(store, sources, known, wanted, progress)
+        report = _Repair(store, sources, plan, elsewhere).run()
+        gone = [pruned_text(place, there) for place, there in known if gone_since(place, there)]
+        failed = {path: " ".join([reason, *gone]) for path, reason in report.failed.items()}
+        return plan, replace(report, failed=failed)
+
+
+def _require_unpruned(
+    store: Store, roots: Iterable[tuple[Store, Catalogue]], damages: Iterable[Damage]
+) -> None:
+    """Raises RootBusy where damage was found that may be none: a file was pruned, or its copy."""
+    damages = list(damages)
+    is_lost = not all(damage.is_mendable for damage in damages)
+    for place, there in roots:
+        if damages and (is_lost or place is store) and gone_since(place, there):
+            raise RootBusy(pruned_text(place, there) + " Nothing was mended.", name=LOCK)
 
 
 def _survey(
     store: Store,
     sources: Sequence[Store],
+    roots: Sequence[tuple[Store, Catalogue]],
     wanted: Collection[Generation] | None,
     progress: Progress,
 ) -> tuple[RepairPlan, _Elsewhere]:
+    """``roots``: the root itself, and the sources, as they were read."""
     run_id = _require_one_run(store, sources)
-    found, others = catalogue(store), [catalogue(source) for source in sources]
-    roots = list(zip((store, *sources), (found, *others), strict=True))
+    found, *others = [known for _, known in roots]
     for place, path in ((place, path) for place, known in roots for path, _ in known.broken):
         _try_read(place, path)  # an outage is no damage
     _refuse_forks(store, found, sources, others)
@@ -192,6 +212,7 @@ def _survey(
     bad = {one.path for one in damages if not one.is_mendable} | search.unread.keys()
     documents += [replace(one, lacks=_named_in(one.manifest, bad)) for one in broken]
     unread = tuple(search.unread.items())
+    _require_unpruned(store, roots, [*documents, *files])
     return RepairPlan(tuple(documents), tuple(files), len(manifests), unread), elsewhere
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -33,15 +34,17 @@ from holdfast.errors import (
     NotFound,
     StorageError,
 )
-from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, seal
+from holdfast.format.manifest import Generation, Incarnation, Lease, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
-from holdfast.leases import LeaseWatch
+from holdfast.leases import LeaseWatch, leased_paths
 from holdfast.persist.pins import pinned, pinned_alone
-from holdfast.storage.base import Store, settle_s, unfinished
+from holdfast.storage.base import Store, remove_all, settle_s, unfinished
 from holdfast.storage.files import may_be_same
 
 #: Publications from when nothing names a file until it is removed: readers finish meanwhile.
 SWEPT_AFTER = 2
+#: Directories of a bucket that one publication removes: as many as one adds.
+_AT_ONCE = 2
 _IS_LAYOUT = re.compile(r"[0-9a-f]+\.json").fullmatch
 
 
@@ -206,15 +209,27 @@ def withdraw(store: Store, generation: Generation) -> bool:
     Its images are removed when they are swept. The order of the steps is what makes ``pin`` safe
     without a lock: see ``holdfast.persist.pins``.
     """
-    path = manifest_path(generation)
     if generation in pinned(store):
         return False
-    data = store.read(path)
-    store.remove(path)
-    if generation in pinned(store):
-        store.publish(path, data)
-        return False
-    return True
+    return bool(remove_unpinned(store, [generation], ()))
+
+
+def remove_unpinned(
+    store: Store,
+    generations: Sequence[Generation],
+    trees: Sequence[str],
+    known: Mapping[Generation, bytes] = MappingProxyType({}),
+) -> list[Generation]:
+    """Removes manifests that no pin held just now, and directories that nothing names; returns
+    those that are removed: what was pinned meanwhile is published back. ``known``: bytes of
+    manifests that need not be read for that.
+    """
+    data = {g: known.get(g) or store.read(manifest_path(g)) for g in generations}
+    remove_all(store, [manifest_path(generation) for generation in generations], trees)
+    held = pinned(store) if generations else frozenset[Generation]()
+    for generation in held.intersection(generations):
+        store.publish(manifest_path(generation), data[generation])
+    return [generation for generation in generations if generation not in held]
 
 
 def unnamed_directories(
@@ -229,7 +244,17 @@ def unnamed_directories(
     named = {directory for manifest in manifests for directory in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)
-    return [*(path for path in below if path not in named), *begun]
+    unnamed = (path for path in below if path not in named)
+    # The lists of a bucket may lag: what was removed a moment ago is no leftover.
+    there = (path for path in unnamed if not settle_s(store) or _is_there(store, path))
+    return [*there, *begun]
+
+
+def _is_there(store: Store, path: str) -> bool:
+    """True if there is an object of this name or below it, or one that was begun."""
+    if store.exists(path) or any(f"{one}/".startswith(f"{path}/") for one in unfinished(store)):
+        return True
+    return any(_is_there(store, f"{path}/{name}") for name in store.list(path))
 
 
 def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
@@ -281,25 +306,49 @@ class Sweeper:
         paths.
         """
         manifests = list(manifests)
-        settle = settle_s(self.store)
-        layouts = [] if settle else unnamed_layouts(self.store, manifests)
-        # In a bucket it was ``withdraw`` that took the manifest, which asked for pins.
-        directories = unnamed_directories(self.store, manifests, with_pins=not settle)
-        unnamed = [*directories, *layouts]
-        if settle:
-            unnamed = [path for path in unnamed if path in self._known]
-        held = self.leases.paths() if unnamed else ()  # after their manifests were removed
-        unnamed = [path for path in unnamed if path not in held]
-        self.seen = {path: self.seen.get(path, -1) + 1 for path in unnamed}
-        now_s = self.clock()
+        if settle_s(self.store):
+            removed = self.due(manifests, self.leases.held(), pinned(self.store))
+            remove_all(self.store, [], removed)
+            self.forget(removed)
+            return removed
+        layouts = unnamed_layouts(self.store, manifests)
+        unnamed = [*unnamed_directories(self.store, manifests), *layouts]
+        # Asked after their manifests were removed.
+        removed = self._due(unnamed, self.leases.paths() if unnamed else ())
+        for path in removed:
+            remove = self.store.remove if path in layouts else self.store.remove_tree
+            remove(path)
+            self.forget([path])
+        return removed
+
+    def due(
+        self, manifests: Iterable[Manifest], held: Iterable[Lease], pins: Collection[Generation]
+    ) -> list[str]:
+        """Returns directories of a bucket to be removed now, few at a time: of those it was told
+        of, because a list of all is long. ``held`` and ``pins``: as they are now.
+        """
+        manifests = list(manifests)
+        named = {directory for manifest in manifests for directory in manifest.directories}
+        due = self._due(sorted(self._known - named), leased_paths(held))
+        if due:  # what a pin names is never removed, though its manifest is gone
+            alone = pinned_alone(self.store, manifests, pins)
+            spared = {directory for manifest in alone for directory in manifest.directories}
+            due = [path for path in due if path not in spared]
+        return due[:_AT_ONCE]
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Drops what is known of paths that were removed, or never written to."""
+        for path in paths:
+            self.seen.pop(path, None)
+            self._known.discard(path)
+
+    def _due(self, unnamed: Iterable[str], held: Collection[str]) -> list[str]:
+        free = [path for path in unnamed if path not in held]
+        self.seen = {path: self.seen.get(path, -1) + 1 for path in free}
+        now_s, settle = self.clock(), settle_s(self.store)
         self._since_s = {path: self._since_s.get(path, now_s) for path in self.seen}
-        removed = [
+        return [
             path
             for path, times in self.seen.items()
             if times >= self.after and now_s - self._since_s[path] >= settle
         ]
-        for path in removed:
-            remove = self.store.remove if path in layouts else self.store.remove_tree
-            remove(path)
-            del self.seen[path]
-        return removed

@@ -28,7 +28,7 @@ interleaves both sides at every step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -139,12 +139,14 @@ def mendable(store: Store, found: Catalogue) -> list[tuple[Manifest, bytes]]:
     ]
 
 
-def pinned_alone(store: Store, manifests: Iterable[Manifest]) -> list[Manifest]:
+def pinned_alone(
+    store: Store, manifests: Iterable[Manifest], pins: Collection[Generation] | None = None
+) -> list[Manifest]:
     """Returns the manifests that pins hold of checkpoints that are not among ``manifests``: what
-    they name stays, so that a repair can bring the rest back.
+    they name stays, so that a repair can bring the rest back. ``pins``: those there are now.
     """
-    held = []
-    for generation in sorted(pinned(store) - {manifest.generation for manifest in manifests}):
+    held, pins = [], pinned(store) if pins is None else pins
+    for generation in sorted(set(pins) - {manifest.generation for manifest in manifests}):
         try:
             manifest = _copied(read_document(store, Pin, pin_path(generation)))
         except (NotFound, FormatError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.catalogue import (
     COPIES,
@@ -30,7 +30,7 @@ from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, mendable, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, is_link, unfinished
+from holdfast.storage.base import Store, is_link, unfinished, unsettled_s
 
 _NUMBER = "(?:0|[1-9][0-9]{0,15})"
 _GENERATION = f"{_NUMBER}-{_NUMBER}"
@@ -69,6 +69,8 @@ class Removal:
     layouts: tuple[Leftover, ...]
     parts: tuple[Leftover, ...] = ()
     others: tuple[Leftover, ...] = ()
+    waits_s: float = field(default=0.0, compare=False)
+    """Seconds for which nothing was removed for being unnamed: a request to name it may land."""
 
     @property
     def size_bytes(self) -> int:
@@ -140,7 +142,11 @@ def remove(
 
     A checkpoint pinned or read since the plan was made stays. Stopped anywhere, every remaining
     manifest is whole, and the next call removes the rest.
+
+    In a bucket a request of whoever had the lock before may land late, and name directories and
+    layouts that are unnamed now: until none can any more, these stay (``waits_s``).
     """
+    waits_s = unsettled_s(store)
     leases = leases or LeaseWatch(store)
     mend(store, catalogue(store))
     gone = tuple(
@@ -151,6 +157,7 @@ def remove(
     # Read again: only files that are unnamed now, and were in the plan, are swept.
     left = _readable(store).manifests
     planned = {one.path for one in (*removal.directories, *removal.layouts)} | _directories(gone)
+    planned = set() if waits_s else planned
     held = leases.paths()  # after the manifests were removed: see holdfast.leases
     unnamed = commit.unnamed_directories(store, left)
     directories = [p for p in unnamed if p in planned and p not in held]
@@ -170,6 +177,7 @@ def remove(
         tuple(one for one in removal.layouts if one.path in layouts),
         tuple(one for one in removal.parts if one.path in directories),
         others,
+        waits_s,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -17,7 +18,7 @@ from holdfast.storage.azure_account import account
 from holdfast.storage.bucket import SETTLE_S, Bucket, Outcome, Part, Signed, Upload, with_
 from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer
-from holdfast.storage.listings import decoded_percent, escaped, next_marker, parsed, text_of
+from holdfast.storage.listings import age_s, decoded_percent, escaped, next_marker, parsed, text_of
 from holdfast.storage.signing import encoded_path
 from holdfast.storage.wrap import Patience
 
@@ -124,13 +125,23 @@ class AzureContainer(Bucket):
                 for one in page.iter(tag):
                     yield _name(one)[len(prefix) :].rstrip("/")
 
+    def youngest_s(self, prefix: str) -> float:
+        found = math.inf
+        for page, answer in self._answers({"prefix": prefix}):
+            for one in page.iter("Last-Modified"):
+                found = min(found, age_s(one.text or "", answer.header("date")))
+        return found
+
     def _pages(self, asked: Mapping[str, str]) -> Iterator[xml.Element]:
+        return (page for page, _ in self._answers(asked))
+
+    def _answers(self, asked: Mapping[str, str]) -> Iterator[tuple[xml.Element, Outcome]]:
         query = {"restype": "container", "comp": "list", **asked}
         while True:
             outcome = self.send("GET", "", query=query)
             self.require(outcome, "list", asked["prefix"])
             page = _parsed(outcome.body, "EnumerationResults")
-            yield page
+            yield page, outcome
             marker = next_marker(page, query.get("marker", ""))
             if not marker:
                 return

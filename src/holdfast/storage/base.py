@@ -11,7 +11,7 @@ import enum
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol
@@ -157,9 +157,37 @@ def settle_s(store: Store) -> float:
     return float(getattr(store, "settle_s", 0.0))
 
 
+def unsettled_s(store: Store) -> float:
+    """Returns for how many seconds a request may still land that the holder of the root's lock
+    cannot know of; 0 for a directory. Until then nothing is removed for being unnamed.
+    """
+    found = getattr(store, "unsettled_s", None)
+    return 0.0 if found is None else float(found())
+
+
 def is_lost(lock: Lock) -> bool:
     """Returns True for a lock that another has taken over, as happens to that of a bucket."""
     return bool(getattr(lock, "is_lost", False))
+
+
+def holding(store: Store) -> str:
+    """Returns what tells this holding of a bucket's lock from every other: what the holder has
+    seen or written under it, no other has changed. "" where that is not known.
+    """
+    found = getattr(store, "holding", None)
+    return "" if found is None else str(found())
+
+
+def remove_all(store: Store, files: Sequence[str], trees: Sequence[str]) -> None:
+    """Removes files and all below directories; together, where a store can."""
+    found = getattr(store, "remove_all", None)
+    if found is not None:
+        found(files, trees)
+        return
+    for path in files:
+        store.remove(path)
+    for path in trees:
+        store.remove_tree(path)
 
 
 def resume(store: Store, above: str, start: str) -> str:

@@ -8,7 +8,9 @@ reading back.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,6 +126,8 @@ class Bucket(ABC):
         self._rate = RateLimit(bytes_per_second(RATE_VARIABLE, os.environ.get(RATE_VARIABLE, "")))
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
+        self.unanswered_s = -math.inf
+        """When the last try of a change was made that may have its effect later."""
 
     # What is a cloud's own.
 
@@ -165,6 +169,12 @@ class Bucket(ABC):
     @abstractmethod
     def names(self, prefix: str) -> Iterator[str]:
         """Yields what follows ``prefix``, up to the next "/", of every key."""
+
+    @abstractmethod
+    def youngest_s(self, prefix: str) -> float:
+        """Returns how long ago the newest object below ``prefix`` was written, by the server's own
+        clock; infinity where there is none, 0 where it does not say so.
+        """
 
     @abstractmethod
     def begin_upload(self, key: str) -> str:
@@ -259,6 +269,8 @@ class Bucket(ABC):
             self._rate.wait(size_bytes)
             last, may_have_effect = self._try(kind, method, key, query, headers, body, into)
             is_first = is_first and not may_have_effect
+            if may_have_effect and method not in ("GET", "HEAD"):
+                self.unanswered_s = time.monotonic()
             if not is_renewed and self._is_expired(last):
                 self._renew_credentials()
                 is_renewed = True

@@ -2,8 +2,8 @@
 
 A lease is taken over only when it did not change for ``take_over_s`` on the taker's own clock, or
 when its process is known to be dead; its owner stops by its own clock well before. These clocks go
-on while a machine is suspended; none of another machine is compared. See
-docs/design/0017-buckets.md.
+on while a machine is suspended; none of another machine is compared. What a server says of its own
+times is compared with what it says of its own. See docs/design/0017-buckets.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import secrets
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 
 from holdfast.errors import RootBusy, StorageError
 from holdfast.events import Warned, emit
 from holdfast.storage.base import root_busy
-from holdfast.storage.bucket import Bucket
+from holdfast.storage.bucket import Bucket, Outcome
 
 ONE_WRITER = "HOLDFAST_BUCKET_ONE_WRITER"
 _MAX_BYTES = 8192
@@ -45,26 +47,62 @@ class LeaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a lease object says. An empty nonce: it is free."""
+    """What a lease object says. An empty nonce: it is free.
+
+    ``pending_s``: for how long, from when it was written, a request of an earlier holder may land.
+    ``is_alone``: every holder of these is known to have ended.
+    """
 
     owner: str = ""
     nonce: str = ""
     process: str = ""
     beat: int = 0
+    pending_s: float = 0.0
+    is_alone: bool = True
 
     def data(self) -> bytes:
-        return json.dumps(
-            {"owner": self.owner, "nonce": self.nonce, "process": self.process, "beat": self.beat}
-        ).encode()
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def is_by_hand(self) -> bool:
+        """True if a person freed it, while its holder may have been about to change something."""
+        return not self.nonce and self.process == _BY_HAND
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its holder released it, or is known to have ended."""
+        return not self.is_by_hand and (not self.nonce or is_dead(self.process))
+
+    def left_s(self, quiet_s: float, settle_s: float) -> float:
+        """Returns for how long requests may still land, ``quiet_s`` after it was written; one that
+        nobody answered may for ``settle_s``.
+        """
+        is_released = not self.nonce and not self.is_by_hand
+        return max(0.0, (self.pending_s if is_released else settle_s) - quiet_s)
 
 
-def _parsed(data: bytes) -> _Written:
+def _parsed(data: bytes, settle_s: float) -> _Written:
     try:
         found = json.loads(data[:_MAX_BYTES])
         owner, nonce, process = (str(found.get(key, "")) for key in ("owner", "nonce", "process"))
-        return _Written(owner, nonce, process, int(found.get("beat", 0)))
-    except (ValueError, AttributeError, TypeError):
+        pending_s = min(settle_s, max(0.0, float(found.get("pending_s", 0.0))))
+        is_alone = found.get("is_alone", True) is True
+        return _Written(owner, nonce, process, int(found.get("beat", 0)), pending_s, is_alone)
+    except (ValueError, AttributeError, TypeError, OverflowError):
         return _Written("somebody whose lease cannot be read", "?")
+
+
+def _quiet_s(found: Outcome) -> float:
+    """Returns for how long an object did not change, all by the server's clock; 0 where it does not
+    say so.
+    """
+    try:
+        now = parsedate_to_datetime(found.header("date"))
+        return max(
+            0.0, (now - parsedate_to_datetime(found.header("last-modified"))).total_seconds()
+        )
+    except (ValueError, TypeError):
+        return 0.0
 
 
 class ObjectLease:
@@ -73,8 +111,6 @@ class ObjectLease:
     def __init__(
         self, bucket: Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
         times: LeaseTimes,
-        *,
-        is_alone: bool = True,
     ) -> None:  # fmt: skip
         self._bucket, self.key, self.name = bucket, key, name
         self._said, self._etag, self._renewed_s = said, etag, begun_s
@@ -83,8 +119,9 @@ class ObjectLease:
         self._ended = threading.Event()
         self._turn = threading.Lock()
         self._taken_by: str | None = None
-        self.is_alone = is_alone
-        """True if the holder before is known to have ended: nothing of it is under way."""
+        self._settled_s = begun_s + said.pending_s
+        self.unanswered_s: Callable[[], float] = lambda: 0.0
+        """Returns for how long a request of this holder may land that nobody answered."""
         arguments = weakref.ref(self), self._ended, times.renew_s
         self._thread = threading.Thread(
             target=_keep_renewing, args=arguments, name="holdfast-root-lease", daemon=True
@@ -95,6 +132,16 @@ class ObjectLease:
     def nonce(self) -> str:
         """Tells this holding from every other."""
         return self._said.nonce
+
+    @property
+    def is_alone(self) -> bool:
+        """True if every holder before is known to have ended: none goes on with what it began."""
+        return self._said.is_alone or not self.unsettled_s
+
+    @property
+    def unsettled_s(self) -> float:
+        """For how long a request of an earlier holder may still land."""
+        return max(0.0, self._settled_s - _now_s())
 
     @property
     def is_held(self) -> bool:
@@ -146,9 +193,7 @@ class ObjectLease:
             if not self.is_held or self._taken_by is not None:
                 return
             begun_s = _now_s()
-            said = _Written(
-                self._said.owner, self._said.nonce, self._said.process, self._said.beat + 1
-            )
+            said = replace(self._said, beat=self._said.beat + 1, pending_s=self.unsettled_s)
             try:
                 outcome = self._bucket.put(self.key, [said.data()], if_match=self._etag)
                 if outcome.is_done:
@@ -164,7 +209,7 @@ class ObjectLease:
         found = self._bucket.get(self.key)
         if not found.is_done and found.status != 404:
             return
-        there = _parsed(found.body) if found.is_done else _Written()
+        there = _parsed(found.body, self._bucket.settle_s) if found.is_done else _Written()
         if there.nonce == self._said.nonce:
             self._said, self._etag, self._renewed_s = there, found.header("etag"), begun_s
         else:
@@ -186,8 +231,10 @@ class ObjectLease:
         self._ended.set()
         with self._turn:
             if self._taken_by is None:
+                pending_s = max(self.unsettled_s, self.unanswered_s())
+                free = _Written(pending_s=pending_s, is_alone=self.is_alone)
                 with contextlib.suppress(StorageError):  # it ends by itself
-                    self._bucket.put(self.key, [_Written().data()], if_match=self._etag)
+                    self._bucket.put(self.key, [free.data()], if_match=self._etag)
         if self._thread is not threading.current_thread():
             self._thread.join(self._times.renew_s)
 
@@ -226,28 +273,31 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
     has the lease, that is watched for as long as a take-over needs.
     """
     said = _Written(owner, secrets.token_hex(16), process_name())
-    watched, since_s, begun_s, is_alone = "", _now_s(), _now_s(), True
+    watched, since_s, begun_s = "", _now_s(), _now_s()
     outcome = bucket.put(key, [said.data()], if_none=True)
     while True:
         if outcome.is_done:
-            etag = outcome.header("etag")
-            return ObjectLease(bucket, key, name, said, etag, begun_s, times, is_alone=is_alone)
+            return ObjectLease(bucket, key, name, said, outcome.header("etag"), begun_s, times)
         if outcome.status not in (0, 412):
             bucket.require(outcome, "lock", name)
         found = bucket.get(key)
         bucket.require(found, "lock", name)
-        there, etag = _parsed(found.body), found.header("etag")
+        there, etag = _parsed(found.body, bucket.settle_s), found.header("etag")
         if there.nonce == said.nonce:  # the answer to our own request was lost
-            return ObjectLease(bucket, key, name, said, etag, begun_s, times, is_alone=is_alone)
+            return ObjectLease(bucket, key, name, there, etag, begun_s, times)
         if watched and there.nonce and etag != watched:
             raise _busy(name, bucket.url, there.owner)
         if not watched:
             watched, since_s = etag, _now_s()
         is_over = _now_s() - since_s >= times.take_over_s
-        is_by_hand = not there.nonce and there.process == _BY_HAND
-        has_ended = not is_by_hand and (not there.nonce or is_dead(there.process))
-        if has_ended or is_by_hand or is_over:
-            watched, begun_s, is_alone = "", _now_s(), has_ended
+        if there.has_ended or there.is_by_hand or is_over:
+            watched, begun_s = "", _now_s()
+            quiet_s = _quiet_s(found)
+            is_settled = there.is_alone or there.pending_s <= quiet_s
+            is_alone = there.has_ended and is_settled
+            said = replace(
+                said, pending_s=there.left_s(quiet_s, bucket.settle_s), is_alone=is_alone
+            )
             outcome = bucket.put(key, [said.data()], if_match=etag)
         else:
             time.sleep(min(1.0, times.renew_s / 4))
@@ -277,7 +327,7 @@ class LeaseView:
         if found.status == 404:
             return None
         self._bucket.require(found, "look-up", self._name)
-        self._etag, there = found.header("etag"), _parsed(found.body)
+        self._etag, there = found.header("etag"), _parsed(found.body, self._bucket.settle_s)
         if not there.nonce:
             return None
         parts = there.process.split("/")

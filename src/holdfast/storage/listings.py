@@ -7,6 +7,8 @@ from __future__ import annotations
 import urllib.parse
 import xml.etree.ElementTree as xml
 from collections.abc import Mapping
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 
 from holdfast.errors import StorageError
 
@@ -50,6 +52,18 @@ def parsed(body: bytes, root: str = "") -> xml.Element:
 def text_of(element: xml.Element, name: str) -> str:
     """Returns the text of an element below this one; "" for none."""
     return element.findtext(name) or ""
+
+
+def age_s(made: str, now: str) -> float:
+    """Returns the seconds between the moment that a list gives and that of its answer; 0 where one
+    is none.
+    """
+    try:
+        if made.endswith("GMT"):
+            return (parsedate_to_datetime(now) - parsedate_to_datetime(made)).total_seconds()
+        return (parsedate_to_datetime(now) - datetime.fromisoformat(made)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
 
 
 def decoded(key: str) -> str:

@@ -8,7 +8,10 @@ See docs/invariants.md (1, 3) and docs/design/0017-buckets.md.
 from __future__ import annotations
 
 import os
+import re
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -25,7 +28,13 @@ from holdfast.storage.base import (
 )
 from holdfast.storage.bucket import Bucket, Outcome
 from holdfast.storage.files import ROOT_FILE
-from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, LeaseView, ObjectLease, take_lease
+from holdfast.storage.lease_lock import (
+    ONE_WRITER,
+    LeaseTimes,
+    LeaseView,
+    ObjectLease,
+    take_lease,
+)
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.providers import open_bucket
 from holdfast.storage.removals import Removals
@@ -37,6 +46,10 @@ _PIECE_BYTES = 16 << 20
 _READERS = 4
 #: The letters at the end of a directory's name that tell one write of an attempt from another.
 _RANDOM = 6
+#: Directories whose names end in random letters: nobody has an object of such a name.
+_RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
+#: What a run writes below its root while it saves.
+_WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
 
 
 class ObjectStore:
@@ -304,14 +317,28 @@ class ObjectStore:
 
     def remove(self, path: str) -> None:
         self._key(path)
-        self._may_change()
-        self._removals.remove(path, is_tree=False, lease=self._lease())
+        self.remove_all([path], [])
 
     def remove_tree(self, prefix: str) -> None:
-        check_path(prefix)
+        self.remove_all([], [prefix])
+
+    def remove_all(self, files: Sequence[str], trees: Sequence[str]) -> None:
+        """Removes objects and all below directories, by few requests for all of them."""
+        for path in (*files, *trees):
+            check_path(path)
+        if not files and not trees:
+            return
         self._may_change()
-        self._removals.remove(prefix, is_tree=True, lease=self._lease())
-        self._uploads = None
+        self._removals.remove(files, trees, self._lease())
+        if trees and self._uploads is not None:
+            below = tuple(f"{self._below}{path}/" for path in trees)
+            there = (key for key in self._uploads if not f"{key}/".startswith(below))
+            self._uploads = frozenset(there)
+
+    def holding(self) -> str:
+        """Returns what tells this holding of the root's lock from every other; "" for none."""
+        lease = self._lease()
+        return "" if lease is None or lease.is_lost else lease.nonce
 
     def lock(self, name: str, owner: str) -> Lock:
         key = self._lock_key(name)
@@ -326,6 +353,7 @@ class ObjectStore:
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
         lease = take_lease(bucket, key, name, owner, times)
+        lease.unanswered_s = self._unanswered_s
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
@@ -334,6 +362,22 @@ class ObjectStore:
             lease.release()
             raise
         return lease
+
+    def _unanswered_s(self) -> float:
+        """Returns for how long a request of this process may land whose end is not known."""
+        return max(0.0, self._bucket.unanswered_s + self.settle_s - time.monotonic())
+
+    def unsettled_s(self) -> float:
+        """Returns for how long a request may land that the holder of the lock knows nothing of: of
+        holders before it, or of the one that a root without a lease is told to have.
+        """
+        lease = self._lease()
+        if lease is not None:
+            return lease.unsettled_s
+        if not os.environ.get(ONE_WRITER):
+            return 0.0
+        ages = (self._bucket.youngest_s(f"{self._below}{above}/") for above in _WRITTEN)
+        return max(0.0, self.settle_s - min(ages))
 
     def view_lock(self, name: str) -> LeaseView:
         """Returns the lock as others see it; takes nothing."""
@@ -361,7 +405,7 @@ class ObjectStore:
         parts = path.split("/")
         for depth in range(1, len(parts)):
             above = "/".join(parts[:depth])
-            if above in self._no_files:
+            if above in self._no_files or _RANDOM_NAME.fullmatch(above):
                 continue
             if self.exists(above):
                 raise StorageError(

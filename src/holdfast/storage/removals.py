@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
+from collections.abc import Sequence
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.storage.base import check_path
@@ -30,25 +32,26 @@ class Removals:
         self._lock = threading.Lock()
         self._count = 0
 
-    def remove(self, path: str, *, is_tree: bool, lease: ObjectLease | None) -> None:
-        """Removes an object, or everything below a directory. Without a lease nothing is announced:
+    def remove(self, files: Sequence[str], trees: Sequence[str], lease: ObjectLease | None) -> None:
+        """Removes objects, and everything below directories. Without a lease nothing is announced:
         what is removed then is the caller's own.
         """
         if lease is None:
-            self._remove(path, is_tree)
+            self._remove(files, trees)
             return
         with self._lock:
             self._count += 1
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
-        said = json.dumps({"path": path, "is_tree": is_tree}).encode()
-        self._bucket.require(self._bucket.put(key, [said]), "removal", path)
+        said = json.dumps({"files": list(files), "trees": list(trees)}).encode()
+        what = [*files, *trees][0]
+        self._bucket.require(self._bucket.put(key, [said]), "removal", what)
         try:
             lease.require_renewed()
         except HoldfastError:  # nothing was removed, and nobody shall do it later
             with contextlib.suppress(HoldfastError):
                 self._bucket.delete(key)
             raise
-        self._remove(path, is_tree)
+        self._remove(files, trees)
         with contextlib.suppress(HoldfastError):  # it is done again by the next holder
             self._bucket.delete(key)
 
@@ -62,9 +65,10 @@ class Removals:
             lease.require_renewed()
             with contextlib.suppress(ValueError, KeyError, TypeError, UsageError):
                 said = json.loads(found.body)
-                path = check_path(said["path"])
-                if not self._is_pinned(path):
-                    self._remove(path, bool(said["is_tree"]))
+                if "path" in said:  # as an earlier version said it
+                    said = {"files": [], "trees": [], _kind(said): [said["path"]]}
+                files, trees = ([check_path(one) for one in said[k]] for k in ("files", "trees"))
+                self._remove([path for path in files if not self._is_pinned(path)], trees)
             self._bucket.require(self._bucket.delete(key), "removal", key)
 
     def _is_pinned(self, path: str) -> bool:
@@ -79,17 +83,24 @@ class Removals:
     def _of(self, lease: ObjectLease) -> str:
         return f"{self._below}{_ANNOUNCED}/{lease.name}/"
 
-    def _remove(self, path: str, is_tree: bool) -> None:
-        key = self._below + path
-        if not is_tree:
-            self._bucket.require(self._bucket.delete(key), "removal", path)
-            return
-        begun = self._bucket.uploads(key)
-        for upload in (one for one in begun if f"{one.key}/".startswith(key + "/")):
+    def _remove(self, files: Sequence[str], trees: Sequence[str]) -> None:
+        keys, above = ([self._below + path for path in paths] for paths in (files, trees))
+        below = tuple(f"{key}/" for key in above)
+        begun = self._bucket.uploads(os.path.commonpath(above)) if above else []
+        for upload in (one for one in begun if f"{one.key}/".startswith(below)):
             outcome = self._bucket.abort_upload(upload.key, upload.id)
             if outcome.status != 404:
-                self._bucket.require(outcome, "removal", path)
-        self._bucket.delete_many(_with_directories(list(self._bucket.keys(key + "/")), key + "/"))
+                self._bucket.require(outcome, "removal", upload.key)
+        for key in above:
+            keys += _with_directories(list(self._bucket.keys(key + "/")), key + "/")
+        if len(keys) == 1 and files:
+            self._bucket.require(self._bucket.delete(keys[0]), "removal", files[0])
+        else:
+            self._bucket.delete_many(keys)
+
+
+def _kind(said: dict[str, object]) -> str:
+    return "trees" if said["is_tree"] else "files"
 
 
 def _with_directories(keys: list[str], above: str) -> list[str]:

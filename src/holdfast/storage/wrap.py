@@ -50,7 +50,8 @@ os.register_at_fork(after_in_child=_renew_all)
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long and how often a request is tried: pauses double from ``first_s`` to ``longest_s``,
-    each of a random length up to that, and none begins that would end after ``total_s``.
+    each of a random length up to that, and none begins that would end after ``total_s``. A request
+    that took all of that time at its first try is tried once more.
     """
 
     total_s: float = 120.0
@@ -69,7 +70,7 @@ class Patience:
         while True:
             yield number
             pause_s = longest_s * (0.5 + 0.5 * draw())
-            if clock() + pause_s > ends_s:
+            if clock() + pause_s > ends_s and (number > 1 or clock() <= ends_s):
                 return
             sleep(pause_s)
             longest_s, number = min(2 * longest_s, self.longest_s), number + 1

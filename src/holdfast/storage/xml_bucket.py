@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -9,7 +10,7 @@ from holdfast.errors import StorageError
 from holdfast.storage.bucket import Bucket, Outcome, Part, Upload
 from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer
-from holdfast.storage.listings import decoded, escaped, following_of, parsed, text_of
+from holdfast.storage.listings import age_s, decoded, escaped, following_of, parsed, text_of
 
 
 class XmlBucket(Bucket):
@@ -30,12 +31,22 @@ class XmlBucket(Bucket):
             for one in page.iter("CommonPrefixes"):
                 yield decoded(text_of(one, "Prefix"))[len(prefix) :].rstrip("/")
 
+    def youngest_s(self, prefix: str) -> float:
+        found = math.inf
+        for page, answer in self._answers({"list-type": "2", "prefix": prefix}):
+            for one in page.iter("Contents"):
+                found = min(found, age_s(text_of(one, "LastModified"), answer.header("date")))
+        return found
+
     def _pages(self, query: dict[str, str]) -> Iterator[xml.Element]:
+        return (page for page, _ in self._answers(query))
+
+    def _answers(self, query: dict[str, str]) -> Iterator[tuple[xml.Element, Outcome]]:
         while True:
             outcome = self.send("GET", "", query=query)
             self.require(outcome, "list", query["prefix"])
             page = parsed(outcome.body, "ListBucketResult")
-            yield page
+            yield page, outcome
             following = following_of(page, query, {"continuation-token": "NextContinuationToken"})
             if not following:
                 return

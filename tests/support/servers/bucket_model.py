@@ -5,10 +5,13 @@ Everything above single tries is the code that speaks to servers; only the way t
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import formatdate
 from typing import Any
 from urllib.parse import quote
 from xml.sax.saxutils import escape
@@ -23,6 +26,8 @@ from holdfast.storage.objects import ObjectStore
 from holdfast.storage.s3 import S3Bucket
 from holdfast.storage.wrap import Patience
 
+#: Years behind any machine that tests run on.
+_EPOCH_S = 1_000_000_000.0
 #: What happens to a request: done and answered; done, and the answer lost; lost, and done when
 #: ``land`` is called; never done; refused because the server is busy.
 FAULTS = ("lost", "late", "dropped", "busy")
@@ -39,7 +44,25 @@ class World:
     before: Callable[[], None] = lambda: None
     late: list[Callable[[], object]] = field(default_factory=list)
     ignores_conditions: bool = False
+    now_s: float = 0.0
+    """What the server's clock says, which is no other machine's."""
+    listed: list[str] | None = None
+    """The keys that lists show, where they lag behind; None: those there are."""
+    made_s: dict[str, float] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
+
+    def time_s(self) -> float:
+        """Returns what the server's clock says, in seconds since 1970."""
+        return _EPOCH_S + self.now_s
+
+    def date(self, key: str = "") -> str:
+        """Returns when the object was written, without a key the time now, as a header says it."""
+        return formatdate(self.made_s.get(key, _EPOCH_S) if key else self.time_s(), usegmt=True)
+
+    def keep(self, key: str, data: bytes) -> None:
+        """Has an object from now on."""
+        self.objects[key] = data
+        self.made_s[key] = self.time_s()
 
     def land(self) -> None:
         """Has late requests take their effect now."""
@@ -70,7 +93,7 @@ class World:
                 is_there = key in there or "if-match" not in headers
                 return Outcome(412, "PreconditionFailed") if is_there else Outcome(404, "NoSuchKey")
             if method == "PUT":
-                there[key] = data
+                self.keep(key, data)
                 return Outcome(200, headers={"etag": self.tag(key)})
             there.pop(key, None)
             return Outcome(204)
@@ -88,10 +111,11 @@ class World:
         return _tag(self.objects.get(key))
 
     def _content(self, key: str, range_: str, *, is_head: bool) -> Outcome:
-        return _content(self.objects[key], self.tag(key), range_, is_head=is_head)
+        made = self.date(key)
+        return _content(self.objects[key], self.tag(key), made, range_, is_head=is_head)
 
     def _list(self, query: Mapping[str, str]) -> Outcome:
-        prefix, found = query["prefix"], sorted(self.objects)
+        prefix, found = query["prefix"], self.listed or sorted(self.objects)
         keys = [key for key in found if key.startswith(prefix)]
         if "delimiter" in query:
             below = {key[len(prefix) :].partition("/") for key in keys}
@@ -103,8 +127,16 @@ class World:
             )
         else:
             above = ""
-        listed = "".join(f"<Contents><Key>{quote(key)}</Key></Contents>" for key in keys)
+        listed = "".join(
+            f"<Contents><Key>{quote(key)}</Key><LastModified>{self._made(key)}</LastModified>"
+            "</Contents>"
+            for key in keys
+        )
         return Outcome(200, body=_document("ListBucketResult", listed + above))
+
+    def _made(self, key: str) -> str:
+        made_s = self.made_s.get(key, _EPOCH_S)
+        return datetime.fromtimestamp(made_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
     def _upload(self, method: str, key: str, query: Mapping[str, str], data: bytes) -> Outcome:
         parts = self.parts
@@ -145,7 +177,7 @@ class World:
         if key in self.objects:
             return Outcome(412, "PreconditionFailed")
         found = self.parts.pop((key, upload))
-        self.objects[key] = b"".join(found[number] for number in sorted(found))
+        self.keep(key, b"".join(found[number] for number in sorted(found)))
         return Outcome(200, body=b"<R/>")
 
 
@@ -183,6 +215,8 @@ class ModelBucket(S3Bucket):
                 world.late.append(lambda: world.answer(method, key, query, headers, data))
                 return Outcome(0, "", "no answer"), True
             outcome = world.answer(method, key, query, headers, data)
+            date = {"date": world.date()}
+            outcome = dataclasses.replace(outcome, headers=dict(outcome.headers or {}) | date)
             if fault == "lost":
                 return Outcome(0, "", "no answer"), True
         if into is not None and outcome.is_done:
@@ -199,11 +233,11 @@ def _tag(data: bytes | None) -> str:
     return "" if data is None else f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
-def _content(data: bytes, tag: str, range_: str, *, is_head: bool) -> Outcome:
+def _content(data: bytes, tag: str, made: str, range_: str, *, is_head: bool) -> Outcome:
     headers = {
         "etag": tag,
         "content-length": str(len(data)),
-        "last-modified": "Mon, 23 Nov 2026 18:35:33 GMT",
+        "last-modified": made,
     }
     if not range_ or is_head:
         return Outcome(200, headers=headers, body=b"" if is_head else data)

@@ -41,6 +41,9 @@ class GoogleModel(World):
 
     generations: dict[str, tuple[bytes, int]] = field(default_factory=dict)
 
+    def time_s(self) -> float:
+        return time.time()
+
     def tag(self, key: str) -> str:
         """Returns the generation: a new one for each write."""
         data = self.objects.get(key)
@@ -100,7 +103,7 @@ class GoogleModel(World):
             if name not in self.objects or (generation and generation != self.tag(name)):
                 return Outcome(404, "NoSuchKey")
             pieces.append(self.objects[name])
-        self.objects[key] = bytes(bytearray(b"".join(pieces)))
+        self.keep(key, bytes(bytearray(b"".join(pieces))))
         return self._with_generation(Outcome(200, body=b"<ComposeResult/>"), key)
 
     def complete(self, key: str, upload: str, data: bytes) -> Outcome:
@@ -114,7 +117,7 @@ class GoogleModel(World):
         if any(len(part) < _LEAST_PART for part in whole[:-1]):
             return Outcome(400, "EntityTooSmall")
         del self.parts[key, upload]
-        self.objects[key] = bytes(bytearray(b"".join(whole)))
+        self.keep(key, bytes(bytearray(b"".join(whole))))
         tag = "CompleteMultipartUploadResult"
         return Outcome(200, body=f"<{tag}><Key>k</Key></{tag}>".encode())
 

@@ -1,0 +1,233 @@
+"""In a bucket nothing is removed that a request may still name, or that a pin names meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.catalogue import catalogue, manifest_path, pin_path
+from holdfast.errors import StorageError
+from holdfast.events import Event, PersistBroke, subscribe
+from holdfast.format.manifest import Generation, Incarnation, Pin, seal
+from holdfast.geometry.layout import Layout
+from holdfast.keeper.persister import Persister
+from holdfast.leases import LeaseWatch
+from holdfast.persist import commit
+from holdfast.persist.removal import Removal, plan, remove
+from holdfast.policy.when import Keep
+from holdfast.restore.reading.verify import verify
+from holdfast.storage.base import settle_s
+from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease
+from holdfast.storage.objects import ObjectStore
+from support.checkpoints.images import split_leaf
+from support.runs.keeper_jobs import job_of
+from support.servers.bucket_model import World, model_store
+
+TIMES = LeaseTimes(renew_s=0.1, stop_s=0.2, take_over_s=0.5)
+RECORD = Incarnation(run_id="r", n=1, nonce="n", parent=None, world=2, created_s=1.0)
+SPLIT = Layout(2, (split_leaf("w", "F32", (6, 2), 2),))
+OTHER = Layout(2, (split_leaf("v", "F32", (6, 2), 2),))
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def opened(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
+    """Opens the root as another process does."""
+    return lambda: model_store(world, monkeypatch, tries_s=0.02, lease=TIMES)
+
+
+def saved(store: ObjectStore, step: int, layout: Layout = OTHER) -> str | None:
+    """Makes one checkpoint durable, as a keeper does; returns why it failed."""
+    outcomes = list[str | None]()
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    persister.work_one(job_of(Generation(1, step), RECORD, layout=layout))
+    persister.stop()
+    return outcomes[0]
+
+
+def silent(store: ObjectStore) -> None:
+    """Its process renews its lease no more, and cannot be known to have ended."""
+    for lease in store._held:
+        lease._ended.set()
+        lease._thread.join()
+
+
+def pruned(store: ObjectStore) -> Removal:
+    """What `holdfast prune` does."""
+    with store.lock("writer", "pruner"):
+        leases = LeaseWatch(store)
+        return remove(store, plan(store, Keep(), abandoned=False, leases=leases), leases=leases)
+
+
+def require_whole(store: ObjectStore, steps: list[int]) -> None:
+    found = catalogue(store)
+    assert [manifest.step for manifest in found.manifests] == steps and not found.broken
+    for manifest in found.manifests:
+        assert not verify(store, manifest, deep=True).faults
+
+
+def saves_and_falls_silent(world: World, store: ObjectStore) -> None:
+    """One checkpoint is durable; the next one's manifest is sent, and lands later."""
+    commit.open_root(store, "r")
+    store.lock("writer", "the run")
+    assert saved(store, 1, SPLIT) is None
+    named = f"root/{manifest_path(Generation(1, 2))}"
+    world.fault = lambda kind, key: "late" if (kind, key) == ("PUT", named) else ""
+    assert saved(store, 2) is not None
+    world.fault = lambda kind, key: ""
+    world.late = world.late[:1]
+    silent(store)
+
+
+@pytest.mark.promise
+def test_prune_leaves_what_a_save_that_was_taken_over_is_about_to_name(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    saves_and_falls_silent(world, opened())
+    removal = pruned(opened())  # takes the lease over, because it is silent
+    assert removal.waits_s > settle_s(opened()) - 60
+    assert not removal.directories and not removal.layouts
+    again = pruned(opened())  # that the first pruner has ended says nothing of the run
+    assert again.waits_s > 0 and not again.directories
+    world.land()
+    require_whole(opened(), [1, 2])
+
+
+@pytest.mark.promise
+def test_what_nothing_can_name_any_more_goes_by_the_servers_clock_alone(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    saves_and_falls_silent(world, opened())
+    world.late.clear()
+    assert pruned(opened()).waits_s
+    world.now_s += settle_s(opened())
+    removal = pruned(opened())
+    assert removal.waits_s == 0
+    assert [len(found) for found in (removal.directories, removal.layouts)] == [1, 1]
+    require_whole(opened(), [1])
+
+
+def test_a_run_that_ended_with_all_its_requests_answered_leaves_nothing_to_wait_for(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store = opened()
+    commit.open_root(store, "r")
+    with store.lock("writer", "the run"):
+        store.publish("steps/1-9-a/live-00000.safetensors", b"unnamed")
+    removal = pruned(opened())
+    assert removal.waits_s == 0 and len(removal.directories) == 1
+    store = opened()
+    with store.lock("writer", "the run"):
+        world.fault = lambda kind, key: "dropped" if key == "root/name" else ""
+        with pytest.raises(StorageError):
+            store.publish("name", b"")
+        world.fault = lambda kind, key: ""
+    assert pruned(opened()).waits_s > 0
+
+
+@pytest.mark.promise
+def test_who_locks_a_root_after_a_silent_holder_is_not_alone_until_nothing_of_it_can_land(
+    opened: Callable[[], ObjectStore], world: World
+) -> None:
+    store = opened()
+    store.lock("writer", "silent")
+    silent(store)
+    is_alone = []
+    for _ in range(3):
+        with opened().lock("writer", "next") as lease:
+            assert isinstance(lease, ObjectLease)
+            is_alone.append(lease.is_alone)
+        world.now_s += settle_s(store) / 3
+    assert is_alone == [False] * 3
+    world.now_s += 60
+    with opened().lock("writer", "last") as lease:
+        assert isinstance(lease, ObjectLease) and lease.is_alone
+
+
+@pytest.mark.promise
+def test_without_a_lease_prune_leaves_all_that_is_unnamed_while_the_root_is_written_to(
+    world: World, opened: Callable[[], ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ONE_WRITER, "1")
+    store = opened()
+    commit.open_root(store, "r")
+    store.publish("steps/1-9-a/live-00000.safetensors", b"of a save that takes long")
+    world.now_s += settle_s(store)
+    store.publish("events/1.jsonl", b"{}")
+    assert pruned(opened()).waits_s == settle_s(store)
+    world.now_s += settle_s(store)
+    removal = pruned(opened())
+    assert removal.waits_s == 0 and len(removal.directories) == 1
+
+
+@pytest.mark.promise
+def test_lists_that_lag_and_manifests_that_come_back_stop_no_retention_and_are_no_leftovers(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store, outcomes, now = opened(), list[str | None](), [0.0]
+    commit.open_root(store, "r")
+    persister = Persister(store, Keep(last=2), lambda _, reason: outcomes.append(reason))
+    persister._sweeper.clock = lambda: now[0]
+    lease = store.lock("writer", "the run")
+    events: list[Event] = []
+    end = subscribe(lambda event, _: events.append(event))
+    before: list[list[str]] = []
+    for step in range(1, 12):
+        before.append(sorted(world.objects))
+        world.listed = before[max(0, step - 3)] if step > 3 else None
+        reborn = f"root/{manifest_path(Generation(1, 4))}"
+        if step == 4:
+            persister.work_one(job_of(Generation(1, 4), RECORD))
+            data = world.objects[reborn]
+        else:
+            if step == 9:  # a removal is undone behind our back
+                world.objects[reborn] = data
+            persister.work_one(job_of(Generation(1, step), RECORD))
+        now[0] += settle_s(store)
+    end()
+    persister.stop()
+    assert outcomes == [None] * 11
+    assert not [one for one in events if isinstance(one, PersistBroke)]
+    lease.release()
+    there = opened()
+    assert not catalogue(there).broken
+    world.listed = sorted({*before[-1], *before[-2], *before[-3], *world.objects})
+    leftovers = commit.unnamed_directories(there, catalogue(there).manifests)
+    assert all(any(f"root/{path}/" in key for key in world.objects) for path in leftovers)
+    world.listed = None
+    assert reborn not in world.objects
+    steps = [manifest.step for manifest in catalogue(there).manifests]
+    require_whole(there, steps)
+    assert steps[-2:] == [10, 11]
+
+
+@pytest.mark.promise
+def test_the_sweeper_of_a_bucket_looks_for_pins_before_it_removes(
+    opened: Callable[[], ObjectStore],
+) -> None:
+    store, now = opened(), [0.0]
+    commit.open_root(store, "r")
+    for step in (1, 2):
+        assert saved(store, step, SPLIT) is None
+    old, new = catalogue(store).manifests
+    data = store.read(manifest_path(old.generation))
+    sweeper = commit.Sweeper(store, clock=lambda: now[0])
+    sweeper.know(old.directories)
+    store.remove(manifest_path(old.generation))
+    for _ in range(3):
+        assert sweeper.sweep([new]) == []
+    now[0] += settle_s(store)
+    # A pin that another pruner, killed before it put the manifest back, was too late to see.
+    pin = Pin(run_id="r", incarnation=1, step=1, manifest=data.decode(), note="", created_s=1.0)
+    store.publish(pin_path(old.generation), seal(pin))
+    assert sweeper.sweep([new]) == []
+    store.publish(manifest_path(old.generation), data)
+    require_whole(store, [1, 2])
+    store.remove(pin_path(old.generation))
+    store.remove(manifest_path(old.generation))
+    assert sweeper.sweep([new]) == sorted(old.directories)
