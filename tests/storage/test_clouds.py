@@ -370,6 +370,7 @@ def test_an_upload_of_anothers_is_ended_and_the_object_of_its_name_stays(
     assert bucket.uploads(key) == [] and store.read("name") == b"data"
 
 
+@pytest.mark.promise
 def test_a_token_that_ends_in_the_middle_of_an_upload_is_renewed(
     google_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

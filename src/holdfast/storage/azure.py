@@ -30,7 +30,8 @@ _ADVICE = {
     "machine's clock.",
     "InvalidAuthenticationInfo": "Correct or renew the credentials.",
     "AuthorizationPermissionMismatch": f"{_RIGHT} (Storage Blob Data Contributor).",
-    "AuthorizationFailure": f"{_RIGHT}, and look whether the account's firewall lets this host in.",
+    "AuthorizationFailure": f"{_RIGHT}, and look whether the key is right and the account's "
+    "firewall lets this host in.",
     "AccountIsDisabled": "Look at the account: it is disabled.",
     "BlobImmutableDueToPolicy": "Take the policy of immutability off this container.",
     "401": "Correct or renew the credentials.",
@@ -226,7 +227,7 @@ def _parsed(body: bytes, root: str = "") -> xml.Element:
 def _message(body: bytes) -> str:
     """Returns the first line of an error's message: the others name the request."""
     try:
-        return text_of(_parsed(body), "Message").partition("\n")[0].strip()
+        return text_of(_parsed(body), "Message").partition("\n")[0].strip(" .\r")
     except StorageError:  # no answer of Azure's
         return ""
 
