@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ def test_devices_are_named_and_what_was_pinned_to_try_it_is_let_go(
     counts = known.counts()
     assert (counts["registered"], counts["unregistered"]) == (1, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_is_one_line_of_json_and_says_what_could_not_be_tried(
+    known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["-c", str(tmp_path / "missing")])
+    device_facts.main()
+    said = capsys.readouterr().out
+    assert "\n" not in said
+    found = json.loads(said)
+    assert found["devices"] == ["sim:0", "sim:1"]
+    assert "No such file" in found["pinning"]["reason"]
 
 
 def test_a_refusal_is_named_and_fails_nothing_that_follows(known: Any, tmp_path: Path) -> None:

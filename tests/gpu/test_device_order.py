@@ -173,6 +173,7 @@ def test_the_seam_asks_nothing_of_a_device_without_streams_or_of_none(
 ) -> None:
     there = torch.device(device, 0)
     assert devices._probe(there)
+    assert vendors.Vendor().make_own_stream(there).device == there
     monkeypatch.setattr(torch, "Stream", refuse)
     assert not devices._probe(there)
     with devices.work_beside(()):

@@ -15,12 +15,15 @@ from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.errors import CaptureOvertaken
 from holdfast.events import ImagePassed, Warned
 from holdfast.state.describe import Describer
+from support.project.devices import count_of_delays
 from support.runs.device_updates import AROUND, FENCED, UpdatedRun, captured, outcomes
 from support.runs.mishaps import listening
 
 pytestmark = pytest.mark.gpu
 
-SAVES = [4, pytest.param(1000, marks=pytest.mark.slow)]
+#: Over all profiles and seeds of delays of a run, where there are more.
+ALL_SAVES = 1000
+SAVES = [4, pytest.param(ALL_SAVES, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 #: The arena has room for no whole image of this width: it is passed through a ring.
 RING_WIDTH, RING_ARENA_BYTES = 1024, 14 << 20
 
@@ -30,8 +33,9 @@ RING_WIDTH, RING_ARENA_BYTES = 1024, 14 << 20
 @pytest.mark.parametrize("saves", SAVES)
 @pytest.mark.parametrize("way", FENCED)
 def test_a_fenced_update_neither_tears_a_save_nor_costs_one(
-    way: str, saves: int, tmp_path: Path, device: str
+    way: str, saves: int, tmp_path: Path, device: str, request: pytest.FixtureRequest
 ) -> None:
+    saves = share_of(saves, request.config)
     assert outcomes(UpdatedRun(device, way), tmp_path, saves) == {"right": saves}
 
 
@@ -40,10 +44,15 @@ def test_a_fenced_update_neither_tears_a_save_nor_costs_one(
 @pytest.mark.parametrize("saves", SAVES)
 @pytest.mark.parametrize("way", AROUND)
 def test_a_save_torn_by_an_update_around_the_fence_is_reported_and_never_loaded(
-    way: str, saves: int, tmp_path: Path, device: str
+    way: str, saves: int, tmp_path: Path, device: str, request: pytest.FixtureRequest
 ) -> None:
-    found = outcomes(UpdatedRun(device, way), tmp_path, saves)
+    found = outcomes(UpdatedRun(device, way), tmp_path, share_of(saves, request.config))
     assert found["torn"] == 0
+
+
+def share_of(saves: int, config: pytest.Config) -> int:
+    """The saves of one profile and seed."""
+    return saves if saves < ALL_SAVES else -(-saves // count_of_delays(config))
 
 
 class Beside:

@@ -78,6 +78,12 @@ def chosen_delays(config: pytest.Config) -> list[Delays]:
     return [Delays(profile, seed) for seed in seeds for profile in profiles]
 
 
+def count_of_delays(config: pytest.Config) -> int:
+    """Returns how many profiles and seeds a run has in all; a real device has one."""
+    profiles = len(PROFILES) if config.getoption("--profiles") == "every" else 1
+    return profiles * (config.getoption("--seeds") or 1)
+
+
 def check_simulated(config: pytest.Config) -> None:
     """Skips the test where the simulated device is not loaded."""
     if config.getoption("--device") is None:
