@@ -47,6 +47,8 @@ with holdfast.Checkpointer(root, state, **policies) as ckpt:
         optimizer.step()
         handle = ckpt.step(step)
         if step == die_at:
+            if len(sys.argv) > 5:  # what must be true before it dies
+                getattr(handle, sys.argv[5])(60)
             os.kill(os.getpid(), signal.SIGKILL)
 print("weights", model.weight.double().sum().item().hex())
 """
@@ -257,9 +259,9 @@ def test_a_run_with_a_cache_before_its_bucket_goes_on_bit_for_bit_from_either(
 ) -> None:
     cache = str(tmp_path / "cache")
     plain = train(f"s3://{BUCKET}/{uuid.uuid4().hex}", environment, 12)
-    for lost in ("nothing", "cache"):
+    for lost, awaited in (("nothing", "wait_cached"), ("cache", "wait_durable")):
         root = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-        train(root, environment, 12, 7, cache)
+        train(root, environment, 12, 7, cache, awaited)
         for pid in keepers(arena_dir):
             os.kill(pid, signal.SIGKILL)
         for entry in arena_dir.iterdir():
