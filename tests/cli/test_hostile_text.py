@@ -140,6 +140,36 @@ def run(*argv: str, stdin: str = "") -> tuple[bytes, bytes]:
     return done.stdout, done.stderr
 
 
+def make_foreign(path: Path) -> Path:
+    """A file of torch with such names in it, one of them of a class that is not known."""
+    import torch
+
+    tensors = {EVIL: torch.ones(2), HONEST: torch.zeros(2, 2)}
+    torch.save({"model": tensors, EVIL: EVIL, f"left {EVIL}": Foreign()}, path)
+    return path
+
+
+class Foreign:
+    """A class of a program that wrote a checkpoint."""
+
+
+def foreign_calls(root: str, foreign: str) -> Iterator[tuple[str, ...]]:
+    yield from (
+        ("ls", foreign),
+        ("show", foreign),
+        ("show", foreign, f"model.{HONEST}"),
+        ("show", foreign, "--for", "dp=2"),
+        ("diff", root, foreign),
+        ("diff", foreign, foreign),
+        ("dump", foreign, f"model.{HONEST}"),
+        ("dump", foreign, f"model.{EVIL}".replace("\0", "")),
+        ("verify", foreign),
+        ("verify", foreign, "--deep"),
+        ("copy", foreign, root),
+        ("completion", "--words", "show", foreign, ""),
+    )
+
+
 def calls(root: str, other: str, out: str) -> Iterator[tuple[str, ...]]:
     leaf = f"m.{EVIL}".replace("\0", "")  # no argument can have a null in it
     yield from (
@@ -198,7 +228,8 @@ def calls(root: str, other: str, out: str) -> Iterator[tuple[str, ...]]:
 def test_no_command_writes_a_character_that_acts_on_a_terminal(tmp_path: Path) -> None:
     root, other = str(make_root(tmp_path / "one")), str(make_root(tmp_path / "two", seed=5))
     tried = set()
-    for argv in calls(root, other, str(tmp_path)):
+    foreign = str(make_foreign(tmp_path / "a.pt"))
+    for argv in (*foreign_calls(root, foreign), *calls(root, other, str(tmp_path))):
         for extra in ((), ("--json",)):
             if extra and "--words" in argv:
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import OpenedRoot, open_root
+from holdfast.cli.checkpoints import OpenedRoot, open_readable
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import plain_table, stdout
 from holdfast.observe.text import NOTHING, moment_text, on_one_line, shared_text
@@ -31,7 +31,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list; returns 0 also when it is empty or has broken checkpoints."""
-    opened = open_root(args.root)
+    opened = open_readable(args.root)
     gap = opened.catalogue.gap
     if args.json:
         print_json({"root": args.root, "checkpoints": records(opened), "undecided": gap})

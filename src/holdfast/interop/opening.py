@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.catalogue import MANIFESTS, is_root
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
-from holdfast.interop.arrange import Orders
-from holdfast.interop.directories import read_directory
-from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.source_files import SourceFiles
 from holdfast.storage.base import Store
 from holdfast.storage.open import is_bucket, normal_root, open_store
+
+if TYPE_CHECKING:
+    from holdfast.interop.arrange import Orders
 
 _SHOWN = 5
 
@@ -41,6 +42,10 @@ def open_source(
         return store
     if not path.exists():
         return open_store(root)
+    # Imported here, because it loads numpy: commands on roots of ours must be fast.
+    from holdfast.interop.directories import read_directory
+    from holdfast.interop.foreign_store import ForeignStore
+
     files = SourceFiles(path)
     found = read_directory(files, format_, orders() if orders else None)
     if found is None:
