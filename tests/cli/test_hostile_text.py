@@ -140,6 +140,36 @@ def run(*argv: str, stdin: str = "") -> tuple[bytes, bytes]:
     return done.stdout, done.stderr
 
 
+def make_foreign(path: Path) -> Path:
+    """A file of torch with such names in it, one of them of a class that is not known."""
+    import torch
+
+    tensors = {EVIL: torch.ones(2), HONEST: torch.zeros(2, 2)}
+    torch.save({"model": tensors, EVIL: EVIL, f"left {EVIL}": Foreign()}, path)
+    return path
+
+
+class Foreign:
+    """A class of a program that wrote a checkpoint."""
+
+
+def foreign_calls(root: str, foreign: str) -> Iterator[tuple[str, ...]]:
+    yield from (
+        ("ls", foreign),
+        ("show", foreign),
+        ("show", foreign, f"model.{HONEST}"),
+        ("show", foreign, "--for", "dp=2"),
+        ("diff", root, foreign),
+        ("diff", foreign, foreign),
+        ("dump", foreign, f"model.{HONEST}"),
+        ("dump", foreign, f"model.{EVIL}".replace("\0", "")),
+        ("verify", foreign),
+        ("verify", foreign, "--deep"),
+        ("copy", foreign, root),
+        ("completion", "--words", "show", foreign, ""),
+    )
+
+
 def calls(root: str, other: str, out: str) -> Iterator[tuple[str, ...]]:
     leaf = f"m.{EVIL}".replace("\0", "")  # no argument can have a null in it
     yield from (
@@ -204,8 +234,9 @@ def test_no_command_writes_a_character_that_acts_on_a_terminal(
     tmp_path: Path, command: str
 ) -> None:
     root, other = str(make_root(tmp_path / "one")), str(make_root(tmp_path / "two", seed=5))
+    foreign = str(make_foreign(tmp_path / "a.pt"))
     tried = 0
-    for argv in calls(root, other, str(tmp_path)):
+    for argv in (*foreign_calls(root, foreign), *calls(root, other, str(tmp_path))):
         if (argv[0] if argv[0] in TRIED else "") != command:
             continue
         for extra in ((), ("--json",)):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
+from holdfast.storage.open import what_is_at
 from support.runs.mishaps import build, content, files
 
 
@@ -56,11 +57,8 @@ PLACES: list[tuple[Callable[[Path], object], str]] = [
     (_nothing, "Nothing is there: look for a misspelt or relative path"),
     (Path.mkdir, "It is empty: nothing was saved there yet"),
     (_a_file, "It is a file: give the directory"),
-    (_a_safetensors_file, "safetensors.torch.load_file"),
     (_a_link_to_nothing, "a link to gone, where nothing is"),
     (_other_things, "It holds other things: train.log"),
-    (_a_model_of_a_hub, "plain safetensors files, as model hubs give them"),
-    (_a_dcp_checkpoint, "torch.distributed.checkpoint.load"),
     (_a_directory_of_roots, "run1 is one: give that path"),
 ]
 
@@ -81,6 +79,29 @@ def test_what_is_there_instead_of_checkpoints_is_said_and_left_alone(
         assert str(place) in str(e.value)
     assert files(tmp_path) == there
     assert content(state) == before
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_a_safetensors_file, "a single safetensors file"),
+        (_a_model_of_a_hub, "plain safetensors files, as model hubs give them"),
+        (_a_dcp_checkpoint, "a checkpoint of torch.distributed.checkpoint"),
+    ],
+)
+def test_checkpoints_of_others_are_read_and_never_written_to(
+    tmp_path: Path, make: Callable[[Path], object], said: str
+) -> None:
+    place = tmp_path / ("a.safetensors" if make is _a_safetensors_file else "place")
+    make(place)
+    there = files(tmp_path)
+    assert said in what_is_at(str(place)) and "`holdfast show`" in what_is_at(str(place))
+    with holdfast.open(place) as opened:
+        assert torch.equal(opened.read("model.a"), torch.ones(3))
+    with pytest.raises(holdfast.StateMismatch, match=r"model\.a"):
+        holdfast.load(place, build())
+    assert files(tmp_path) == there
 
 
 def test_whoever_names_a_part_of_a_root_is_given_the_root(tmp_path: Path) -> None:

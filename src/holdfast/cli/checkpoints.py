@@ -20,7 +20,7 @@ from holdfast.restore.planning.candidates import choose as choose_candidates
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.stored import require_whole_line
 from holdfast.storage.base import Store
-from holdfast.storage.open import is_place, normal_root, open_lock
+from holdfast.storage.open import is_place, normal_root, open_lock, open_store
 
 STEP_HELP = "a step as restore() takes it, or INCARNATION-STEP for any that `holdfast ls` shows"
 #: A step has no more digits; Python itself refuses to read numbers of thousands of digits.
@@ -39,6 +39,16 @@ class OpenedRoot:
     lineage: frozenset[Generation]
     latest: Generation | None
 
+    @property
+    def notes(self) -> list[str]:
+        """What is there of another writer's checkpoint and is not read, in words."""
+        return list(getattr(self.store, "notes", ()))
+
+    @property
+    def has_sums(self) -> bool:
+        """False for the checkpoint of another writer, who left no checksums of blocks."""
+        return bool(getattr(self.store, "has_block_sums", True))
+
     def state_of(self, generation: Generation) -> str:
         """Returns newest | kept | abandoned: of a future given up, restored only when named.
 
@@ -53,9 +63,19 @@ class OpenedRoot:
 
 def open_root(root: str) -> OpenedRoot:
     """Reads the catalogue of ``root``; raises NotFound when it is no directory of checkpoints."""
+    if not is_place(root):
+        raise NotFound(f"{root} is not a directory", root=root)
+    return _opened(root, open_store(root))
+
+
+def open_readable(root: str) -> OpenedRoot:
+    """Opens as ``open_root``, and checkpoints of other writers too, for commands that only read."""
     if not is_place(root) and not Path(normal_root(root)).is_file():
         raise NotFound(f"{root} is not a directory", root=root)
-    store = open_source(root)
+    return _opened(root, open_source(root))
+
+
+def _opened(root: str, store: Store) -> OpenedRoot:
     found = catalogue(store)
     if not (found.manifests or found.broken or is_root(store)):
         raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)
@@ -112,7 +132,7 @@ def hold_checkpoint(opened: OpenedRoot, name: str | None) -> ChosenCheckpoint:
         for _ in range(NEW_LISTS):
             if lease.take(choose(opened, name)):
                 break
-            opened = open_root(opened.root)  # retention was faster
+            opened = open_readable(opened.root)  # retention was faster
         chosen = open_checkpoint(opened, name)
     except BaseException:
         lease.end()

@@ -186,7 +186,7 @@ def _values(action: argparse.Action, typed: _Typed) -> list[str]:
 def steps(root: str) -> list[str]:
     """Returns the checkpoints of a root as ``--step`` takes them."""
     checkpoints = importlib.import_module("holdfast.cli.checkpoints")
-    opened = checkpoints.open_root(root)
+    opened = checkpoints.open_readable(root)
     found = [manifest.generation for manifest in opened.catalogue.manifests]
     kept = [str(each.step) for each in found if each in opened.lineage]
     return kept + [str(each) for each in found if each not in opened.lineage]
@@ -195,4 +195,4 @@ def steps(root: str) -> list[str]:
 def names(root: str, step: str | None) -> list[str]:
     """Returns the leaves of a checkpoint."""
     checkpoints = importlib.import_module("holdfast.cli.checkpoints")
-    return list(checkpoints.open_checkpoint(checkpoints.open_root(root), step).leaves)
+    return list(checkpoints.open_checkpoint(checkpoints.open_readable(root), step).leaves)

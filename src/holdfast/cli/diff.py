@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from holdfast.cli import value_tree as tree
-from holdfast.cli.checkpoints import STEP_HELP, ChosenCheckpoint, hold_checkpoint, open_root
+from holdfast.cli.checkpoints import STEP_HELP, ChosenCheckpoint, hold_checkpoint, open_readable
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.leaf_reader import (
     CHUNK_ELEMENTS,
@@ -108,11 +108,11 @@ def _both(args: argparse.Namespace) -> tuple[ChosenCheckpoint, ChosenCheckpoint]
         raise UsageError(
             "diff needs two checkpoints: give a second root, or --step and --other-step"
         )
-    opened = open_root(args.root)
+    opened = open_readable(args.root)
     if args.other is None:
         return hold_checkpoint(opened, args.step), hold_checkpoint(opened, args.other_step)
     other_step = args.step if args.other_step is None else args.other_step
-    other = open_root(args.other)
+    other = open_readable(args.other)
     return hold_checkpoint(opened, args.step), hold_checkpoint(other, other_step)
 
 

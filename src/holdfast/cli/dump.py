@@ -21,7 +21,7 @@ from holdfast.cli.checkpoints import (
     STEP_HELP,
     ChosenCheckpoint,
     hold_checkpoint,
-    open_root,
+    open_readable,
     unknown,
 )
 from holdfast.cli.command import Commands, add_command, print_json
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints or writes the elements or the value; returns 3 when there is no such leaf or value."""
     if args.head is not None and (args.head < 0 or args.out):
         raise UsageError("--head takes a number of elements to print, and does not go with --out")
-    chosen = hold_checkpoint(open_root(args.root), args.step)
+    chosen = hold_checkpoint(open_readable(args.root), args.step)
     if args.leaf not in chosen.leaves:
         return _dump_value(args, chosen)
     leaf = chosen.checkpoint.layout.leaves[chosen.leaves[args.leaf]]

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from holdfast.catalogue import ROOT, read_document
-from holdfast.cli.checkpoints import OpenedRoot, open_root
+from holdfast.cli.checkpoints import OpenedRoot, open_readable, open_root
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import plain_table, stdout
 from holdfast.format.manifest import Generation, Manifest, Root
@@ -43,7 +43,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list; returns 0 also when it is empty or has broken checkpoints."""
-    opened = open_root(args.root)
+    opened = open_readable(args.root)
     gap = opened.catalogue.gap
     rows = records(opened)
     if args.cache is not None:

@@ -17,7 +17,7 @@ from holdfast.cli.checkpoints import (
     ChosenCheckpoint,
     OpenedRoot,
     open_checkpoint,
-    open_root,
+    open_readable,
     unknown,
 )
 from holdfast.cli.command import Commands, add_command, print_json
@@ -38,7 +38,7 @@ from holdfast.cli.pictures import (
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
-from holdfast.observe.text import count_text, moment_text, shared_text, size_text
+from holdfast.observe.text import count_text, moment_text, on_one_line, shared_text, size_text
 
 #: Longer values are cut in the table; ``--json`` has them whole.
 VALUE_WIDTH = 100
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the summary and the leaves, or one leaf; returns 3 when there is no such step or
     leaf.
     """
-    opened = open_root(args.root)
+    opened = open_readable(args.root)
     chosen = open_checkpoint(opened, args.step)
     if args.wish is not None:
         if args.leaf is not None:
@@ -117,6 +117,7 @@ def _record(opened: OpenedRoot, chosen: ChosenCheckpoint) -> dict[str, Any]:
         "reused_bytes": manifest.reused_bytes,
         "leaves": [_facts(layout, name, chosen.leaves[name]) for name in sorted(chosen.leaves)],
         "values": chosen.values,
+        **({"notes": opened.notes} if opened.notes else {}),
     }
 
 
@@ -173,6 +174,8 @@ def _print(record: dict[str, Any]) -> None:
         for name, value in record["values"].items():
             values.add_row(escape(name), escape(tree.text(value, VALUE_WIDTH)))
         console.print(values)
+    for note in record.get("notes", ()):
+        console.print(f"not read: {escape(on_one_line(note))}", soft_wrap=True)
 
 
 def _print_leaf(record: dict[str, Any], layout: Layout, number: int) -> None:

@@ -10,17 +10,19 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import MAX_DIGITS, STEP_HELP, OpenedRoot, choose, open_root
+from holdfast.cli.checkpoints import MAX_DIGITS, STEP_HELP, OpenedRoot, choose, open_readable
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.leases import ReadLease
-from holdfast.observe.text import count_text, rate_text, seconds_text, size_text
+from holdfast.observe.text import count_text, on_one_line, rate_text, seconds_text, size_text
 from holdfast.restore.reading.verify import DeepProgress, ReadPart, verify
 
 #: A note of what was read is written at most so often.
 _NOTE_S = 5.0
+#: Of checkpoints that others wrote.
+UNVERIFIED = "its bytes are unverified: its writer left no checksums of them"
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.part or args.resume) and not args.deep:
         raise UsageError("--part and --resume say which blocks are read: add --deep")
     part = _part(args.part)
-    opened = open_root(args.root)
+    opened = open_readable(args.root)
     note = ReadNote(args.resume, f"{opened.store.identity()} {part.number}/{part.of} {args.step}")
     rows = _check_all(opened, args.step, deep=args.deep, part=part, note=note)
     note.end()
@@ -181,6 +183,7 @@ def _check(
         "blocks": found.blocks,
         "size_bytes": found.size_bytes,
         "elapsed_s": found.elapsed_s,
+        **({} if opened.has_sums else {"unverified": UNVERIFIED, "notes": opened.notes}),
     }
 
 
@@ -191,6 +194,8 @@ def _print(root: str, rows: list[dict[str, Any]]) -> None:
         console.print(
             f"{escape(row['checkpoint'])}  [{colour}]{word}[/]{_amount(row)}", soft_wrap=True
         )
+        for text in (row["unverified"], *row["notes"]) if "unverified" in row else ():
+            console.print(f"    {escape(on_one_line(text))}", soft_wrap=True)
         for fault in row["faults"]:
             for line in fault.split("\n"):
                 console.print(f"    {escape(line)}", soft_wrap=True)

@@ -15,7 +15,14 @@ from typing import Any
 from holdfast.errors import UnsupportedState
 from holdfast.format import values as codec
 from holdfast.interop.foreign import ForeignLeaf
-from holdfast.interop.records import NumpyArray, Opaque, Record, TorchDtype
+from holdfast.interop.records import (
+    GlobalName,
+    NumpyArray,
+    Opaque,
+    Record,
+    StorageRef,
+    TorchDtype,
+)
 
 #: Nested values are walked to here; a pickle can name one list in many places.
 MAX_NODES = 2_000_000
@@ -91,6 +98,8 @@ class _Budget:
             raise Unfit(f"{where:.200} is nested deeper than {MAX_DEPTH}, or contains itself")
         if isinstance(value, Opaque):
             raise Unfit(f"{where:.200} is {value.what} (byte {value.offset} of its pickle)")
+        if isinstance(value, (GlobalName, StorageRef)):
+            raise Unfit(f"{where:.200} is {value!s:.200}, which is no value of a state")
         if isinstance(value, dict):
             for key, item in value.items():
                 self.check(item, f"{where}.{key}", depth + 1)

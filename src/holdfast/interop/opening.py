@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from holdfast.catalogue import MANIFESTS, is_root
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
+from holdfast.interop.source_files import SourceFiles
 from holdfast.storage.base import Store
 from holdfast.storage.open import is_bucket, normal_root, open_store
 
@@ -41,10 +42,9 @@ def open_source(
         return store
     if not path.exists():
         return open_store(root)
-    # These load numpy, which a root of ours does without.
+    # Imported here, because it loads numpy: commands on roots of ours must be fast.
     from holdfast.interop.directories import read_directory
     from holdfast.interop.foreign_store import ForeignStore
-    from holdfast.interop.source_files import SourceFiles
 
     files = SourceFiles(path)
     found = read_directory(files, format_, orders() if orders else None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.errors import ForeignFormatError
 from holdfast.geometry.box import ITEMSIZE
+from holdfast.interop.arrange import MAX_NODES
 from holdfast.interop.foreign import Extent, ForeignLeaf, tensor_parts
 from holdfast.interop.pickles import FIRST, Pickled, interpret
 from holdfast.interop.records import Record, TensorRef
@@ -122,12 +123,21 @@ class Tree:
     def __init__(self, file: TorchFile) -> None:
         self._file = file
         self._leaves: dict[TensorRef, ForeignLeaf] = {}
+        self._left = MAX_NODES
 
     def value(self) -> Any:
         """Return the whole value."""
         return self._of(self._file.value, 0)
 
     def _of(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ForeignFormatError(
+                f"{self._file.where}: its pickle has more than {MAX_NODES} values, or names some "
+                "again and again",
+                path=self._file.where,
+                offset=0,
+            )
         if isinstance(value, TensorRef):
             return self._leaf(value)
         if depth > _MAX_DEPTH or isinstance(value, (str, bytes, int, float)):

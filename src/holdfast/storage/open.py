@@ -174,7 +174,7 @@ def _file(path: Path) -> str:
     if path.is_symlink() and not path.exists():
         return f"a link to {os.readlink(path)}, where nothing is"
     if path.suffix == ".safetensors":
-        return "a single safetensors file: read it with safetensors.torch.load_file"
+        return "a single safetensors file: `holdfast show` shows it, and holdfast.load reads it"
     return "a file: give the directory that was handed to Checkpointer or holdfast.save"
 
 
@@ -183,13 +183,13 @@ def _directory(names: list[str]) -> str:
         return "It is empty: nothing was saved there yet, or its file system is not mounted."
     if ".metadata" in names or any(name.endswith(".distcp") for name in names):
         return (
-            "It holds a checkpoint of torch.distributed.checkpoint: read it with "
-            "torch.distributed.checkpoint.load."
+            "It holds a checkpoint of torch.distributed.checkpoint: `holdfast show` shows it, and "
+            "holdfast.load reads it."
         )
     if any(name.endswith(".safetensors") for name in names):
         return (
-            "It holds plain safetensors files, as model hubs give them: read them with "
-            "safetensors.torch.load_file or the library they belong to."
+            "It holds plain safetensors files, as model hubs give them: `holdfast show` shows "
+            "them, and holdfast.load reads them."
         )
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"It holds other things: {shown}."
