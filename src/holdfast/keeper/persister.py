@@ -81,6 +81,7 @@ class Persister:
         self._remembered = remembered
         self._recorded: set[int] = set()
         self._jobs: queue.SimpleQueue[PersistJob | Call | None] = queue.SimpleQueue()
+        self._is_stopped, self._submitting = False, threading.Lock()
         self._may_resume = True
         self._resumed: PersistJob | None = None
         self._sweeper = commit.Sweeper(store)
@@ -95,8 +96,15 @@ class Persister:
         self._thread.start()
 
     def submit(self, job: PersistJob | Call) -> None:
-        """Queue an attempt, or a call that raises nothing."""
-        self._jobs.put(job)
+        """Queue an attempt, or a call that raises nothing. After ``stop`` an attempt fails, and a
+        call is dropped.
+        """
+        with self._submitting:
+            if not self._is_stopped:
+                self._jobs.put(job)
+                return
+        if isinstance(job, PersistJob):
+            self._done(job.attempt, "its thread has ended")
 
     @property
     def has_jobs(self) -> bool:
@@ -105,7 +113,9 @@ class Persister:
 
     def stop(self) -> None:
         """End the thread after the queued jobs."""
-        self._jobs.put(None)
+        with self._submitting:
+            self._is_stopped = True
+            self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:

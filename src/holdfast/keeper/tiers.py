@@ -288,6 +288,10 @@ class DrainQueue:
         expected = self._expected()
         self._submit(lambda: self._run(expected))
 
+    def reset(self) -> None:
+        """Begin anew: the thread that was to drain has ended, and there is another."""
+        self._is_running, self._is_woken, self._next_s = False, True, 0.0
+
     def rest(self) -> None:
         """Handle that nothing can be drained now."""
         self._is_running = False
