@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.coordinator.actions import SendMessage, StartPersist
-from holdfast.coordinator.durability import BACKLOG
+from holdfast.coordinator.attempts import Attempt, Attempts
+from holdfast.coordinator.durability import BACKLOG, DurabilityQueue
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import Actions, Keeper, of, told
 
@@ -91,3 +92,53 @@ def test_what_an_earlier_keeper_cached_is_not_written_again() -> None:
     assert SendMessage(m.Durable(step=7, attempt="a")) in keeper.c.lifecycle.drained(
         (1, 7), "a", "", is_lost=False
     )
+
+
+@pytest.mark.promise
+def test_what_passed_through_rings_to_the_cache_is_not_durable_once_the_cache_lost_it() -> None:
+    attempts = Attempts()
+    queue = DurabilityQueue(attempts)
+    queue.begin(1)
+    snapshot = whole_attempt(attempts, "old", 4)
+    ring = Attempt("ring", 1, 5, 1, "L", durable=True, phase="draining", is_ring=True)
+    queue.cached(ring)
+    queue.ended("ring")
+    assert queue.not_durable() == ""  # it waits for its drain
+    queue.cache_lost((1, 5), "ring", "its bytes changed")
+    snapshot.persisting = False
+    assert not durable(queue.make_durable(5))
+    snapshot.durable = False
+    assert queue.not_durable() == "old"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("how", ["lost", "another cache"])
+def test_what_a_cache_lost_of_an_earlier_start_is_made_durable_from_memory(how: str) -> None:
+    attempts = Attempts()
+    queue = DurabilityQueue(attempts)
+    queue.begin(1)
+    snapshot = whole_attempt(attempts, "a", 5)
+    snapshot.durable = True
+    queue.cached(snapshot)
+    assert queue.not_durable() == ""
+    queue.begin(2)
+    queue.cache_lost((1, 5), "a", "gone") if how == "lost" else queue.forget_cached()
+    assert queue.not_durable() == "a"
+
+
+def whole_attempt(attempts: Attempts, id_: str, step: int) -> Attempt:
+    attempt = Attempt(id_, 1, step, 1, "L", slots={0: 0}, phase="complete")
+    attempts[id_] = attempt
+    attempts.captured(id_)
+    return attempt
+
+
+@pytest.mark.promise
+def test_a_step_is_told_durable_that_was_drained_and_left_memory() -> None:
+    keeper = Keeper(1)
+    drained = keeper.capture(0, durable=True)
+    keeper.c.lifecycle.cached(drained)
+    for step in range(1, 9):
+        keeper.capture(step)
+    keeper.c.lifecycle.drained((1, 0), drained, "", is_lost=False)
+    assert durable(keeper.c.durability.make_durable(0)) == [0]

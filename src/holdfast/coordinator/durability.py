@@ -31,8 +31,10 @@ class DurabilityQueue:
         """Finished attempts that storage may still work on: it removes what failed, or prunes what
         was replaced by an attempt written through rings.
         """
-        self._passed: Attempt | None = None
-        """The newest attempt made durable through rings: no snapshot of it is in memory."""
+        self._passed: tuple[tuple[int, int], str] | None = None
+        """The newest generation, with its attempt, that is durable and of which memory may have no
+        snapshot: it was written through rings, or from a cache.
+        """
         self._cached: dict[tuple[int, int], str] = {}
         """Generations that a cache has, and storage has not yet: the id of the attempt of each."""
         self.is_drain_failing = False
@@ -99,8 +101,8 @@ class DurabilityQueue:
                     attempt.durable = True
                     return []
                 return self.start(attempt)
-        if self._passed is not None and self._passed.generation == (self._incarnation, step):
-            return self._report_durable(self._passed)
+        if self._passed is not None and self._passed[0] == (self._incarnation, step):
+            return [SendMessage(m.Durable(step=step, attempt=self._passed[1]))]
         reason = "the step is no longer in memory; the next one is made durable"
         return [SendMessage(m.NotDurable(step=step, since=step, attempt="", reason=reason))]
 
@@ -133,8 +135,9 @@ class DurabilityQueue:
         return newest.id
 
     def _is_behind(self, attempt: Attempt) -> bool:
-        """Return True if something newer, written through rings, is durable already."""
-        return self._passed is not None and attempt.generation < self._passed.generation
+        """Return True if something newer, not in memory, is durable already or drained."""
+        newer = [self._passed[0]] if self._passed is not None else []
+        return any(attempt.generation < one for one in (*newer, *self._cached))
 
     @property
     def is_storage_busy(self) -> bool:
@@ -179,14 +182,14 @@ class DurabilityQueue:
         attempt.persisting = False
         self.newest_durable = max(self.newest_durable, attempt.generation)
         self.order = self.order.pay(self._paid)
-        self._note_ring(attempt)
-        return self._report_durable(attempt) + self.start_next()
-
-    def _note_ring(self, attempt: Attempt) -> None:
         if attempt.is_ring:
             self._ending.add(attempt.id)
-            if self._passed is None or not self._is_behind(attempt):
-                self._passed = attempt
+            self._note_passed(attempt.generation, attempt.id)
+        return self._report_durable(attempt) + self.start_next()
+
+    def _note_passed(self, generation: tuple[int, int], attempt_id: str) -> None:
+        if self._passed is None or generation >= self._passed[0]:
+            self._passed = generation, attempt_id
 
     def found_cached(self, generations: Iterable[tuple[tuple[int, int], str]]) -> None:
         """Handle what a cache is found to have and storage has not: generations with attempts."""
@@ -194,13 +197,23 @@ class DurabilityQueue:
 
     def forget_cached(self) -> None:
         """Handle that another cache is used, or none: what the old one has is drained no more."""
+        for attempt_id in self._cached.values():
+            self._forget_durable(attempt_id)
         self._cached.clear()
+
+    def _forget_durable(self, attempt_id: str) -> Attempt | None:
+        """Return the attempt, if memory has it, from which alone it can be made durable now."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and not attempt.persisting:
+            attempt.durable = False
+        return attempt
 
     def cached(self, attempt: Attempt) -> list[Action]:
         """Handle an attempt that a cache has whole; it is drained from there."""
         attempt.persisting = False
         self._cached[attempt.generation] = attempt.id
-        self._note_ring(attempt)
+        if attempt.is_ring:
+            self._ending.add(attempt.id)
         actions: list[Action] = []
         if attempt.incarnation == self._incarnation:
             actions = [SendMessage(m.Cached(step=attempt.step, attempt=attempt.id))]
@@ -210,6 +223,7 @@ class DurabilityQueue:
         """Handle a generation that storage now has from the cache."""
         self._cached.pop(generation, None)
         self.newest_durable = max(self.newest_durable, generation)
+        self._note_passed(generation, attempt_id)
         self.order = self.order.pay(self._paid)
         actions: list[Action] = []
         if generation[0] == self._incarnation:
@@ -220,13 +234,11 @@ class DurabilityQueue:
         """Handle a cached generation that cannot be drained: the next is made durable instead."""
         was_cached = self._cached.pop(generation, None) is not None
         incarnation, step = generation
+        attempt = self._forget_durable(attempt_id) if was_cached else None
         if not was_cached or incarnation != self._incarnation:
             return self.start_next()
         self.add(m.StandingOrder(step, step))
-        attempt = self._attempts.get(attempt_id)
         in_memory = attempt is not None and not attempt.is_incomplete
-        if attempt is not None:
-            attempt.durable = False
         told = self._not_durable(step, attempt_id, reason, in_memory=in_memory)
         return [told, *self.start_next()]
 

@@ -27,7 +27,7 @@ from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.slots import host_of, number_of
-from holdfast.errors import ArenaError, HoldfastError
+from holdfast.errors import ArenaError, HoldfastError, PersistFailed
 from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
@@ -276,7 +276,9 @@ class Executor:
         if cache is not None and cache.is_taking and attempt.id not in self._direct:
             persister = cache.persister
         try:
-            if persister is None or incarnation is None:
+            if persister is None:
+                raise PersistFailed(f"{self._root.path} is not locked now")
+            if incarnation is None:
                 raise ArenaError(f"it is not known how incarnation {attempt.incarnation} began")
             persister.submit(self._job_of(attempt, incarnation))
         except HoldfastError as error:
@@ -331,12 +333,13 @@ class Executor:
 
     def _settle_cached(self, attempt_id: str, reason: str | None) -> None:
         attempt, job = self._coordinator.attempts.get(attempt_id), self._jobs.get(attempt_id)
-        if attempt is None or job is None or job.aborted:
-            self._settle(attempt_id, reason)
-        elif reason is None:
-            self._end_job(attempt_id)
+        if reason is None:
             self._root.drains.wake()
+        if reason is None and attempt is not None:  # also of a job that was to be aborted
+            self._end_job(attempt_id)
             self.carry_out(self._coordinator.lifecycle.cached(attempt_id))
+        elif attempt is None or job is None or job.aborted:
+            self._settle(attempt_id, reason)
         elif attempt.is_ring or not attempt.is_whole:
             self._root.cache_refused()
             self._settle(attempt_id, reason)
@@ -351,7 +354,7 @@ class Executor:
         durability = self._coordinator.durability
         durability.is_drain_failing = self._root.drains.is_failing
         if drained.reason:
-            self._root.look_for_cache()
+            self._root.drain_refused()
         if drained.is_lost:  # what is left in the cache has its name there
             self._direct.add(drained.attempt)
         self.carry_out(

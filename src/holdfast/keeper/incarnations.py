@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -102,6 +103,7 @@ class RootAccess:
         self.may_open = True
         """False while another keeper decides: that keeper needs the lock."""
         self._opening = asyncio.Lock()
+        self._releasing = threading.Lock()
 
     async def open(self, patience_s: float = 0.0) -> Persister:
         """Acquire the root's lock and return the persister; wait for the lock for ``patience_s``
@@ -125,6 +127,7 @@ class RootAccess:
                 self.persister = Persister(
                     self.store, self._keep, self._outcome, self._pruned, self._remembered
                 )
+                self.drains.reset()
             await self._open_cache()
             return self.persister
 
@@ -183,6 +186,11 @@ class RootAccess:
         """Give the cache up if its directory is gone."""
         self._background.spawn(self._drop_gone_cache())
 
+    def drain_refused(self) -> None:
+        """Look for what may be wrong: the cache is gone, or the root's lock was taken over."""
+        self.look_for_cache()
+        self.lock_anew_if_lost()
+
     async def _drop_gone_cache(self) -> None:
         async with self._opening:
             cache = self.cache
@@ -231,7 +239,7 @@ class RootAccess:
         self._is_lost = True
         if self.persister is not None:
             self._keep = self.persister.keep
-        await self._background.in_thread(self.release)
+        await self._background.in_thread(self.detach())
 
     async def _wait_lock(self, patience_s: float) -> Lock:
         deadline_s = time.monotonic() + patience_s
@@ -300,16 +308,27 @@ class RootAccess:
         self._renamed(root)
         emit(Warned(message=f"the root of run {self._run_id} was moved: {before} is {root} now"))
 
+    def detach(self) -> Callable[[], None]:
+        """Take no more work; on the loop. The result finishes queued jobs, and releases the root;
+        it blocks.
+        """
+        persister, cache, lock = self.persister, self.cache, self._lock
+        self.persister = self.cache = self._lock = None
+
+        def release() -> None:
+            with self._releasing:  # who comes second waits for the first
+                if persister is not None:  # it may read the cache
+                    persister.stop()
+                if cache is not None:
+                    cache.close()
+                if lock is not None:
+                    lock.release()
+
+        return release
+
     def release(self) -> None:
-        """Finish queued jobs, and release the root. Blocks."""
-        if self.cache is not None:
-            self.cache.close()
-        if self.persister is not None:
-            self.persister.stop()
-        self.cache = None
-        if self._lock is not None:
-            self._lock.release()
-        self.persister = self._lock = None
+        """Finish queued jobs, and release the root. Blocks the loop."""
+        self.detach()()
 
 
 class Incarnations:

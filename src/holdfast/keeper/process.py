@@ -447,7 +447,7 @@ class Keeper:
 
     async def _let_go(self, keep_arena: bool, reason: str) -> None:
         self._server.close()
-        await self.background.in_thread(self._release, keep_arena)
+        await self.background.in_thread(self._release, self.root_access.detach(), keep_arena)
         emit(KeeperStopped(reason=reason))
 
     async def _on_run_ended(self, keep_arena: bool) -> None:
@@ -480,9 +480,9 @@ class Keeper:
         finally:
             self._is_opening_root = False
 
-    def _release(self, keep_arena: bool) -> None:
+    def _release(self, release_root: Callable[[], None], keep_arena: bool) -> None:
         """Release root and arena, so that a process that is told of our end finds both free."""
-        self.root_access.release()
+        release_root()
         if not (keep_arena or self._is_homeless()):  # another keeper's arena may be there by now
             remove_arena(self.arena)
 

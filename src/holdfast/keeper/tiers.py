@@ -15,6 +15,7 @@ from holdfast.catalogue import (
     INCARNATIONS,
     LOCK,
     MANIFESTS,
+    catalogue,
     find_manifest,
     layout_path,
     manifest_path,
@@ -167,7 +168,11 @@ class CacheTier:
         try:
             record, layout = self._documents(manifest)
             persister.publish_copy(
-                manifest, record, layout, lambda: self._drain.copy_files(manifest)
+                manifest,
+                record,
+                layout,
+                lambda: self._drain.copy_files(manifest),
+                catalogue(self.store).incarnations,
             )
         except Exception as error:
             reason = str(error) or type(error).__name__
@@ -287,6 +292,10 @@ class DrainQueue:
         self._is_running, self._is_woken = True, False
         expected = self._expected()
         self._submit(lambda: self._run(expected))
+
+    def reset(self) -> None:
+        """Begin anew: the thread that was to drain has ended, and there is another."""
+        self._is_running, self._is_woken, self._next_s = False, True, 0.0
 
     def rest(self) -> None:
         """Handle that nothing can be drained now."""

@@ -258,7 +258,7 @@ class HostRole:
         self._coordinator.begin(incarnation, "", 0)  # no rank has a place here any more
         self._executor.abort_jobs(f"incarnation {incarnation} has begun elsewhere")
         self._root.may_open = False  # writes on their way there were decided before
-        await self._background.in_thread(self._root.release)
+        await self._background.in_thread(self._root.detach())
         self._executor.followers.begin(0, ())  # the followers wait for this
         self._agent.hosts = ()
 

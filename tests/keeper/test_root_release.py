@@ -1,0 +1,92 @@
+"""Work that comes while a root is released, or its lock is taken anew, is refused or done: never
+forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from holdfast.keeper.executor import Executor
+from holdfast.keeper.incarnations import RootAccess
+from holdfast.keeper.jobs import Background
+from holdfast.keeper.persister import Persister
+from holdfast.persist import commit
+from holdfast.policy.when import Keep
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from support.checkpoints.keeper_roots import job_at
+
+
+@pytest.mark.promise
+def test_work_that_comes_while_a_root_is_released_is_not_taken_by_what_ends(tmp_path: Path) -> None:
+    commit.open_root(LocalStore(tmp_path / "root"), "run")
+
+    async def run() -> None:
+        background = Background()
+        memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
+        access = RootAccess(
+            str(tmp_path / "root"), cast(Any, memory), "run run, here", background,
+            lambda *_: None, lambda _: None, lambda _: None,
+        )  # fmt: skip
+        access.cache_path = str(tmp_path / "cache")
+        persister, gate = await access.open(), threading.Event()
+        access.drains.tick(time.monotonic())
+        persister.submit(lambda: cast(None, gate.wait()))  # a long write
+        access.drains.wake()
+        access.drains.tick(time.monotonic() + 100)
+        ended = asyncio.ensure_future(background.in_thread(access.detach()))
+        await asyncio.sleep(0)
+        assert access.cache is None and access.persister is None
+        access.drains.wake()
+        access.drains.tick(time.monotonic() + 100)
+        gate.set()
+        await ended
+        await access.open()
+        deadline_s = time.monotonic() + 10
+        while access.is_draining and time.monotonic() < deadline_s:
+            access.drains.tick(time.monotonic() + 100)
+            await asyncio.sleep(0.01)
+        assert not access.is_draining
+        access.release()
+
+    asyncio.run(run())
+
+
+def test_an_attempt_that_comes_after_the_stop_fails_at_once() -> None:
+    failed: list[tuple[str, str | None]] = []
+    persister = Persister(MemoryStore("root"), done=lambda *one: failed.append(one), keep=Keep())
+    persister.stop()
+    job = job_at(1)
+    persister.submit(job)
+    persister.submit(lambda: failed.append(("call", None)))
+    assert failed == [(job.attempt, "its thread has ended")]
+
+
+@pytest.mark.promise
+def test_a_write_to_the_cache_that_was_to_be_aborted_and_succeeded_is_not_told_durable() -> None:
+    told: list[str] = []
+    lifecycle = SimpleNamespace(
+        cached=lambda _: told.extend(["cached"]),
+        persisted=lambda _: told.extend(["durable"]),
+    )
+    job = job_at(1)
+    job.abort("hosts are renumbered")
+    executor = Executor.__new__(Executor)
+    executor._coordinator = cast(
+        Any, SimpleNamespace(attempts={"a": object()}, lifecycle=lifecycle)
+    )
+    executor._root = cast(
+        Any, SimpleNamespace(drains=SimpleNamespace(wake=lambda: told.append("woken")))
+    )
+    executor.agent = cast(Any, SimpleNamespace(writes=SimpleNamespace(end=lambda _: None)))
+    executor._jobs, executor._direct, executor.refusals = {"a": job}, set(), {}
+    executor.__dict__["carry_out"] = lambda _: None
+    executor._settle_cached("a", None)
+    assert told == ["woken", "cached"]
