@@ -342,9 +342,8 @@ class LeaseView:
         self._etag, there = found.header("etag"), _parsed(found.body, self._bucket.settle_s)
         if not there.nonce:
             return None
-        parts = there.process.split("/")
-        is_here = parts[:2] == process_name().split("/")[:2] and not is_dead(there.process)
-        pid = int(parts[2]) if is_here and len(parts) == 4 and parts[2].isdecimal() else 0
+        parts = there.process.split("/", 4)
+        pid = int(parts[2]) if _is_here(parts) and not is_dead(there.process) else 0
         return LeaseHolder(there.owner, pid, found.header("last-modified"))
 
     def require_silent(self) -> LeaseHolder | None:
@@ -373,27 +372,47 @@ def _busy(name: str, url: str, owner: str) -> RootBusy:
 
 
 def process_name() -> str:
-    """Returns a name of this process that no other has: boot, process namespace, number, start."""
+    """Returns a name of this process that no other has: boot, process namespace, number, start,
+    host.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        return f"{boot}/{namespace}/{os.getpid()}/{_started(os.getpid())}"
+        pid, host = os.getpid(), os.uname().nodename
+        return f"{boot}/{namespace}/{pid}/{_started(pid)}/{host}"
     except OSError:
         return ""
 
 
 def is_dead(process: str) -> bool:
     """True if this process is known to have ended: it was of this machine, and is not there."""
-    mine, parts = process_name().split("/"), process.split("/")
-    if len(parts) != 4 or parts[:2] != mine[:2] or not parts[2].isdecimal():
+    parts = process.split("/", 4)
+    if not _is_here(parts):
         return False
     try:
         return _started(int(parts[2])) != parts[3]
-    except FileNotFoundError:
-        return True
+    except FileNotFoundError:  # another user's process may be hidden there
+        return _is_gone(int(parts[2]))
     except OSError:
         return False
+
+
+def _is_here(parts: list[str]) -> bool:
+    """True for a process of this boot, namespace and host; earlier versions named no host."""
+    mine = process_name().split("/", 4)
+    is_same = parts[:2] == mine[:2] and parts[4:] in ([], mine[4:])
+    return len(parts) >= 4 and is_same and parts[2].isdecimal()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def _started(pid: int) -> str:
