@@ -7,6 +7,7 @@ finds, and publishes a checkpoint that names the same part again where that is t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -202,3 +203,50 @@ def test_without_any_one_of_the_rules_the_search_finds_what_is_lost(
 
         monkeypatch.setattr(Removals, "remove", unannounced)
     assert any(broken(world, found) for _, _, world, found in orders(monkeypatch, clock))
+
+
+@pytest.mark.promise
+def test_a_renewal_counts_from_when_the_object_changed_and_not_from_when_it_was_looked_at(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """A renewal lands, its answer is lost, and the network is gone until another may take over."""
+    for before in range(-1, 4):  # the request of the holder before which the other takes over
+        world, clock.now_s = World(), 0.0
+        store = model_store(world, monkeypatch)
+        lease = store.lock("writer", "first")
+        assert isinstance(lease, ObjectLease)
+        clock.now_s, left = 1.0, [before]
+        world.fault = lambda kind, key: "lost" if key.endswith(".lock") else ""
+        lease.renew()
+        world.fault = lambda kind, key: ""
+        watched, taken = world.tag(lease.key), [False]
+
+        def take(
+            world: World = world, key: str = lease.key, watched: str = watched,
+            taken: list[bool] = taken,
+        ) -> None:  # fmt: skip
+            said = {**json.loads(world.objects[key]), "owner": "second", "nonce": "other"}
+            if_match, data = {"if-match": watched}, json.dumps(said).encode()
+            taken[0] = world.answer("PUT", key, {}, if_match, data).is_done
+
+        def count(left: list[int] = left, take: Callable[[], None] = take) -> None:
+            if left[0] == 0:
+                take()
+            left[0] -= 1
+
+        clock.now_s = 60.9
+        world.before = count
+        with contextlib.suppress(HoldfastError):
+            lease.require_renewed()
+        world.before = lambda: None
+        clock.now_s = 61.0
+        if before < 0:
+            take()
+        clock.now_s = 68.0
+        if taken[0]:
+            with pytest.raises(HoldfastError):
+                lease.require_held()
+        else:
+            lease.require_held()
+        assert taken[0] == (0 <= before < 3), before
+        lease._ended.set()

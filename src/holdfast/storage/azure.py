@@ -20,6 +20,7 @@ from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer
 from holdfast.storage.listings import age_s, decoded_percent, escaped, next_marker, parsed, text_of
 from holdfast.storage.signing import encoded_path
+from holdfast.storage.tokens import LEAST_SETTLE_S
 from holdfast.storage.wrap import Patience
 
 _RIGHT = "Give this identity or signature the right to do that on this container"
@@ -42,8 +43,6 @@ _FINAL = frozenset({"BlobImmutableDueToPolicy", "ContainerBeingDeleted", "Snapsh
                     "InvalidBlobType", "AccountIsDisabled"})  # fmt: skip
 _CRC64, _MD5 = "x-ms-content-crc64", "content-md5"
 _KINDS = {_CRC64: b"c64 ", _MD5: b"md5 "}
-#: A token or a signature does not say when a request was made: it is taken for valid so long.
-_SETTLE_UNTIMED_S = 3660.0
 #: All uncommitted blocks of a blob are one upload.
 _UPLOAD = "blocks"
 
@@ -59,7 +58,7 @@ class AzureContainer(Bucket):
         self._account = account()
         server = self._account.server
         super().__init__(name, url, server, patience=patience, answer_s=answer_s)
-        self.settle_s = SETTLE_S if self._account.is_timed else _SETTLE_UNTIMED_S
+        self.settle_s = SETTLE_S if self._account.is_timed else LEAST_SETTLE_S
         self.reach_advice = (
             f"look whether AZURE_STORAGE_ACCOUNT is right, and {self.server} can be reached"
         )
@@ -79,6 +78,8 @@ class AzureContainer(Bucket):
         size_bytes = sum(len(piece) for piece in body)
         sent = {"content-length": str(size_bytes)} if size_bytes or method == "PUT" else {}
         target, signed = found.signed(method, path, query, {**headers, **sent})
+        if found.tokens is not None:
+            self.settle_s = found.tokens.settle_s
         return Signed(target, {"host": self.server, **signed}, found.hidden_in)
 
     def _is_expired(self, outcome: Outcome) -> bool:

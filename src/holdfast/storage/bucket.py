@@ -24,8 +24,9 @@ from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
 from holdfast.storage.wrap import BUSY, Patience, RateLimit, RequestCounts
 
 RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
-#: A request that is signed with its time is refused when it is older; nothing of ours lands then.
-SETTLE_S = 960.0
+#: A request that is signed with its time is refused 15 minutes after that by the server's clock,
+#: behind which ours may be as much ahead; nothing of ours lands later.
+SETTLE_S = 2 * 900.0 + 60.0
 _REMOVERS = 8
 _OPERATIONS = frozenset({"uploads", "uploadId", "list-type", "delete", "compose"})
 

@@ -18,6 +18,7 @@ from holdfast.storage.google_identity import server, token_source
 from holdfast.storage.http_client import Answer
 from holdfast.storage.listings import escaped
 from holdfast.storage.signing import encoded_path, encoded_query
+from holdfast.storage.tokens import LEAST_SETTLE_S
 from holdfast.storage.wrap import Patience
 from holdfast.storage.xml_bucket import XmlBucket
 
@@ -38,8 +39,7 @@ class GoogleBucket(XmlBucket):
     """One bucket, with the credentials of the environment."""
 
     advice = _ADVICE
-    #: A token does not say when a request was made; it is valid for an hour.
-    settle_s = 3660.0
+    settle_s = LEAST_SETTLE_S
 
     def __init__(
         self, name: str, url: str, *, patience: Patience | None = None, answer_s: float = 60.0
@@ -61,6 +61,7 @@ class GoogleBucket(XmlBucket):
         if self._tokens is None:
             return Signed(target, all_, lambda text: text)
         token = self._tokens.current().text
+        self.settle_s = self._tokens.settle_s
         all_["authorization"] = f"Bearer {token}"
         return Signed(target, all_, lambda text: text.replace(token, "***"))
 

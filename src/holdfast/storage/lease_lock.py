@@ -119,7 +119,7 @@ class ObjectLease:
         self._ended = threading.Event()
         self._turn = threading.Lock()
         self._taken_by: str | None = None
-        self._settled_s = begun_s + said.pending_s
+        self._settled_s = _now_s() + said.pending_s
         self.unanswered_s: Callable[[], float] = lambda: 0.0
         """Returns for how long a request of this holder may land that nobody answered."""
         arguments = weakref.ref(self), self._ended, times.renew_s
@@ -192,34 +192,42 @@ class ObjectLease:
         with self._turn:
             if not self.is_held or self._taken_by is not None:
                 return
-            begun_s = _now_s()
-            said = replace(self._said, beat=self._said.beat + 1, pending_s=self.unsettled_s)
             try:
-                outcome = self._bucket.put(self.key, [said.data()], if_match=self._etag)
-                if outcome.is_done:
-                    self._said, self._etag = said, outcome.header("etag")
-                    self._renewed_s = begun_s
-                elif outcome.status in (404, 412):
-                    self._look(begun_s)
+                if not self._swap() and self._is_mine():
+                    self._swap()
             except StorageError:  # tried again; require_held tells when it was too long
                 return
 
-    def _look(self, begun_s: float) -> None:
+    def _swap(self) -> bool:
+        """Writes the lease in the place of what was known of it; False where that is not there.
+
+        Only this renews it: others count from when the object changed.
+        """
+        begun_s = _now_s()
+        said = replace(self._said, beat=self._said.beat + 1, pending_s=self.unsettled_s)
+        outcome = self._bucket.put(self.key, [said.data()], if_match=self._etag)
+        if outcome.is_done:
+            self._said, self._etag = said, outcome.header("etag")
+            self._renewed_s = begun_s
+        return outcome.status not in (404, 412)
+
+    def _is_mine(self) -> bool:
         """Finds out whether a renewal whose answer was lost had its effect, or another took it."""
         found = self._bucket.get(self.key)
         if not found.is_done and found.status != 404:
-            return
+            return False
         there = _parsed(found.body, self._bucket.settle_s) if found.is_done else _Written()
         if there.nonce == self._said.nonce:
-            self._said, self._etag, self._renewed_s = there, found.header("etag"), begun_s
-        else:
-            self._taken_by = there.owner or "nobody any more"
-            emit(
-                Warned(
-                    message=f"the lease {self.name!r} of {self._bucket.url} was taken over by "
-                    f"{self._taken_by}: this process writes nothing there any more"
-                )
+            self._said, self._etag = there, found.header("etag")
+            return True
+        self._taken_by = there.owner or "nobody any more"
+        emit(
+            Warned(
+                message=f"the lease {self.name!r} of {self._bucket.url} was taken over by "
+                f"{self._taken_by}: this process writes nothing there any more"
             )
+        )
+        return False
 
     def release(self) -> None:
         if self._ended.is_set():
@@ -273,7 +281,8 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
     has the lease, that is watched for as long as a take-over needs.
     """
     said = _Written(owner, secrets.token_hex(16), process_name())
-    watched, since_s, begun_s = "", _now_s(), _now_s()
+    watched, since_s, first_s = "", _now_s(), _now_s()
+    begun_s = first_s
     outcome = bucket.put(key, [said.data()], if_none=True)
     while True:
         if outcome.is_done:
@@ -283,8 +292,11 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
         found = bucket.get(key)
         bucket.require(found, "lock", name)
         there, etag = _parsed(found.body, bucket.settle_s), found.header("etag")
-        if there.nonce == said.nonce:  # the answer to our own request was lost
-            return ObjectLease(bucket, key, name, there, etag, begun_s, times)
+        if there.nonce == said.nonce:  # the answer to one of our own requests was lost
+            lease = ObjectLease(bucket, key, name, there, etag, first_s, times)
+            if begun_s > first_s:  # which of them is not known
+                lease.renew()
+            return lease
         if watched and there.nonce and etag != watched:
             raise _busy(name, bucket.url, there.owner)
         if not watched:
@@ -330,9 +342,8 @@ class LeaseView:
         self._etag, there = found.header("etag"), _parsed(found.body, self._bucket.settle_s)
         if not there.nonce:
             return None
-        parts = there.process.split("/")
-        is_here = parts[:2] == process_name().split("/")[:2] and not is_dead(there.process)
-        pid = int(parts[2]) if is_here and len(parts) == 4 and parts[2].isdecimal() else 0
+        parts = there.process.split("/", 4)
+        pid = int(parts[2]) if _is_here(parts) and not is_dead(there.process) else 0
         return LeaseHolder(there.owner, pid, found.header("last-modified"))
 
     def require_silent(self) -> LeaseHolder | None:
@@ -361,27 +372,47 @@ def _busy(name: str, url: str, owner: str) -> RootBusy:
 
 
 def process_name() -> str:
-    """Returns a name of this process that no other has: boot, process namespace, number, start."""
+    """Returns a name of this process that no other has: boot, process namespace, number, start,
+    host.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
-        return f"{boot}/{namespace}/{os.getpid()}/{_started(os.getpid())}"
+        pid, host = os.getpid(), os.uname().nodename
+        return f"{boot}/{namespace}/{pid}/{_started(pid)}/{host}"
     except OSError:
         return ""
 
 
 def is_dead(process: str) -> bool:
     """True if this process is known to have ended: it was of this machine, and is not there."""
-    mine, parts = process_name().split("/"), process.split("/")
-    if len(parts) != 4 or parts[:2] != mine[:2] or not parts[2].isdecimal():
+    parts = process.split("/", 4)
+    if not _is_here(parts):
         return False
     try:
         return _started(int(parts[2])) != parts[3]
-    except FileNotFoundError:
-        return True
+    except FileNotFoundError:  # another user's process may be hidden there
+        return _is_gone(int(parts[2]))
     except OSError:
         return False
+
+
+def _is_here(parts: list[str]) -> bool:
+    """True for a process of this boot, namespace and host; earlier versions named no host."""
+    mine = process_name().split("/", 4)
+    is_same = parts[:2] == mine[:2] and parts[4:] in ([], mine[4:])
+    return len(parts) >= 4 and is_same and parts[2].isdecimal()
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def _started(pid: int) -> str:

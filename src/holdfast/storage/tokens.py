@@ -20,6 +20,8 @@ from holdfast.storage.wrap import BUSY, Patience, renew_in_child
 
 #: A token is renewed when it has less than this left, as the clouds' own libraries do.
 RENEW_S = 225.0
+#: A token does not say when a request was made: one may land for so long at least.
+LEAST_SETTLE_S = 3660.0
 _ANSWER_S = 10.0
 _PATIENCE = Patience(total_s=20.0)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
@@ -40,6 +42,8 @@ class TokenSource:
         self, fetch: Callable[[], Token], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._fetch, self._clock = fetch, clock
+        self.longest_s = 0.0
+        """For how long a token was valid at most: a request that carries it may land until then."""
         self.in_child()
         renew_in_child(self)
 
@@ -67,6 +71,12 @@ class TokenSource:
                 raise
             return  # the one there is still does
         self._ends_s = begun_s + self._token.lasts_s
+        self.longest_s = max(self.longest_s, self._token.lasts_s)
+
+    @property
+    def settle_s(self) -> float:
+        """For how long a request may land that carries a token."""
+        return max(LEAST_SETTLE_S, self.longest_s + 60.0)
 
     def forget(self) -> None:
         """Has the token asked for anew: a server says that it has expired."""
