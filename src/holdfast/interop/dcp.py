@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import Box
-from holdfast.interop.arrange import MODEL, Orders, arrange
+from holdfast.interop.arrange import MODEL, Orders, arrange, is_extra
 from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
 from holdfast.interop.pickles import interpret
 from holdfast.interop.records import Opaque, Record, dtype_of
@@ -64,7 +64,11 @@ class _DcpDirectory:
                 entries[name] = self._entry(name, about, items, missing)
             except UsageError as error:
                 raise self._error(f"{name!r:.200}: {error}") from None
-        found = arrange(_nested(entries, paths if isinstance(paths, dict) else {}), orders)
+        try:
+            tree = _nested(entries, paths if isinstance(paths, dict) else {})
+        except _PathTaken as error:
+            raise self._error(str(error)) from None
+        found = arrange(tree, orders, self._where)
         return ForeignCheckpoint(
             "dcp",
             step,
@@ -223,15 +227,18 @@ def _nested(entries: dict[str, Any], paths: Mapping[Any, Any]) -> dict[str, Any]
             keys = path
         at = tree
         for key in keys[:-1]:
-            inner = at.setdefault(key, _Branch())
-            if not isinstance(inner, _Branch):
-                inner = at[key] = _Branch()
-            at = inner
+            at = at.setdefault(key, _Branch())
+            if not isinstance(at, _Branch):
+                raise _PathTaken(f"{name!r:.200} has the path {keys!r:.200}, on which a value lies")
+        if keys[-1] in at:
+            raise _PathTaken(f"{name!r:.200} has the path {keys!r:.200}, which another has too")
         at[keys[-1]] = value
     top = {str(key): _closed(value) for key, value in tree.items()}
+    if len(top) != len(tree):
+        raise _PathTaken("two entries at its top are called alike, one as a number")
     flat = {key: value for key, value in top.items() if isinstance(value, ForeignLeaf)}
     if flat and MODEL not in top:
-        extras = {k: v for k, v in top.items() if k.endswith("_extra_state")}
+        extras = {key: value for key, value in top.items() if is_extra(key)}
         rest = {k: v for k, v in top.items() if k not in flat and k not in extras}
         return {MODEL: flat | extras, **rest}
     return top
@@ -239,6 +246,10 @@ def _nested(entries: dict[str, Any], paths: Mapping[Any, Any]) -> dict[str, Any]
 
 def _is_key(value: Any) -> bool:
     return type(value) in (str, int)
+
+
+class _PathTaken(ValueError):
+    """Two entries whose paths can't both be."""
 
 
 class _Branch(dict[Any, Any]):
