@@ -110,7 +110,8 @@ class _DcpDirectory:
         """(name, offset in the leaf or None) of every item, and where it lies."""
         for key, info in storage.items():
             is_known = isinstance(info, Record) and info.kind == "_StorageInfo"
-            if not is_known or type(key) is not tuple or len(key) != 4:
+            is_index = type(key) is tuple and len(key) == 4 and key[0] == "MetadataIndex"
+            if not is_known or not is_index:
                 raise self._error("its storage_data is not that of a file system")
             where = info.fields
             if where.get("transform_descriptors"):
@@ -165,6 +166,8 @@ class _DcpDirectory:
             item = items.get((name, box.start))
             if item is None and len(chunks) == 1:
                 item = items.get((name, None))
+            if item is not None and not item.size_bytes:
+                raise self._error(f"{name!r:.200} lies in an item of 0 bytes")
             if item is not None and item.file not in missing:
                 extent = Extent(item.file, item.offset, None, item.size_bytes)
                 parts.append(StoredBox(box, extent, item.rank))
@@ -194,14 +197,15 @@ def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
 def locate(files: SourceFiles, leaf: str, dtype: str, box: Box, extent: Extent) -> Extent:
     """The place of the elements in an item; ForeignFormatError unless it holds this very box."""
     where = files.where(extent.file)
-    if files.read(extent.file, extent.offset, min(2, extent.item_bytes)) == b"PK":
-        file = open_torch_file(files, extent.file, extent.offset, extent.item_bytes)
+    size = extent.item_bytes or 0
+    if files.read(extent.file, extent.offset, min(2, size)) == b"PK":
+        file = open_torch_file(files, extent.file, extent.offset, size)
         ref = file.value
         if getattr(ref, "shape", None) == box.shape and getattr(ref, "dtype", None) == dtype:
             return file.place(ref)
         found = f"{getattr(ref, 'dtype', type(ref).__name__)} {getattr(ref, 'shape', '')}"
     else:
-        tensors = open_safetensors(files, extent.file, extent.offset, extent.item_bytes).tensors
+        tensors = open_safetensors(files, extent.file, extent.offset, size).tensors
         one = next(iter(tensors.values()), ("nothing", (), 0))
         if len(tensors) == 1 and one[:2] == (dtype, box.shape):
             return Extent(extent.file, one[2])
