@@ -170,5 +170,28 @@ def test_metadata_that_name_a_file_outside_are_refused(tmp_path: Path) -> None:
         holdfast.open(root)
 
 
+@pytest.mark.promise
+def test_an_item_of_no_bytes_and_a_key_of_another_kind_are_refused(tmp_path: Path) -> None:
+    for kind, words in (("empty", "item of 0 bytes"), ("key", "not that of a file system")):
+        root = save({"w": torch.arange(6.0)}, tmp_path / kind)
+        raw = pickle.loads((root / ".metadata").read_bytes())
+        ((index, info),) = raw.storage_data.items()
+        if kind == "empty":
+            info.length = 0
+        else:
+            raw.storage_data = {("x", index.fqn, index.offset, index.index): info}
+        (root / ".metadata").write_bytes(pickle.dumps(raw))
+        with pytest.raises(ForeignFormatError, match=words):
+            holdfast.open(root)
+
+
+def test_links_that_lead_nowhere_or_to_folders_are_no_matter(tmp_path: Path) -> None:
+    root = save({"w": torch.arange(6.0)}, tmp_path / "dcp")
+    os.symlink("/nonexistent", root / ".aa")
+    os.symlink(tmp_path, root / ".bb")
+    with holdfast.open(root) as opened:
+        assert torch.equal(opened.read("model.w"), torch.arange(6.0))
+
+
 def test_no_group_is_needed() -> None:
     assert not dist.is_initialized()

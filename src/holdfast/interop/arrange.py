@@ -7,12 +7,13 @@ never made up.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.errors import UnsupportedState
+from holdfast.errors import ForeignFormatError, UnsupportedState
 from holdfast.format import values as codec
 from holdfast.interop.foreign import ForeignLeaf
 from holdfast.interop.records import (
@@ -27,6 +28,10 @@ from holdfast.interop.records import (
 #: Nested values are walked to here; a pickle can name one list in many places.
 MAX_NODES = 2_000_000
 MAX_DEPTH = 64
+#: The keys on the way to a value are joined for each value: so many characters.
+MAX_PATH = 4096
+#: Texts, bytes and arrays of all values: each as often as it is named.
+MAX_VALUE_BYTES = 256 << 20
 #: The key of a state dict that stands in a file by itself.
 MODEL = "model"
 
@@ -45,24 +50,29 @@ class Arranged:
 Orders = Mapping[str, Sequence[Sequence[str]]]
 
 
-def arrange(tree: Mapping[str, Any], orders: Orders | None = None) -> Arranged:
+def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = "") -> Arranged:
     """Arrange the entries of a state; a leaf that is there twice, as one object, is tied.
 
     ``orders``: of the optimizers that are to be filled, which tell what a number stands for.
+    ``where``: the file, for ForeignFormatError.
     """
-    orders = orders or {}
     found = Arranged()
-    budget = _Budget(MAX_NODES)
+    fitting = _Fitting(found.notes)
     for key, value in tree.items():
         part = Arranged()
         try:
-            budget.check(value, key)
-            _take(key, value, part, orders)
+            fitted = fitting.fit_entry(value, key)
+            _take(key, fitted, part, orders or {})
         except (UnsupportedState, Unfit) as error:
-            found.notes.append(f"{key} is left out: {error}")
+            shown = key[:200] if _is_text(key) else ascii(key)[:200]
+            found.notes.append(f"{shown} is left out: {error}")
             continue
+        except (RecursionError, OverflowError, ValueError, SyntaxError) as error:
+            raise ForeignFormatError(
+                f"{where}: {key:.200} cannot be read: {error!s:.200}", path=where, offset=0
+            ) from None
         if part.leaves.keys() & found.leaves.keys():
-            found.notes.append(f"{key} is left out: another entry has a tensor of its names")
+            found.notes.append(f"{key:.200} is left out: another entry has a tensor of its names")
             continue
         found.leaves |= part.leaves
         found.values |= part.values
@@ -75,6 +85,17 @@ class Unfit(ValueError):
     """A value that cannot become state."""
 
 
+class _Unknown(Unfit):
+    """One value of a kind that is not known: the dictionary it stands in may do without it."""
+
+
+def _add_leaf(found: Arranged, path: str, leaf: ForeignLeaf) -> None:
+    """Add a leaf by its name. Unfit where two are called so: neither may take the other's place."""
+    if path in found.leaves:
+        raise Unfit(f"two tensors of it are called {path!r:.200}")
+    found.leaves[path] = leaf
+
+
 def _tie(found: Arranged) -> None:
     """Make further names of one tensor aliases of the first."""
     first: dict[int, str] = {}
@@ -85,44 +106,92 @@ def _tie(found: Arranged) -> None:
             found.aliases[name] = there
 
 
-@dataclass(slots=True)
-class _Budget:
-    left: int
+class _Fitting:
+    """Makes plain values of what was read, with a limit on all of them together."""
 
-    def check(self, value: Any, where: str, depth: int = 0) -> None:
-        """Refuse what nests too deep, is too much, or has a part that is not known."""
-        self.left -= 1
-        if self.left < 0:
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+        self._nodes, self._bytes = MAX_NODES, MAX_VALUE_BYTES
+
+    def fit_entry(self, value: Any, key: str) -> Any:
+        """The entry of a state. An optimizer is whole, or unfit: without a part it is another."""
+        self._is_whole = isinstance(value, dict) and (
+            {"state", "param_groups"} <= value.keys() or _is_flat_optimizer(value)
+        )
+        self._spend(key)
+        return self._fit(value, key, 0)
+
+    def _fit(self, value: Any, where: str, depth: int) -> Any:
+        self._nodes -= 1
+        if self._nodes < 0:
             raise Unfit(f"it has more than {MAX_NODES} values")
+        if len(where) > MAX_PATH:
+            raise Unfit(f"{where:.200}... is the name of a value, of {len(where)} characters")
         if depth > MAX_DEPTH:
             raise Unfit(f"{where:.200} is nested deeper than {MAX_DEPTH}, or contains itself")
-        if isinstance(value, Opaque):
-            raise Unfit(f"{where:.200} is {value.what} (byte {value.offset} of its pickle)")
-        if isinstance(value, (GlobalName, StorageRef)):
-            raise Unfit(f"{where:.200} is {value!s:.200}, which is no value of a state")
+        if isinstance(value, Record):
+            value = value.fields
         if isinstance(value, dict):
-            for key, item in value.items():
-                self.check(item, f"{where}.{key}", depth + 1)
-        elif isinstance(value, (list, tuple)):
-            for number, item in enumerate(value):
-                self.check(item, f"{where}.{number}", depth + 1)
+            return self._dictionary(value, where, depth)
+        if isinstance(value, (list, tuple)):
+            items = [
+                self._fit(item, f"{where}.{number}", depth + 1) for number, item in enumerate(value)
+            ]
+            return items if isinstance(value, list) else tuple(items)
+        return self._single(value, where)
+
+    def _dictionary(self, value: dict[Any, Any], where: str, depth: int) -> dict[Any, Any]:
+        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        unknown: list[_Unknown] = []
+        for key, item in value.items():
+            self._spend(key)
+            try:
+                kept[key] = self._fit(item, f"{where}.{key}", depth + 1)
+            except _Unknown as error:
+                unknown.append(error)
+        if unknown and (self._is_whole or not kept):
+            raise unknown[0]
+        for error in unknown:
+            note = f"{error}; it is left out"
+            self._spend(note)
+            self._notes.append(note)
+        return kept
+
+    def _single(self, value: Any, where: str) -> Any:
+        if isinstance(value, Opaque):
+            raise _Unknown(f"{where:.200} is {value.what} (byte {value.offset} of its pickle)")
+        if isinstance(value, (GlobalName, StorageRef)):
+            raise _Unknown(f"{where:.200} is {value!s:.200}, which is no value of a state")
+        if isinstance(value, TorchDtype):
+            return f"torch.{value.name}"
+        if isinstance(value, NumpyArray):
+            self._spend(value.data)
+            return _array(value, where)
+        if isinstance(value, (set, frozenset)):
+            self._nodes -= len(value)
+            for item in value:
+                self._spend(item)
+        self._spend(value)
+        return value
+
+    def _spend(self, value: Any) -> None:
+        if isinstance(value, str) and not _is_text(value):
+            raise Unfit(f"it has the text {value!r:.100} with half a character")
+        if isinstance(value, (str, bytes, bytearray)):
+            self._bytes -= len(value)
+            if self._bytes < 0:
+                raise Unfit(f"the values have more than {MAX_VALUE_BYTES} bytes")
 
 
 def _take(key: str, value: Any, found: Arranged, orders: Orders) -> None:
     if isinstance(value, ForeignLeaf):
-        found.leaves[key] = value
+        _add_leaf(found, key, value)
         found.values[key] = codec.encode(codec.LeafRef(key), key)
-    elif _is_module(value) and (key == MODEL or not _are_numbers(value)):
+    elif is_module(value) and (key == MODEL or not _are_numbers(value)):
         for name, item in value.items():
-            if isinstance(item, ForeignLeaf):
-                found.leaves[f"{key}.{name}"] = item
-        extra = {
-            name.removesuffix(_EXTRA).removesuffix("."): item
-            for name, item in value.items()
-            if not isinstance(item, ForeignLeaf)
-        }
-        if extra:
-            found.values[key] = _encode(extra, key, found)
+            if not is_extra(name):
+                _add_leaf(found, f"{key}.{name}", item)
+        _take_extra(key, {name: item for name, item in value.items() if is_extra(name)}, found)
     elif isinstance(value, dict) and _is_flat_optimizer(value):
         _take_optimizer(key, _unflatten(value), found, orders)
     elif isinstance(value, dict) and {"state", "param_groups"} <= value.keys():
@@ -134,14 +203,18 @@ def _take(key: str, value: Any, found: Arranged, orders: Orders) -> None:
 _EXTRA = "_extra_state"
 
 
-def _is_module(value: Any) -> bool:
-    if not isinstance(value, dict) or not value:
+def is_extra(name: str) -> bool:
+    """True if an entry of a state dict is what a module gave as its extra state."""
+    return name == _EXTRA or name.endswith(f".{_EXTRA}")
+
+
+def is_module(value: Any) -> bool:
+    """True if a value is the state dict of a module: tensors by name, and extra state."""
+    if not isinstance(value, dict) or not all(type(name) is str for name in value):
         return False
-    if not all(type(name) is str for name in value):
-        return False
-    is_leaf = [isinstance(item, ForeignLeaf) for item in value.values()]
-    return any(is_leaf) and all(
-        leaf or name.endswith(_EXTRA) for name, leaf in zip(value, is_leaf, strict=True)
+    tensors = [name for name, item in value.items() if isinstance(item, ForeignLeaf)]
+    return bool(tensors) and all(
+        isinstance(item, ForeignLeaf) or is_extra(name) for name, item in value.items()
     )
 
 
@@ -150,46 +223,52 @@ def _are_numbers(value: Mapping[str, Any]) -> bool:
     return all(one.shape == () for one in value.values() if isinstance(one, ForeignLeaf))
 
 
+def _take_extra(key: str, extra: Mapping[str, Any], found: Arranged) -> None:
+    """Take extra state by the prefix of its module; tensors in it keep the name it has here."""
+    taken: dict[str, Any] = {}
+    for name, item in extra.items():
+        prefix = name.removesuffix(_EXTRA).removesuffix(".")
+        if prefix in taken or prefix.startswith("$"):
+            raise Unfit(f"it has two extra states of {prefix!r:.100}, or one that is no name")
+        taken[prefix] = _encode(item, f"{key}.{name}", found)
+    if taken:
+        found.values[key] = taken
+
+
 def _encode(value: Any, where: str, found: Arranged) -> Any:
     def tensor(item: Any, path: str) -> str | None:
         if not isinstance(item, ForeignLeaf):
             return None
-        found.leaves[path] = replace(item)  # another object: a value names the leaf itself
+        _add_leaf(found, path, replace(item))  # another object: a value names the leaf itself
         return path
 
-    return codec.encode(_plain(value), where, tensor=tensor)
+    return codec.encode(value, where, tensor=tensor)
 
 
-def _plain(value: Any) -> Any:
-    """The value with the records in it replaced by what they stand for."""
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, _plain(item)) for key, item in value.items())
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, Record):
-        return _plain(value.fields)
-    if isinstance(value, NumpyArray):
-        return _array(value)
-    if isinstance(value, TorchDtype):
-        return f"torch.{value.name}"
-    return value
+def _is_text(value: str) -> bool:
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
-def _array(value: NumpyArray) -> Any:
+#: What numpy calls the dtypes that are read; it evaluates other texts as Python.
+_DTYPE = re.compile(r"[<>|=]?[biufcSU][0-9]{1,4}")
+
+
+def _array(value: NumpyArray, where: str) -> Any:
     import numpy as np
 
     try:
-        dtype = np.dtype(value.dtype)
-        if dtype.kind not in "biufcSU" or dtype.itemsize == 0:
-            raise Unfit(f"an array of numpy's {value.dtype!r:.40}")
+        dtype = np.dtype(value.dtype) if _DTYPE.fullmatch(value.dtype) else None
+        if dtype is None or dtype.kind not in "biufcSU" or dtype.itemsize == 0:
+            raise _Unknown(f"{where:.200} is an array of numpy's {value.dtype!r:.40}")
         flat: Any = np.frombuffer(value.data, dtype)
         return flat.reshape(value.shape or ()).copy() if value.shape is not None else flat[0]
     except (TypeError, ValueError, IndexError) as error:
-        raise Unfit(f"an array of numpy that is none: {error}") from None
+        if isinstance(error, Unfit):
+            raise
+        raise _Unknown(f"{where:.200} is an array of numpy that is none: {error}") from None
 
 
 # ── optimizers ───────────────────────────────────────────────────────────────────────────────
@@ -214,14 +293,22 @@ def _unflatten(value: Mapping[str, Any]) -> dict[str, Any]:
         if not dot:
             raise Unfit(f"{name!r:.200} names no parameter")
         (state if outer == "state" else options).setdefault(parameter, {})[kind] = item
-    groups: list[dict[str, Any]] = []
+    groups: dict[bytes, dict[str, Any]] = {}
     for parameter, some in options.items():
-        like = next((g for g in groups if {**g, "params": 0} == {**some, "params": 0}), None)
-        if like is None:
-            groups.append({**some, "params": [parameter]})
-        else:
-            like["params"].append(parameter)
-    return {"state": state, "param_groups": groups}
+        group = groups.setdefault(_same_for_equal(some), {**some, "params": []})
+        group["params"].append(parameter)
+    return {"state": state, "param_groups": list(groups.values())}
+
+
+def _same_for_equal(options: Mapping[str, Any]) -> bytes:
+    """Bytes that are equal for equal options only."""
+    in_order = dict(sorted(options.items()))
+    return codec.to_bytes(
+        codec.encode(
+            in_order,
+            tensor=lambda item, _: repr(item) if isinstance(item, ForeignLeaf) else None,
+        )
+    )
 
 
 def _take_optimizer(key: str, value: Mapping[str, Any], found: Arranged, orders: Orders) -> None:
@@ -245,7 +332,7 @@ def _take_optimizer(key: str, value: Mapping[str, Any], found: Arranged, orders:
             raise Unfit(f"it has state for {one!r:.100}, which is in none of its groups")
         for kind, item in kinds.items():
             if isinstance(item, ForeignLeaf):
-                found.leaves[f"{key}.{names[one]}.{kind}"] = item
+                _add_leaf(found, f"{key}.{names[one]}.{kind}", item)
             else:
                 rest.setdefault(names[one], {})[kind] = item
     found.values[key] = {
@@ -261,23 +348,33 @@ def _take_optimizer(key: str, value: Mapping[str, Any], found: Arranged, orders:
 def _parameter_names(
     groups: list[dict[str, Any]], order: Sequence[Sequence[str]] | None
 ) -> dict[Any, str]:
-    """The name of each parameter of the groups. Numbers are positions in the groups of the
-    optimizer that is to be filled, as torch itself takes them; without one they stay numbers.
-    """
+    """The name of each parameter of the groups, no two alike."""
     members = [one for group in groups for one in group["params"]]
     if any(type(one) not in (str, int) for one in members) or len(set(members)) != len(members):
         raise Unfit("its groups name their parameters by neither names nor numbers")
+    names = _names_in_order(groups, members, order)
+    if len(set(names)) != len(names):
+        raise Unfit("two of its parameters have one name")
+    return dict(zip(members, names, strict=True))
+
+
+def _names_in_order(
+    groups: list[dict[str, Any]], members: list[Any], order: Sequence[Sequence[str]] | None
+) -> list[str]:
+    """The names of ``members``. Numbers are positions in the groups of the optimizer that is to be
+    filled, as torch itself takes them; without one they stay numbers.
+    """
     if all(type(one) is str for one in members):
-        return {one: one for one in members}
+        return members
     said = [one for group in groups for one in group.get("param_names") or ()]
     if len(said) == len(members) and all(type(one) is str for one in said):
-        return dict(zip(members, said, strict=True))
+        return said
     if order is None:
-        return {one: str(one) for one in members}
+        return [str(one) for one in members]
     sizes, wanted = [len(group["params"]) for group in groups], [len(some) for some in order]
     if sizes != wanted:
         raise Unfit(
             f"its state is keyed by numbers, in groups of {sizes} parameters, and the optimizer "
             f"to be filled has groups of {wanted}: make its groups as they were"
         )
-    return dict(zip(members, (name for some in order for name in some), strict=True))
+    return [name for some in order for name in some]

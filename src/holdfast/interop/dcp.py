@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import Box
-from holdfast.interop.arrange import MODEL, Orders, arrange
+from holdfast.interop.arrange import MODEL, Orders, arrange, is_extra
 from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
 from holdfast.interop.pickles import interpret
 from holdfast.interop.records import Opaque, Record, dtype_of
@@ -64,7 +64,11 @@ class _DcpDirectory:
                 entries[name] = self._entry(name, about, items, missing)
             except UsageError as error:
                 raise self._error(f"{name!r:.200}: {error}") from None
-        found = arrange(_nested(entries, paths if isinstance(paths, dict) else {}), orders)
+        try:
+            tree = _nested(entries, paths if isinstance(paths, dict) else {})
+        except _PathTaken as error:
+            raise self._error(str(error)) from None
+        found = arrange(tree, orders, self._where)
         return ForeignCheckpoint(
             "dcp",
             step,
@@ -106,7 +110,8 @@ class _DcpDirectory:
         """(name, offset in the leaf or None) of every item, and where it lies."""
         for key, info in storage.items():
             is_known = isinstance(info, Record) and info.kind == "_StorageInfo"
-            if not is_known or type(key) is not tuple or len(key) != 4:
+            is_index = type(key) is tuple and len(key) == 4 and key[0] == "MetadataIndex"
+            if not is_known or not is_index:
                 raise self._error("its storage_data is not that of a file system")
             where = info.fields
             if where.get("transform_descriptors"):
@@ -161,6 +166,8 @@ class _DcpDirectory:
             item = items.get((name, box.start))
             if item is None and len(chunks) == 1:
                 item = items.get((name, None))
+            if item is not None and not item.size_bytes:
+                raise self._error(f"{name!r:.200} lies in an item of 0 bytes")
             if item is not None and item.file not in missing:
                 extent = Extent(item.file, item.offset, None, item.size_bytes)
                 parts.append(StoredBox(box, extent, item.rank))
@@ -190,14 +197,15 @@ def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
 def locate(files: SourceFiles, leaf: str, dtype: str, box: Box, extent: Extent) -> Extent:
     """The place of the elements in an item; ForeignFormatError unless it holds this very box."""
     where = files.where(extent.file)
-    if files.read(extent.file, extent.offset, min(2, extent.item_bytes)) == b"PK":
-        file = open_torch_file(files, extent.file, extent.offset, extent.item_bytes)
+    size = extent.item_bytes or 0
+    if files.read(extent.file, extent.offset, min(2, size)) == b"PK":
+        file = open_torch_file(files, extent.file, extent.offset, size)
         ref = file.value
         if getattr(ref, "shape", None) == box.shape and getattr(ref, "dtype", None) == dtype:
             return file.place(ref)
         found = f"{getattr(ref, 'dtype', type(ref).__name__)} {getattr(ref, 'shape', '')}"
     else:
-        tensors = open_safetensors(files, extent.file, extent.offset, extent.item_bytes).tensors
+        tensors = open_safetensors(files, extent.file, extent.offset, size).tensors
         one = next(iter(tensors.values()), ("nothing", (), 0))
         if len(tensors) == 1 and one[:2] == (dtype, box.shape):
             return Extent(extent.file, one[2])
@@ -223,15 +231,18 @@ def _nested(entries: dict[str, Any], paths: Mapping[Any, Any]) -> dict[str, Any]
             keys = path
         at = tree
         for key in keys[:-1]:
-            inner = at.setdefault(key, _Branch())
-            if not isinstance(inner, _Branch):
-                inner = at[key] = _Branch()
-            at = inner
+            at = at.setdefault(key, _Branch())
+            if not isinstance(at, _Branch):
+                raise _PathTaken(f"{name!r:.200} has the path {keys!r:.200}, on which a value lies")
+        if keys[-1] in at:
+            raise _PathTaken(f"{name!r:.200} has the path {keys!r:.200}, which another has too")
         at[keys[-1]] = value
     top = {str(key): _closed(value) for key, value in tree.items()}
+    if len(top) != len(tree):
+        raise _PathTaken("two entries at its top are called alike, one as a number")
     flat = {key: value for key, value in top.items() if isinstance(value, ForeignLeaf)}
     if flat and MODEL not in top:
-        extras = {k: v for k, v in top.items() if k.endswith("_extra_state")}
+        extras = {key: value for key, value in top.items() if is_extra(key)}
         rest = {k: v for k, v in top.items() if k not in flat and k not in extras}
         return {MODEL: flat | extras, **rest}
     return top
@@ -239,6 +250,10 @@ def _nested(entries: dict[str, Any], paths: Mapping[Any, Any]) -> dict[str, Any]
 
 def _is_key(value: Any) -> bool:
     return type(value) in (str, int)
+
+
+class _PathTaken(ValueError):
+    """Two entries whose paths can't both be."""
 
 
 class _Branch(dict[Any, Any]):

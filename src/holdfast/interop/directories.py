@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.errors import ForeignFormatError, UsageError
-from holdfast.interop.arrange import MODEL, Orders, arrange
+from holdfast.interop.arrange import MODEL, Orders, arrange, is_module
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
 from holdfast.interop.records import Opaque
@@ -121,16 +121,8 @@ def _read_safetensors(files: SourceFiles, _: Orders) -> ForeignCheckpoint:
     leaves, world = read_safetensors(files, weights)
     for index in (name for name in names if name.endswith(_INDEX) and "/" not in name):
         check_index(files, index, leaves)
-    found = arrange({MODEL: leaves})
-    return ForeignCheckpoint(
-        "safetensors",
-        step_of(files.path.name),
-        found.leaves,
-        found.values,
-        found.aliases,
-        tuple(found.notes),
-        world,
-    )
+    step = step_of(files.path.name)
+    return _of_tree("safetensors", files, step, {MODEL: leaves}, {}, world)
 
 
 def _value(files: SourceFiles, name: str) -> Any:
@@ -156,9 +148,7 @@ def _state(files: SourceFiles, name: str) -> dict[str, Any]:
             path=where,
             offset=0,
         )
-    if any(isinstance(one, ForeignLeaf) for one in value.values()) and all(
-        isinstance(one, ForeignLeaf) or key.endswith("_extra_state") for key, one in value.items()
-    ):
+    if is_module(value):
         return {MODEL: value}
     if {"state", "param_groups"} <= value.keys():
         return {"optimizer": value}
@@ -166,22 +156,28 @@ def _state(files: SourceFiles, name: str) -> dict[str, Any]:
 
 
 def _read_torch(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
-    return _of_tree("torch", step_of(files.path.name), _state(files, files.path.name), orders)
+    state = _state(files, files.path.name)
+    return _of_tree("torch", files, step_of(files.path.name), state, orders)
 
 
 def _of_tree(
-    format_: str, step: int, tree: dict[str, Any], orders: Orders, world: int = 1
+    format_: str,
+    files: SourceFiles,
+    step: int,
+    tree: dict[str, Any],
+    orders: Orders,
+    world: int = 1,
+    notes: Sequence[str] = (),
 ) -> ForeignCheckpoint:
-    found = arrange(tree, orders)
-    return ForeignCheckpoint(
-        format_, step, found.leaves, found.values, found.aliases, tuple(found.notes), world
-    )
+    found = arrange(tree, orders, str(files.path))
+    notes = (*notes, *found.notes)
+    return ForeignCheckpoint(format_, step, found.leaves, found.values, found.aliases, notes, world)
 
 
 def _read_lightning(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     state = _state(files, files.path.name)
     if "state_dict" not in state or "pytorch-lightning_version" not in state:
-        return _of_tree("torch", step_of(files.path.name), state, orders)
+        return _of_tree("torch", files, step_of(files.path.name), state, orders)
     tree: dict[str, Any] = {MODEL: state.pop("state_dict")}
     for name, key in (("optimizer_states", "optimizer"), ("lr_schedulers", "lr_scheduler")):
         some = state.pop(name, [])
@@ -189,7 +185,9 @@ def _read_lightning(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
             tree |= {f"{key}{number or ''}": one for number, one in enumerate(some)}
     step = state.get("global_step")
     number = step if type(step) is int and step >= 0 else 0
-    return _of_tree("lightning", number, tree | state, orders)
+    twice = sorted(tree.keys() & state.keys())
+    notes = [f"{key} of the file is left out: what Lightning keeps is called so" for key in twice]
+    return _of_tree("lightning", files, number, state | tree, orders, notes=notes)
 
 
 def _read_trainer(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
@@ -244,10 +242,7 @@ def _read_parts(
             taken.add(name)
         elif name.endswith(_STATE_SUFFIXES) and name not in taken:
             notes.append(f"{files.where(name)} is not read")
-    found = _of_tree(format_, step, tree | values, orders, world)
-    return ForeignCheckpoint(
-        found.format, step, found.leaves, found.values, found.aliases, (*notes, *found.notes), world
-    )
+    return _of_tree(format_, files, step, tree | values, orders, world, notes)
 
 
 _READERS: dict[str, Callable[[SourceFiles, Orders], ForeignCheckpoint]] = {

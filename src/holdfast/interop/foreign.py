@@ -24,14 +24,14 @@ MAX_CUTS = 100_000
 class Extent:
     """Where the elements of a box lie. ``strides`` counts elements; None: row by row without gaps.
 
-    ``item_bytes``: not 0 where a file of its own begins at ``offset``, with the tensor in it; where
-    in that file is found at the first read.
+    ``item_bytes``: not None where a file of its own begins at ``offset``, with the tensor in it;
+    where in that file is found at the first read.
     """
 
     file: str
     offset: int
     strides: tuple[int, ...] | None = None
-    item_bytes: int = 0
+    item_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,9 @@ _INCARNATION = 0
 _LOCATED = 1 << 14
 
 
+#: So many files are asked when they were changed.
+_DATED = 64
+
 _POINT = Box((), ())
 
 
@@ -125,7 +128,9 @@ class ForeignStore:
         )
 
     def _changed_s(self) -> float:
-        return max(map(self._files.changed_s, self._files.names()[:64]), default=0.0)
+        leaves = self.found.leaves.values()
+        named = {part.extent.file for leaf in leaves for part in leaf.parts}
+        return max(map(self._files.changed_s, sorted(named)[:_DATED]), default=0.0)
 
     def _image(self, rank: int, id_: AttemptId) -> Image:
         plan = plan_rank(self.layout, rank)
@@ -194,7 +199,7 @@ class ForeignStore:
             into[:] = data if one.data else bytes(len(into))
             return
         extent = one.extent
-        if extent.item_bytes:
+        if extent.item_bytes is not None:
             extent = self._located(one.leaf, one.dtype, one.box, extent)
         strides = extent.strides
         if strides is None or is_contiguous(one.box.shape, strides):

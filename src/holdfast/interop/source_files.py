@@ -47,8 +47,23 @@ class SourceFiles:
             if entry.is_dir(follow_symlinks=False):
                 if depth < MAX_DEPTH:
                     self._walk(Path(entry.path), f"{prefix}{entry.name}/", found, depth + 1)
-            elif len(found) < MAX_FILES:
+            elif self._is_file_at(entry):
+                if len(found) >= MAX_FILES:
+                    raise ForeignFormatError(
+                        f"{self._top} has more than {MAX_FILES} files: no checkpoint has so many, "
+                        "give a directory further down",
+                        path=str(self._top),
+                        offset=0,
+                    )
                 found.append(prefix + entry.name)
+
+    @staticmethod
+    def _is_file_at(entry: os.DirEntry[str]) -> bool:
+        """True for a file and for a link to one."""
+        try:
+            return entry.is_file()
+        except OSError:
+            return False
 
     def where(self, name: str) -> str:
         """The file, for messages."""
@@ -62,9 +77,12 @@ class SourceFiles:
         return self._sizes[name]
 
     def changed_s(self, name: str) -> float:
-        """When the file was changed last."""
-        with self._opened(name) as file:
-            return os.fstat(file).st_mtime
+        """When the file was changed last; 0 for one that is not there."""
+        try:
+            with self._opened(name) as file:
+                return os.fstat(file).st_mtime
+        except (NotFound, StorageError, ForeignFormatError):
+            return 0.0
 
     def read(self, name: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         """Exactly these bytes (None: all of a document); ForeignFormatError for fewer."""
@@ -115,12 +133,27 @@ class SourceFiles:
                     )
                 done += count
 
+    def _open_below(self, name: str) -> int:
+        """Open a file. No folder on the way may be a link, which could lead anywhere; the file
+        itself may be one, as in the cache of Hugging Face.
+        """
+        *folders, last = name.split("/")
+        at = os.open(self._top, _FLAGS | os.O_DIRECTORY)
+        try:
+            for folder in folders:
+                inner = os.open(folder, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+                os.close(at)
+                at = inner
+            # A pipe would hold whoever opens it; what is no plain file is refused by the caller.
+            return os.open(last, _FLAGS | os.O_NONBLOCK, dir_fd=at)
+        finally:
+            os.close(at)
+
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
         path = self._top / checked_name(name, str(self.path))
         try:
-            # A pipe would hold whoever opens it; what is no plain file is refused below.
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            file = self._open_below(name)
         except FileNotFoundError:
             raise NotFound(f"{path} is not there, which the checkpoint names", path=name) from None
         except OSError as error:
@@ -136,6 +169,9 @@ class SourceFiles:
             yield file
         finally:
             os.close(file)
+
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
 def checked_name(name: object, where: str, offset: int = 0) -> str:
