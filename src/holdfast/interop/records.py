@@ -172,6 +172,20 @@ ENUMS = {
 }
 
 
+def shown(value: Any) -> str:
+    """A value in a message: text, small numbers and names; of all else, its type.
+
+    A list may contain itself, or be named so often that to print it takes for ever.
+    """
+    if type(value) is str:
+        return repr(value[:60])
+    if type(value) is int and abs(value) < 1 << 64:
+        return str(value)
+    if isinstance(value, (GlobalName, TorchDtype)):
+        return str(value)[:100]
+    return f"a {type(value).__name__}"
+
+
 class Unbuildable(ValueError):
     """Arguments that no writer gives a known name."""
 
@@ -276,14 +290,16 @@ def _build_array(array: NumpyArray, state: Any) -> None:
     array.shape, array.dtype, array.data = _sizes(shape), dtype.text, data
 
 
-def storage(parts: Any) -> StorageRef:
-    """The storage that a persistent id names; ValueError for any other id."""
+def storage(parts: Any) -> StorageRef | Opaque:
+    """The storage that a persistent id names, Opaque for one of a type without a name here."""
     if not (isinstance(parts, tuple) and len(parts) == 5 and parts[0] == "storage"):
         raise Unbuildable("a persistent id that names no storage of torch")
     _, kind, key, location, elements = parts
     is_named = isinstance(kind, GlobalName) and kind.module in ("torch", "torch.storage")
-    if not is_named or kind.name not in STORAGES:
-        raise Unbuildable(f"a storage of the type {kind!s:.100}, which is not known")
+    if not is_named:
+        raise Unbuildable(f"a storage of the type {shown(kind)}, which is not known")
+    if kind.name not in STORAGES:
+        return Opaque(f"a tensor of torch.{kind.name}"[:200], kind.offset)
     if type(key) is not str or type(location) is not str or type(elements) is not int:
         raise Unbuildable("a storage without key, location and size")
     if not 0 <= elements <= MAX_LEAF_BYTES:
@@ -294,11 +310,23 @@ def storage(parts: Any) -> StorageRef:
 def _sizes(value: Any) -> tuple[int, ...]:
     is_sizes = isinstance(value, (tuple, list)) and len(value) <= MAX_DIMS
     if not is_sizes or any(type(one) is not int or one < 0 for one in value):
-        raise Unbuildable(f"{value!r:.60} where sizes belong")
+        raise Unbuildable(f"{shown(value)} where sizes belong")
     return tuple(value)
 
 
-def _tensor(source: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorRef:
+def _tensor(
+    source: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> TensorRef | Opaque:
+    if isinstance(source, Opaque):
+        return Opaque(source.what, source.offset)
+    if metadata:  # as {"conj": True}: the elements are not what the bytes say
+        return Opaque(f"a tensor with {_marks(metadata)}, which its bytes do not show", 0)
     if not isinstance(source, StorageRef) or type(offset) is not int or offset < 0:
         raise Unbuildable("a tensor without a storage")
     sizes, steps = _sizes(shape), _sizes(strides)
@@ -312,17 +340,35 @@ def _tensor(source: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tens
     return found
 
 
+def _marks(metadata: Any) -> str:
+    if not isinstance(metadata, dict) or not all(type(key) is str for key in metadata):
+        raise Unbuildable("a tensor whose marks are no names")
+    return " and ".join(f"the mark {key!r:.20}" for key in list(metadata)[:4])
+
+
 def _tensor_v3(
-    source: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any
-) -> TensorRef:
+    source: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    requires_grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+) -> TensorRef | Opaque:
+    if isinstance(dtype, GlobalName) and dtype.module == "torch":
+        return Opaque(f"a tensor of {dtype!s:.100}", 0)
     if not isinstance(dtype, TorchDtype) or not isinstance(source, StorageRef):
         raise Unbuildable("a tensor without a dtype")
     name = TORCH_NAMES[dtype.name]
     elements = source.elements * ITEMSIZE[source.dtype] // ITEMSIZE[name]
-    return _tensor(StorageRef(source.key, name, elements), offset, shape, strides)
+    whole = StorageRef(source.key, name, elements)
+    return _tensor(whole, offset, shape, strides, metadata=metadata)
 
 
-def _parameter(data: Any, *_: Any) -> TensorRef:
+def _parameter(data: Any, *_: Any) -> TensorRef | Opaque:
+    if isinstance(data, Opaque):
+        return Opaque(data.what, data.offset)
     if not isinstance(data, TensorRef):
         raise Unbuildable("a parameter without a tensor")
     return data
@@ -333,9 +379,8 @@ def _from_type(function: Any, kind: Any, arguments: Any, state: Any = None) -> A
         raise Unbuildable("a tensor of a class without its parts")
     if not isinstance(kind, GlobalName) or str(kind) not in _PLAIN_TENSORS:
         return Opaque(str(kind), function.offset)
-    if not isinstance(found := call(function, arguments), TensorRef):
-        return Opaque(str(function), function.offset)
-    return found
+    made = _TENSORS.get((function.module, function.name))
+    return Opaque(str(function), function.offset) if made is None else made(*arguments)
 
 
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
@@ -395,7 +440,10 @@ def _bytearray(data: Any = b"", *more: Any) -> bytearray:
 def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
     if type(real) not in (int, float) or type(imaginary) not in (int, float):
         raise Unbuildable("a complex number without its parts")
-    return complex(real, imaginary)
+    try:
+        return complex(real, imaginary)
+    except OverflowError:
+        raise Unbuildable("a complex number of too large a part") from None
 
 
 def _numpy_dtype(text: Any, *_: Any) -> NumpyDtype:
@@ -418,9 +466,12 @@ def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
     return NumpyArray(dtype.text, _sizes(shape), bytes(data))
 
 
+MAX_PATH = 4096
+
+
 def _path(*parts: Any) -> str:
-    if any(type(part) is not str for part in parts) or len(parts) > 1000:
-        raise Unbuildable("a path of other things than text")
+    if any(type(part) is not str for part in parts) or sum(map(len, parts)) + len(parts) > MAX_PATH:
+        raise Unbuildable(f"a path of other things than text, or of more than {MAX_PATH} letters")
     return "/".join(parts).replace("//", "/")
 
 
@@ -438,13 +489,17 @@ def _device(kind: Any, index: Any = None) -> Record:
     return Record("device", {"type": _text(kind), "index": index})
 
 
-_BUILTINS = ("builtins", "__builtin__")
-_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
-_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
+#: The functions that make a tensor; also what one with attributes of its own may be made by.
+_TENSORS: dict[tuple[str, str], Callable[..., TensorRef | Opaque]] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
+}
+_BUILTINS = ("builtins", "__builtin__")
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
+    **_TENSORS,
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
     ("torch", "Size"): _size,
     ("torch", "device"): _device,
@@ -477,4 +532,4 @@ def dtype_of(value: Any) -> str:
     """The element type that a record of a dtype stands for; UsageError for one without a name."""
     if isinstance(value, TorchDtype):
         return TORCH_NAMES[value.name]
-    raise UsageError(f"{value!s:.80} is no dtype that a checkpoint can have")
+    raise UsageError(f"{shown(value)} is no dtype that a checkpoint can have")
