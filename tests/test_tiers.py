@@ -19,6 +19,7 @@ from holdfast.catalogue import catalogue
 from holdfast.cli import main
 from holdfast.observe.report_builder import read_report
 from holdfast.storage.local import LocalStore
+from holdfast.testing.faults import wait_until
 from support.checkpoints.roots import whole
 from support.runs.keepers import kill_keeper
 from support.runs.mishaps import small_disk
@@ -338,9 +339,10 @@ def test_what_was_restored_from_the_root_is_in_the_cache_afterwards(tmp_path: Pa
     state = run(tmp_path / "root", tmp_path / "cache", range(3))
     shutil.rmtree(tmp_path / "cache")
     with open_run(tmp_path, build(1), storage=None) as checkpointer:
-        checkpointer.restore()
-    root, cache = LocalStore(tmp_path / "root"), cache_of(tmp_path / "cache")
-    assert steps_in(cache) == [2]
+        checkpointer.restore()  # the cache is filled behind it
+        cache = cache_of(tmp_path / "cache")
+        wait_until(lambda: steps_in(cache) == [2], timeout_s=60, what="a copy")
+    root = LocalStore(tmp_path / "root")
     shutil.rmtree(tmp_path / "root" / "steps")
     again = build(1)
     with open_run(tmp_path, again, storage=None) as checkpointer:

@@ -62,7 +62,8 @@ class TierCopy:
         try:
             sink = self._target.create(ref.path, ref.size_bytes)
         except AlreadyPublished:  # a bucket has an object whole, or not
-            if self._target.size_bytes(ref.path) == ref.size_bytes:
+            is_whole = settle_s(self._target) > 0
+            if is_whole and self._target.size_bytes(ref.path) == ref.size_bytes:
                 return
             raise
         try:
