@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.catalogue import catalogue, manifest_path
-from holdfast.errors import HoldfastError
+from holdfast.errors import FormatError, HoldfastError
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.keeper.persister import Persister
 from holdfast.keeper.tiers import CacheTier, Drained
@@ -152,6 +153,30 @@ def test_what_another_start_of_that_number_left_in_the_cache_is_neither_restored
     assert catalogue(root).manifests == ()
     assert catalogue(TieredStore(cache, root)).manifests == ()
     assert whole(cache) == ["1-5"]
+
+
+@pytest.mark.promise
+def test_what_descends_from_another_start_of_a_number_is_neither_restored_nor_drained() -> None:
+    root, cache = MemoryStore("root"), cached(5)
+    commit.open_root(root, "r")
+    (old,) = catalogue(cache).manifests
+    there = next(one for one in catalogue(cache).incarnations if one.n == 1)
+    commit.record_incarnation(root, replace(there, nonce="another"))
+    child = replace(there, n=2, nonce="child", parent=(1, 5))
+    commit.record_incarnation(cache, child)
+    images = tuple(replace(ref, path=ref.path.replace("1-5", "2-9")) for ref in old.images)
+    commit.publish(cache, replace(old, incarnation=2, step=9, parent=(1, 5), images=images))
+    assert catalogue(TieredStore(cache, root)).manifests == ()
+    with open_tiers(root, cache) as (tier, persister):
+        assert [one.is_lost for one in drain_all(tier, persister)] == [True, True]
+    assert catalogue(root).manifests == ()
+
+
+def test_a_start_that_is_said_to_descend_from_itself_is_not_recorded() -> None:
+    store = MemoryStore("root")
+    looped = Incarnation(run_id="r", n=3, nonce="a", parent=(3, 200), world=1)
+    with pytest.raises(FormatError, match="no older"):
+        commit.record_line(store, looped, [looped])
 
 
 def test_a_drain_takes_the_bytes_a_second_that_it_is_given() -> None:

@@ -190,16 +190,21 @@ class Persister:
         self._tell_published(manifest, time.monotonic() - started_s)
 
     def publish_copy(
-        self, manifest: Manifest, record: Incarnation, layout_data: bytes, copy: Call
+        self,
+        manifest: Manifest,
+        record: Incarnation,
+        layout_data: bytes,
+        copy: Call,
+        remembered: Collection[Incarnation] = (),
     ) -> None:
         """Publish a checkpoint of another tier, whose files ``copy`` makes durable here. On this
-        object's thread.
+        object's thread. ``remembered``: the records of that tier.
         """
         if self._is_published(manifest.generation, manifest.attempt):
             return
         started_s = time.monotonic()
         try:
-            self._record(record)
+            self._record(record, remembered)
             self._write_layout(manifest.layout, layout_data)
             copy()
             self._publish(manifest, started_s)
@@ -267,14 +272,15 @@ class Persister:
             commit.write_layout(self.store, layout, data)
             self._layouts = known | {layout}
 
-    def _record(self, incarnation: Incarnation) -> None:
+    def _record(self, incarnation: Incarnation, remembered: Collection[Incarnation] = ()) -> None:
         """Record the incarnation and its ancestors, before anything is published."""
         if self._is_known() and incarnation in self._known.incarnations:
             return
         self._known = replace(self._known, incarnations=())
+        known = [*self._remembered(), *remembered]  # of two of one number the last counts
         if incarnation.n in self._recorded:
             commit.record_incarnation(self.store, incarnation)
-        elif commit.record_line(self.store, incarnation, self._remembered()) is None:
+        elif commit.record_line(self.store, incarnation, known) is None:
             self._recorded.add(incarnation.n)
 
     def _is_published(self, generation: Generation, attempt: str) -> bool:

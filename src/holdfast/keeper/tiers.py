@@ -15,6 +15,7 @@ from holdfast.catalogue import (
     INCARNATIONS,
     LOCK,
     MANIFESTS,
+    catalogue,
     find_manifest,
     layout_path,
     manifest_path,
@@ -167,7 +168,11 @@ class CacheTier:
         try:
             record, layout = self._documents(manifest)
             persister.publish_copy(
-                manifest, record, layout, lambda: self._drain.copy_files(manifest)
+                manifest,
+                record,
+                layout,
+                lambda: self._drain.copy_files(manifest),
+                catalogue(self.store).incarnations,
             )
         except Exception as error:
             reason = str(error) or type(error).__name__

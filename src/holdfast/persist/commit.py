@@ -140,8 +140,16 @@ def record_line(
     known = {one.n: one for one in remembered}
     lacking, child = [incarnation], incarnation.parent
     missing = None
+    last = incarnation.n
     while child is not None and missing is None:
         n = child[0]
+        if n >= last:
+            raise FormatError(
+                f"incarnation {last} is said to go on from incarnation {n}, which is no older: "
+                "nothing of it is recorded",
+                path=f"{INCARNATIONS}/{last}.json",
+            )
+        last = n
         there = find_parent(store, n)
         if there is not None:
             mine = known.get(n)

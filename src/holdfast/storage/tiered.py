@@ -86,7 +86,9 @@ class TieredStore:
         return any(store.exists(path) for store in self._order(path))
 
     def list(self, prefix: str) -> list[str]:
-        """See ``Store``: the names of both; of manifests, none of another start in the cache."""
+        """See ``Store``: the names of both; of manifests, none of another start in the cache, nor
+        of one that descends from another.
+        """
         names = set(self._cache.list(prefix))
         if prefix == _MANIFESTS:
             names = {name for name in names if not self._is_foreign(name.partition("-")[0])}
@@ -100,15 +102,16 @@ class TieredStore:
         return (self._root, self._cache) if is_root_first else (self._cache, self._root)
 
     def _is_foreign(self, n: str) -> bool:
-        """Return True if the cache knows another start of this number than the root."""
+        """Return True if the cache knows another start of this number than the root, or of an
+        ancestor's.
+        """
         if n not in self._foreign:
-            path = f"{_INCARNATIONS}/{n}.json"
-            try:
-                ours = unseal(Incarnation, self._root.read(path), path)
-                there = unseal(Incarnation, self._cache.read(path), path)
-                self._foreign[n] = ours.nonce != there.nonce
-            except (NotFound, FormatError):
-                self._foreign[n] = False
+            there, ours = (_record(store, n) for store in (self._cache, self._root))
+            is_another = there is not None and ours is not None and ours.nonce != there.nonce
+            parent = None if there is None else there.parent
+            if not is_another and parent is not None and parent[0] < int(n):
+                is_another = self._is_foreign(str(parent[0]))
+            self._foreign[n] = is_another
         return self._foreign[n]
 
     # What is written, is the root's.
@@ -132,3 +135,11 @@ class TieredStore:
     def lock(self, name: str, owner: str) -> Lock:
         """See ``Store``."""
         return self._root.lock(name, owner)
+
+
+def _record(store: Store, n: str) -> Incarnation | None:
+    path = f"{_INCARNATIONS}/{n}.json"
+    try:
+        return unseal(Incarnation, store.read(path), path)
+    except (NotFound, FormatError):
+        return None
