@@ -142,3 +142,14 @@ def test_a_step_is_told_durable_that_was_drained_and_left_memory() -> None:
         keeper.capture(step)
     keeper.c.lifecycle.drained((1, 0), drained, "", is_lost=False)
     assert durable(keeper.c.durability.make_durable(0)) == [0]
+
+
+def test_after_an_outage_due_saves_wait_for_no_older_steps() -> None:
+    queue = DurabilityQueue(Attempts())
+    queue.begin(2)
+    queue.found_cached(((1, step), f"old{step}") for step in range(50))
+    assert not queue.is_storage_busy
+    queue.found_cached(((2, step), f"a{step}") for step in range(50))
+    assert queue.is_storage_busy
+    queue.drained((2, 49), "a49")
+    assert not queue.is_storage_busy

@@ -13,12 +13,12 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.catalogue import catalogue, manifest_path
-from holdfast.errors import FormatError, HoldfastError
+from holdfast.errors import FormatError, HoldfastError, StorageError
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.keeper.persister import Persister
 from holdfast.keeper.tiers import CacheTier, Drained
 from holdfast.persist import commit
-from holdfast.persist.pins import pin
+from holdfast.persist.pins import pin, read_pins
 from holdfast.persist.removal import plan, remove
 from holdfast.persist.tiers import mark_drained, next_to_drain, waiting
 from holdfast.policy.when import Keep
@@ -164,7 +164,8 @@ def test_what_descends_from_another_start_of_a_number_is_neither_restored_nor_dr
     commit.record_incarnation(root, replace(there, nonce="another"))
     child = replace(there, n=2, nonce="child", parent=(1, 5))
     commit.record_incarnation(cache, child)
-    commit.publish(cache, replace(old, incarnation=2, step=9, parent=(1, 5)))
+    images = tuple(replace(ref, path=ref.path.replace("1-5", "2-9")) for ref in old.images)
+    commit.publish(cache, replace(old, incarnation=2, step=9, parent=(1, 5), images=images))
     assert catalogue(TieredStore(cache, root)).manifests == ()
     with open_tiers(root, cache) as (tier, persister):
         assert [one.is_lost for one in drain_all(tier, persister)] == [True, True]
@@ -176,6 +177,40 @@ def test_a_start_that_is_said_to_descend_from_itself_is_not_recorded() -> None:
     looped = Incarnation(run_id="r", n=3, nonce="a", parent=(3, 200), world=1)
     with pytest.raises(FormatError, match="no older"):
         commit.record_line(store, looped, [looped])
+
+
+@pytest.mark.promise
+def test_a_pin_in_the_cache_holds_in_the_root() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1, 2)
+    pin(cache, Generation(1, 0), "the good one")
+    with open_tiers(root, cache, Keep(last=1)) as (tier, persister):
+        drain_all(tier, persister)
+    assert whole(root) == ["1-0", "1-2"]
+    assert read_pins(root)[Generation(1, 0)].note == "the good one"
+
+
+@pytest.mark.promise
+def test_a_prune_of_a_cache_by_hand_leaves_what_the_root_lacks() -> None:
+    cache = cached(0, 1, 2)
+    mark_drained(cache, next(m for m in catalogue(cache).manifests if m.step == 1))
+    removed = remove(cache, plan(cache, Keep(last=1), abandoned=False))
+    assert [m.step for m in removed.checkpoints] == [1]
+    assert whole(cache) == ["1-0", "1-2"]
+
+
+def test_a_cache_that_cannot_be_read_now_is_not_gone(tmp_path: Path) -> None:
+    root, cache = MemoryStore("root"), LocalStore(tmp_path / "cache")
+    with open_tiers(root, cache) as (tier, _):
+        read, tier.store.__dict__["read"] = cache.read, refuse_to_read
+        assert not tier.is_gone()
+        tier.store.__dict__["read"] = read
+        (tmp_path / "cache").rename(tmp_path / "away")
+        assert tier.is_gone()
+        (tmp_path / "away").rename(tmp_path / "cache")
+
+
+def refuse_to_read(path: str, *_: object) -> bytes:
+    raise StorageError("an I/O error", operation="read", path=path, url="")
 
 
 def test_a_drain_takes_the_bytes_a_second_that_it_is_given() -> None:

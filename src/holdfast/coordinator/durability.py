@@ -14,7 +14,8 @@ from holdfast.coordinator.actions import AbortPersist, Action, SendMessage, Star
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.protocol import messages as m
 
-#: So many generations wait to be drained before due saves wait for them.
+#: So many generations of this start, newer than what is durable, wait to be drained before due
+#: saves wait for them.
 BACKLOG = 2
 
 
@@ -145,7 +146,10 @@ class DurabilityQueue:
         return self._is_busy() or bool(self._ending)
 
     def _is_busy(self) -> bool:
-        backlog = 0 if self.is_drain_failing else len(self._cached)
+        ahead = [
+            one for one in self._cached if one[0] == self._incarnation and one > self.newest_durable
+        ]
+        backlog = 0 if self.is_drain_failing else len(ahead)
         return backlog > BACKLOG or any(one.persisting for one in self._attempts.values())
 
     @property

@@ -15,19 +15,22 @@ from holdfast.catalogue import (
     INCARNATIONS,
     LOCK,
     MANIFESTS,
+    ROOT,
     catalogue,
     find_manifest,
     layout_path,
     manifest_path,
     read_bounded,
+    read_document,
     read_incarnation,
 )
 from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, PersistFailed
 from holdfast.events import PersistBroke, Warned, emit
-from holdfast.format.manifest import Generation, Incarnation, Manifest
+from holdfast.format.manifest import Generation, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
 from holdfast.persist import commit
+from holdfast.persist.pins import copy_pin
 from holdfast.persist.tiers import (
     mark_all_drained,
     mark_drained,
@@ -37,6 +40,7 @@ from holdfast.persist.tiers import (
 )
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
+from holdfast.storage.files import may_be_same
 from holdfast.storage.wrap import RateLimit
 
 RATE = "HOLDFAST_DRAIN_BYTES_S"
@@ -110,10 +114,13 @@ class CacheTier:
     def is_gone(self) -> bool:
         """Return True if another directory is in its place by now, or none."""
         try:
-            commit.require_root(self.store, self._run_id, self.identity)
-        except HoldfastError:
+            found = read_document(self.store, Root, ROOT)
+            identity = self.store.identity()
+        except NotFound:
             return True
-        return False
+        except HoldfastError:  # it cannot be read now
+            return False
+        return found.run_id != self._run_id or not may_be_same(self.identity, identity)
 
     def close(self) -> None:
         """Finish what was queued, and release the cache. Blocks."""
@@ -171,7 +178,7 @@ class CacheTier:
                 manifest,
                 record,
                 layout,
-                lambda: self._drain.copy_files(manifest),
+                lambda: self._copy(manifest),
                 catalogue(self.store).incarnations,
             )
         except Exception as error:
@@ -184,6 +191,10 @@ class CacheTier:
         persister.prune(generation, is_newest=False)  # something newer may be there already
         self.persister.submit(self.persister.prune_drained)
         return Drained(generation, attempt)
+
+    def _copy(self, manifest: Manifest) -> None:
+        self._drain.copy_files(manifest)
+        copy_pin(self.store, self._root, manifest)  # before retention can see it
 
     def _next(self, found: Mapping[Generation, Manifest]) -> Manifest | None:
         left = {g: m for g, m in found.items() if g not in self._lost}

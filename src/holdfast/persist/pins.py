@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from holdfast.catalogue import (
@@ -111,6 +111,25 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
             store.remove(pin_path(generation))
             raise _gone(store, generation)
         return made
+
+
+def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
+    """Pins a checkpoint that the holder of ``target``'s lock is about to publish there, if
+    ``source`` pins it. Nobody prunes meanwhile, so it needs no turn.
+    """
+    held = read_pins(source).get(manifest.generation)
+    if held is None or manifest.generation in pinned(target):
+        return
+    made = Pin(
+        run_id=manifest.run_id,
+        incarnation=manifest.incarnation,
+        step=manifest.step,
+        manifest=seal(manifest).decode(),
+        note=held.note,
+        created_s=time.time(),
+    )
+    with suppress(AlreadyPublished):
+        target.publish(pin_path(manifest.generation), seal(made))
 
 
 def unpin(store: Store, generation: Generation) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from holdfast.catalogue import (
     COPIES,
     DAMAGED,
+    DRAINED,
     INCARNATIONS,
     LAYOUTS,
     MANIFESTS,
@@ -29,6 +30,7 @@ from holdfast.format.manifest import Generation, Manifest
 from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, mendable, pinned
+from holdfast.persist.tiers import waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, is_link, unfinished, unsettled_s
 
@@ -112,6 +114,8 @@ def plan(store: Store, keep: Keep, *, abandoned: bool, leases: LeaseWatch | None
             path=f"{INCARNATIONS}/{found.line.missing}.json",
         )
     spared = pinned(store) | leases.generations()
+    if store.list(DRAINED):  # of a cache: what its root has not had
+        spared |= waiting(store, found).keys()
     going = removable(found, spared, keep, abandoned=abandoned)
     staying = [m for m in found.manifests if m not in going]
     staying += [manifest for manifest, _ in mendable(store, found)]
