@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import builtins
+import math
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import lease_lock
 from holdfast.storage.bucket import SETTLE_S
 from holdfast.storage.google import GoogleBucket
-from holdfast.storage.tokens import Token, TokenSource
+from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.tokens import RENEW_S, Token, TokenSource
+from holdfast.storage.wrap import Patience
+from support.servers.bucket_model import World, model_store
 
 #: A server takes a signature that is so much older or newer than its own clock says.
 TAKEN_S = 15 * 60
@@ -61,3 +68,120 @@ def test_a_process_that_is_hidden_from_us_is_not_taken_for_ended(
     assert all(map(lease_lock.is_dead, names))  # as an earlier version named it, too
     assert not lease_lock.is_dead("/".join([*mine[:2], str(child.pid), "1", "another-host"]))
     assert not lease_lock.is_dead(f"{mine[0]}/{mine[1]}/{10**30}/1/{mine[4]}")
+
+
+@pytest.mark.promise
+def test_an_image_whose_end_is_not_known_is_removed_by_no_request_that_nobody_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for size_bytes in (1000, 3 << 20):
+        world = World()
+        store = model_store(world, monkeypatch)
+        store.lock("writer", "me")
+        sink = store.create("image", size_bytes)
+        sink.write(0, memoryview(bytes(size_bytes)))
+        ends = ("PUT", "POST uploadId")
+        world.fault = lambda kind, key, ends=ends: (
+            "dropped" if key == "root/image" and kind in ends else ""
+        )
+        with pytest.raises(StorageError):
+            sink.finish()
+        world.fault = lambda kind, key: ""
+        world.log.clear()
+        sink.abort()
+        assert ("DELETE", "root/image") not in world.log
+
+
+@pytest.mark.promise
+def test_who_locks_after_a_holder_with_unanswered_requests_is_not_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    lease = store.lock("writer", "me")
+    world.fault = lambda kind, key: "late" if key == "root/name" else ""
+    with pytest.raises(StorageError):
+        store.publish("name", b"")
+    world.fault = lambda kind, key: ""
+    lease.release()
+    after = model_store(world, monkeypatch).lock("writer", "next")
+    assert isinstance(after, ObjectLease)
+    assert after.unsettled_s > 0 and not after.is_alone
+    after.release()
+
+
+@pytest.mark.promise
+def test_a_request_that_ends_in_an_error_or_is_under_way_counts_as_unanswered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    bucket = store.bucket
+    store.publish("first", b"")
+    assert bucket.unanswered_s == -math.inf
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def wait(kind: str, key: str) -> str:
+        is_in.set()
+        assert may_end.wait(30)
+        return ""
+
+    world.fault = wait
+    thread = threading.Thread(target=store.publish, args=("second", b""))
+    thread.start()
+    assert is_in.wait(30)
+    assert time.monotonic() - bucket.unanswered_s < 30
+    may_end.set()
+    thread.join()
+    assert bucket.unanswered_s == -math.inf
+
+    def fails(kind: str, key: str) -> str:
+        raise HoldfastError("between the request and its answer")
+
+    world.fault = fails
+    with pytest.raises(HoldfastError):
+        bucket.delete("root/first")
+    assert bucket.unanswered_s > 0
+
+
+def test_without_time_a_request_is_tried_once_and_a_strict_one_never_after_its_time() -> None:
+    now_s = [0.0]
+
+    def tries(patience: Patience) -> int:
+        count = 0
+        for count in patience.pauses(clock=lambda: now_s[0], sleep=lambda _: None):  # noqa: B007
+            now_s[0] += 20.0  # each takes all the time there is
+        return count
+
+    assert tries(Patience(total_s=0.0)) == 1
+    assert tries(Patience(total_s=10.0, is_strict=True)) == 1
+    assert tries(Patience(total_s=10.0)) == 2
+
+
+def test_a_token_that_cannot_be_renewed_is_asked_for_seldom_and_by_one_thread() -> None:
+    now_s, asked = [0.0], [0]
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def fetch() -> Token:
+        asked[0] += 1
+        if asked[0] == 1:
+            return Token("first", 3600.0)
+        is_in.set()
+        assert may_end.wait(30)
+        raise StorageError("away")
+
+    source = TokenSource(fetch, clock=lambda: now_s[0])
+    assert source.current().text == "first"
+    now_s[0] = 3600.0 - RENEW_S + 1
+    thread = threading.Thread(target=source.current)
+    thread.start()
+    assert is_in.wait(30)
+    assert source.current().text == "first"  # while the other thread waits
+    may_end.set()
+    thread.join()
+    for _ in range(5):
+        assert source.current().text == "first"
+    assert asked[0] == 2
+    now_s[0] += 31
+    source.current()
+    assert asked[0] == 3

@@ -348,7 +348,7 @@ class ObjectStore:
         if self._kept is not None and not self._kept.replace:
             raise _no_lease(self.url, self._kept.server)
         times = self._lease_times
-        patience = Patience(total_s=times.renew_s)
+        patience = Patience(total_s=times.renew_s, is_strict=True)
         bucket = open_bucket(
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
