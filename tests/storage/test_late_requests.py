@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError, StorageError
+from holdfast.persist.commit import Sweeper
 from holdfast.storage import lease_lock
-from holdfast.storage.bucket import SETTLE_S
+from holdfast.storage.bucket import SETTLE_S, Outcome
 from holdfast.storage.google import GoogleBucket
 from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.removals import Removals
 from holdfast.storage.tokens import RENEW_S, Token, TokenSource
 from holdfast.storage.wrap import Patience
 from support.servers.bucket_model import World, model_store
@@ -185,3 +187,96 @@ def test_a_token_that_cannot_be_renewed_is_asked_for_seldom_and_by_one_thread() 
     now_s[0] += 31
     source.current()
     assert asked[0] == 3
+
+
+@pytest.mark.promise
+def test_an_object_that_nobody_may_remove_stops_no_lock_and_counts_as_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    plain = World.answer
+
+    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
+        if method == "DELETE" and key == "root/manifests/1-1.json":
+            return Outcome(403, "AccessDenied")
+        return plain(self, method, key, *more)
+
+    monkeypatch.setattr(World, "answer", answer)
+    store = model_store(world, monkeypatch)
+    for number in (1, 2):
+        store.publish(f"manifests/1-{number}.json", b"{}")
+    lease = store.lock("writer", "me")
+    with pytest.raises(StorageError, match="AccessDenied"):
+        store.remove("manifests/1-1.json")
+    assert store.list("manifests") == ["1-2.json"]
+    store.publish("other", b"")
+    lease.release()
+    after = model_store(world, monkeypatch)
+    after.lock("writer", "next").release()
+    assert after.list("manifests") == ["1-2.json"]
+    assert any("/.removals/" in key for key in world.objects)  # it may go when it is let
+
+
+@pytest.mark.promise
+def test_a_removal_that_failed_is_completed_before_its_holder_publishes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("manifests/1-1.json", b"{}")
+    lease = store.lock("writer", "me")
+    world.fault = lambda kind, key: "dropped" if kind == "DELETE" else ""
+    with pytest.raises(StorageError):
+        store.remove("manifests/1-1.json")
+    with pytest.raises(StorageError):
+        store.publish("manifests/1-2.json", b"{}")
+    assert "root/manifests/1-2.json" not in world.objects
+    world.fault = lambda kind, key: ""
+    store.publish("manifests/1-2.json", b"{}")
+    assert store.list("manifests") == ["1-2.json"]
+    assert not any("/.removals/" in key for key in world.objects)
+    lease.release()
+
+
+@pytest.mark.promise
+def test_an_announcement_that_cannot_be_read_or_completed_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("other", b"")
+    key = "root/.removals/writer/nonce-1"
+    for data in (b"no document", b'{"files": ["../up"], "trees": []}'):
+        world.objects[key] = data
+        with pytest.raises(StorageError, match="cannot be read"):
+            store.lock("writer", "me")
+        assert world.objects[key] == data
+    world.objects[key] = b'{"files": ["other"], "trees": []}'
+
+    def fails(self: Removals, files: object, trees: object) -> None:
+        raise ValueError("in the removal itself")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Removals, "_remove", fails)
+        with pytest.raises(ValueError, match="itself"):
+            store.lock("writer", "me")
+    assert key in world.objects
+
+
+def test_directories_that_cannot_be_removed_leave_the_others_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, now_s = model_store(World(), monkeypatch), [0.0]
+    sweeper = Sweeper(store, clock=lambda: now_s[0])
+    paths = [f"steps/1-{number}-x" for number in range(4)]
+    sweeper.know(paths)
+    for _ in range(3):
+        assert sweeper.due([], [], []) == []
+    now_s[0] = SETTLE_S
+    assert sweeper.due([], [], []) == paths[:2]  # they fail
+    assert sweeper.due([], [], []) == paths[2:]
+    sweeper.know(f"steps/2-{number}-x" for number in range(60))
+    for _ in range(3):
+        sweeper.due([], [], [])
+    now_s[0] *= 2
+    assert len(sweeper.due([], [], [])) >= 7

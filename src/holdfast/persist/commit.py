@@ -298,6 +298,9 @@ class Sweeper:
     leases: LeaseWatch = field(init=False)
     _since_s: dict[str, float] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
+    _rounds: int = 0
+    _again: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """How often a path was to be removed, and in which round it is next."""
 
     def __post_init__(self) -> None:
         self.leases = LeaseWatch(self.store)
@@ -339,13 +342,20 @@ class Sweeper:
             alone = pinned_alone(self.store, manifests, pins)
             spared = {directory for manifest in alone for directory in manifest.directories}
             due = [path for path in due if path not in spared]
-        return due[: max(_AT_ONCE, len(due) // _PART_AT_ONCE)]
+        self._rounds += 1
+        due = [path for path in due if self._again.get(path, (0, 0))[1] <= self._rounds]
+        chosen = due[: max(_AT_ONCE, len(due) // _PART_AT_ONCE)]
+        for path in chosen:  # one that cannot be removed rests for longer each time
+            tries = self._again.get(path, (0, 0))[0] + 1
+            self._again[path] = tries, self._rounds + 2**tries
+        return chosen
 
     def forget(self, paths: Iterable[str]) -> None:
         """Drops what is known of paths that were removed, or never written to."""
         for path in paths:
             self.seen.pop(path, None)
             self._known.discard(path)
+            self._again.pop(path, None)
 
     def _due(self, unnamed: Iterable[str], held: Collection[str]) -> list[str]:
         free = [path for path in unnamed if path not in held]

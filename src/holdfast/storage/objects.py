@@ -205,6 +205,8 @@ class ObjectStore:
         for key in self._unfinished():
             if key.startswith(below):
                 found.add(key[len(below) :].partition("/")[0])
+        above = f"{prefix}/" if prefix else ""
+        found -= {path.removeprefix(above) for path in self._removals.refused}
         return sorted(name for name in found if name and not name.startswith("."))
 
     def _unfinished(self) -> frozenset[str]:
@@ -220,6 +222,8 @@ class ObjectStore:
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         key = self._key(path)
         self._may_change()
+        self._removals.finish(self._lease())
+        self._removals.refused -= {path}
         self._require_room(path)
         outcome = self._bucket.put(key, [data], if_none=not replace)
         if outcome.is_done:
@@ -329,6 +333,7 @@ class ObjectStore:
         if not files and not trees:
             return
         self._may_change()
+        self._removals.finish(self._lease())
         self._removals.remove(files, trees, self._lease())
         if trees and self._uploads is not None:
             below = tuple(f"{self._below}{path}/" for path in trees)
