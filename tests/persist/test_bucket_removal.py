@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -231,3 +231,27 @@ def test_the_sweeper_of_a_bucket_looks_for_pins_before_it_removes(
     store.remove(pin_path(old.generation))
     store.remove(manifest_path(old.generation))
     assert sweeper.sweep([new]) == sorted(old.directories)
+
+
+@pytest.mark.promise
+def test_a_checkpoint_pinned_while_it_is_removed_comes_back_though_a_directory_stays(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store = opened()
+    commit.open_root(store, "r")
+    for step in (1, 2):
+        assert saved(store, step) is None
+    old = catalogue(store).manifests[0]
+    data = store.read(manifest_path(old.generation))
+    pin = Pin(run_id="r", incarnation=1, step=1, manifest=data.decode(), note="", created_s=1.0)
+    plain = store.remove_all
+
+    def fails(files: Sequence[str], trees: Sequence[str]) -> None:
+        store.publish(pin_path(old.generation), seal(pin))  # too late to be seen before
+        plain(files, ())
+        raise StorageError("a directory stays")
+
+    store.remove_all = fails  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="a directory stays"):
+        commit.remove_unpinned(store, [old.generation], ["steps/1-9-x"])
+    require_whole(opened(), [1, 2])

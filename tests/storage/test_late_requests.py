@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import builtins
+import math
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.persist.commit import Sweeper
 from holdfast.storage import lease_lock
-from holdfast.storage.bucket import SETTLE_S
+from holdfast.storage.bucket import SETTLE_S, Outcome
 from holdfast.storage.google import GoogleBucket
-from holdfast.storage.tokens import Token, TokenSource
+from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.removals import Removals
+from holdfast.storage.tokens import RENEW_S, Token, TokenSource
+from holdfast.storage.wrap import Patience
+from support.servers.bucket_model import World, model_store
 
 #: A server takes a signature that is so much older or newer than its own clock says.
 TAKEN_S = 15 * 60
@@ -61,3 +70,213 @@ def test_a_process_that_is_hidden_from_us_is_not_taken_for_ended(
     assert all(map(lease_lock.is_dead, names))  # as an earlier version named it, too
     assert not lease_lock.is_dead("/".join([*mine[:2], str(child.pid), "1", "another-host"]))
     assert not lease_lock.is_dead(f"{mine[0]}/{mine[1]}/{10**30}/1/{mine[4]}")
+
+
+@pytest.mark.promise
+def test_an_image_whose_end_is_not_known_is_removed_by_no_request_that_nobody_announced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for size_bytes in (1000, 3 << 20):
+        world = World()
+        store = model_store(world, monkeypatch)
+        store.lock("writer", "me")
+        sink = store.create("image", size_bytes)
+        sink.write(0, memoryview(bytes(size_bytes)))
+        ends = ("PUT", "POST uploadId")
+        world.fault = lambda kind, key, ends=ends: (
+            "dropped" if key == "root/image" and kind in ends else ""
+        )
+        with pytest.raises(StorageError):
+            sink.finish()
+        world.fault = lambda kind, key: ""
+        world.log.clear()
+        sink.abort()
+        assert ("DELETE", "root/image") not in world.log
+
+
+@pytest.mark.promise
+def test_who_locks_after_a_holder_with_unanswered_requests_is_not_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    lease = store.lock("writer", "me")
+    world.fault = lambda kind, key: "late" if key == "root/name" else ""
+    with pytest.raises(StorageError):
+        store.publish("name", b"")
+    world.fault = lambda kind, key: ""
+    lease.release()
+    after = model_store(world, monkeypatch).lock("writer", "next")
+    assert isinstance(after, ObjectLease)
+    assert after.unsettled_s > 0 and not after.is_alone
+    after.release()
+
+
+@pytest.mark.promise
+def test_a_request_that_ends_in_an_error_or_is_under_way_counts_as_unanswered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    bucket = store.bucket
+    store.publish("first", b"")
+    assert bucket.unanswered_s == -math.inf
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def wait(kind: str, key: str) -> str:
+        is_in.set()
+        assert may_end.wait(30)
+        return ""
+
+    world.fault = wait
+    thread = threading.Thread(target=store.publish, args=("second", b""))
+    thread.start()
+    assert is_in.wait(30)
+    assert time.monotonic() - bucket.unanswered_s < 30
+    may_end.set()
+    thread.join()
+    assert bucket.unanswered_s == -math.inf
+
+    def fails(kind: str, key: str) -> str:
+        raise HoldfastError("between the request and its answer")
+
+    world.fault = fails
+    with pytest.raises(HoldfastError):
+        bucket.delete("root/first")
+    assert bucket.unanswered_s > 0
+
+
+def test_without_time_a_request_is_tried_once_and_a_strict_one_never_after_its_time() -> None:
+    now_s = [0.0]
+
+    def tries(patience: Patience) -> int:
+        count = 0
+        for count in patience.pauses(clock=lambda: now_s[0], sleep=lambda _: None):  # noqa: B007
+            now_s[0] += 20.0  # each takes all the time there is
+        return count
+
+    assert tries(Patience(total_s=0.0)) == 1
+    assert tries(Patience(total_s=10.0, is_strict=True)) == 1
+    assert tries(Patience(total_s=10.0)) == 2
+
+
+def test_a_token_that_cannot_be_renewed_is_asked_for_seldom_and_by_one_thread() -> None:
+    now_s, asked = [0.0], [0]
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def fetch() -> Token:
+        asked[0] += 1
+        if asked[0] == 1:
+            return Token("first", 3600.0)
+        is_in.set()
+        assert may_end.wait(30)
+        raise StorageError("away")
+
+    source = TokenSource(fetch, clock=lambda: now_s[0])
+    assert source.current().text == "first"
+    now_s[0] = 3600.0 - RENEW_S + 1
+    thread = threading.Thread(target=source.current)
+    thread.start()
+    assert is_in.wait(30)
+    assert source.current().text == "first"  # while the other thread waits
+    may_end.set()
+    thread.join()
+    for _ in range(5):
+        assert source.current().text == "first"
+    assert asked[0] == 2
+    now_s[0] += 31
+    source.current()
+    assert asked[0] == 3
+
+
+@pytest.mark.promise
+def test_an_object_that_nobody_may_remove_stops_no_lock_and_counts_as_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    plain = World.answer
+
+    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
+        if method == "DELETE" and key == "root/manifests/1-1.json":
+            return Outcome(403, "AccessDenied")
+        return plain(self, method, key, *more)
+
+    monkeypatch.setattr(World, "answer", answer)
+    store = model_store(world, monkeypatch)
+    for number in (1, 2):
+        store.publish(f"manifests/1-{number}.json", b"{}")
+    lease = store.lock("writer", "me")
+    with pytest.raises(StorageError, match="AccessDenied"):
+        store.remove("manifests/1-1.json")
+    assert store.list("manifests") == ["1-2.json"]
+    store.publish("other", b"")
+    lease.release()
+    after = model_store(world, monkeypatch)
+    after.lock("writer", "next").release()
+    assert after.list("manifests") == ["1-2.json"]
+    assert any("/.removals/" in key for key in world.objects)  # it may go when it is let
+
+
+@pytest.mark.promise
+def test_a_removal_that_failed_is_completed_before_its_holder_publishes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("manifests/1-1.json", b"{}")
+    lease = store.lock("writer", "me")
+    world.fault = lambda kind, key: "dropped" if kind == "DELETE" else ""
+    with pytest.raises(StorageError):
+        store.remove("manifests/1-1.json")
+    with pytest.raises(StorageError):
+        store.publish("manifests/1-2.json", b"{}")
+    assert "root/manifests/1-2.json" not in world.objects
+    world.fault = lambda kind, key: ""
+    store.publish("manifests/1-2.json", b"{}")
+    assert store.list("manifests") == ["1-2.json"]
+    assert not any("/.removals/" in key for key in world.objects)
+    lease.release()
+
+
+@pytest.mark.promise
+def test_an_announcement_that_cannot_be_read_or_completed_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("other", b"")
+    key = "root/.removals/writer/nonce-1"
+    for data in (b"no document", b'{"files": ["../up"], "trees": []}'):
+        world.objects[key] = data
+        with pytest.raises(StorageError, match="cannot be read"):
+            store.lock("writer", "me")
+        assert world.objects[key] == data
+    world.objects[key] = b'{"files": ["other"], "trees": []}'
+
+    def fails(self: Removals, files: object, trees: object) -> None:
+        raise ValueError("in the removal itself")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Removals, "_remove", fails)
+        with pytest.raises(ValueError, match="itself"):
+            store.lock("writer", "me")
+    assert key in world.objects
+
+
+def test_directories_that_cannot_be_removed_leave_the_others_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, now_s = model_store(World(), monkeypatch), [0.0]
+    sweeper = Sweeper(store, clock=lambda: now_s[0])
+    paths = [f"steps/1-{number}-x" for number in range(4)]
+    sweeper.know(paths)
+    for _ in range(3):
+        assert sweeper.due([], [], []) == []
+    now_s[0] = SETTLE_S
+    assert sweeper.due([], [], []) == paths[:2]  # they fail
+    assert sweeper.due([], [], []) == paths[2:]
+    sweeper.know(f"steps/2-{number}-x" for number in range(60))
+    for _ in range(3):
+        sweeper.due([], [], [])
+    now_s[0] *= 2
+    assert len(sweeper.due([], [], [])) >= 7

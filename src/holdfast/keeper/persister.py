@@ -357,7 +357,7 @@ class Persister:
     def _prune_bucket(self, published: Generation, newest: set[Generation]) -> None:
         """Apply the retention policy to a bucket: one list of each kind, and one removal of all."""
         is_known = self._is_known()
-        self._holding = ""  # until all of this has succeeded
+        held_by, self._holding = holding(self.store), ""  # until all of this has succeeded
         found = self._catalogue(published, is_known=is_known)
         if not is_known and mend(self.store, found):  # a keeper was killed while it pruned
             found = self._catalogue(published, is_known=False)
@@ -378,7 +378,7 @@ class Persister:
         stays = [m for m in found.manifests if m.generation not in gone]
         self._known = replace(found, manifests=tuple(stays))
         self._images.parts.learn(stays)
-        self._holding = holding(self.store)
+        self._holding = held_by
 
     def _spared(self, found: Catalogue) -> set[Generation]:
         """Return what stays whatever the policy says."""

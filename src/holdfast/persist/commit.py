@@ -43,8 +43,9 @@ from holdfast.storage.files import may_be_same
 
 #: Publications from when nothing names a file until it is removed: readers finish meanwhile.
 SWEPT_AFTER = 2
-#: Directories of a bucket that one publication removes: as many as one adds.
-_AT_ONCE = 2
+#: Directories of a bucket that one publication removes: as many as one adds, or a part of all that
+#: are due.
+_AT_ONCE, _PART_AT_ONCE = 2, 8
 _IS_LAYOUT = re.compile(r"[0-9a-f]+\.json").fullmatch
 
 
@@ -233,10 +234,14 @@ def remove_unpinned(
     manifests that need not be read for that.
     """
     data = {g: known.get(g) or store.read(manifest_path(g)) for g in generations}
-    remove_all(store, [manifest_path(generation) for generation in generations], trees)
-    held = pinned(store) if generations else frozenset[Generation]()
-    for generation in held.intersection(generations):
-        store.publish(manifest_path(generation), data[generation])
+    held = frozenset[Generation]()
+    try:
+        remove_all(store, [manifest_path(generation) for generation in generations], trees)
+    finally:  # some of it may be removed, whatever failed
+        held = pinned(store) if generations else held
+        for generation in held.intersection(generations):
+            with contextlib.suppress(AlreadyPublished):  # it was not removed
+                store.publish(manifest_path(generation), data[generation])
     return [generation for generation in generations if generation not in held]
 
 
@@ -301,6 +306,9 @@ class Sweeper:
     leases: LeaseWatch = field(init=False)
     _since_s: dict[str, float] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
+    _rounds: int = 0
+    _again: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """How often a path was to be removed, and in which round it is next."""
 
     def __post_init__(self) -> None:
         self.leases = LeaseWatch(self.store)
@@ -342,13 +350,20 @@ class Sweeper:
             alone = pinned_alone(self.store, manifests, pins)
             spared = {directory for manifest in alone for directory in manifest.directories}
             due = [path for path in due if path not in spared]
-        return due[:_AT_ONCE]
+        self._rounds += 1
+        due = [path for path in due if self._again.get(path, (0, 0))[1] <= self._rounds]
+        chosen = due[: max(_AT_ONCE, len(due) // _PART_AT_ONCE)]
+        for path in chosen:  # one that cannot be removed rests for longer each time
+            tries = self._again.get(path, (0, 0))[0] + 1
+            self._again[path] = tries, self._rounds + 2**tries
+        return chosen
 
     def forget(self, paths: Iterable[str]) -> None:
         """Drops what is known of paths that were removed, or never written to."""
         for path in paths:
             self.seen.pop(path, None)
             self._known.discard(path)
+            self._again.pop(path, None)
 
     def _due(self, unnamed: Iterable[str], held: Collection[str]) -> list[str]:
         free = [path for path in unnamed if path not in held]

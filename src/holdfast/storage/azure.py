@@ -41,6 +41,8 @@ _ADVICE = {
 #: Answers of 409 that do not change by another try.
 _FINAL = frozenset({"BlobImmutableDueToPolicy", "ContainerBeingDeleted", "SnapshotsPresent",
                     "InvalidBlobType", "AccountIsDisabled"})  # fmt: skip
+#: What 412 says of a condition, and not of a lease on the blob; "": a head has none.
+_CONDITIONS = frozenset({"", "ConditionNotMet", "TargetConditionNotMet"})
 _CRC64, _MD5 = "x-ms-content-crc64", "content-md5"
 _KINDS = {_CRC64: b"c64 ", _MD5: b"md5 "}
 #: All uncommitted blocks of a blob are one upload.
@@ -100,7 +102,7 @@ class AzureContainer(Bucket):
             message = _message(answer.body)
             if code == "BlobAlreadyExists":
                 status = 412
-            elif code in _FINAL:
+            elif code in _FINAL or (status == 412 and code not in _CONDITIONS):
                 status = 400
         return Outcome(status, code, message, answer.headers, answer.body, answer.size_bytes)
 
@@ -203,7 +205,10 @@ class AzureContainer(Bucket):
             return True
         if text_of(properties, "Content-Length") not in ("", "0"):
             return False
-        return self.head(_name(blob)).status == 404  # the emulator gives these a tag, too
+        found = self.head(_name(blob))  # the emulator gives these a tag, too
+        if not found.is_absent:
+            self.require(found, "look-up", _name(blob))
+        return found.is_absent
 
     def is_begun(self, upload: Upload) -> bool:
         return bool(self.parts(upload))

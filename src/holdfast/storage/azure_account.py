@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import hmac
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ class AzureAccount:
         secrets = [base64.b64encode(self.key).decode(), self.signature]
         for name, value in parse_qsl(self.signature):
             if name == "sig":
-                secrets += [value, urlencode({"": value})[1:]]
+                encoded = urlencode({"": value})[1:]
+                secrets += [value, value.replace(" ", "+"), encoded, _lower(encoded)]
         for secret in filter(None, secrets):
             text = text.replace(secret, "***")
         return text
@@ -92,6 +94,11 @@ class AzureAccount:
         lines += [f"{name}:{query[name]}" for name in sorted(query)]
         found = hmac.new(self.key, "\n".join(lines).encode(), hashlib.sha256).digest()
         return f"SharedKey {self.name}:{base64.b64encode(found).decode()}"
+
+
+def _lower(encoded: str) -> str:
+    """Returns a text with its percent codes in lower case."""
+    return re.sub("%[0-9A-F]{2}", lambda found: found[0].lower(), encoded)
 
 
 def account() -> AzureAccount:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from holdfast.errors import StorageError
 from holdfast.policy.arguments import bytes_per_second
 from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
-from holdfast.storage.wrap import BUSY, Patience, RateLimit, RequestCounts
+from holdfast.storage.wrap import BUSY, Patience, RateLimit, RequestCounts, renew_in_child
 
 RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
 #: A request that is signed with its time is refused 15 minutes after that by the server's clock,
@@ -95,8 +97,8 @@ class Upload:
 class Signed:
     """A request as it is sent. ``hidden_in`` returns a text without anything of its credentials."""
 
-    target: str
-    headers: dict[str, str]
+    target: str = field(repr=False)
+    headers: dict[str, str] = field(repr=False)
     hidden_in: Callable[[str], str]
 
 
@@ -124,11 +126,23 @@ class Bucket(ABC):
         self.patience = patience or Patience()
         self.traffic = RequestCounts(url)
         self._connections = Connections(server, answer_s=answer_s, ca_file=ca_file)
+        self._lock = threading.Lock()
+        renew_in_child(self)
         self._rate = RateLimit(bytes_per_second(RATE_VARIABLE, os.environ.get(RATE_VARIABLE, "")))
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
-        self.unanswered_s = -math.inf
+        self._unanswered_s = -math.inf
+        self._under_way: Counter[int] = Counter()
+        """How many changes each process has sent and not seen the end of."""
+
+    def in_child(self) -> None:
+        """Makes a new lock."""
+        self._lock = threading.Lock()
+
+    @property
+    def unanswered_s(self) -> float:
         """When the last try of a change was made that may have its effect later."""
+        return time.monotonic() if self._under_way[os.getpid()] else self._unanswered_s
 
     # What is a cloud's own.
 
@@ -268,10 +282,8 @@ class Bucket(ABC):
             if number > 1:
                 self.traffic.again(kind, last.message or last.code or f"status {last.status}")
             self._rate.wait(size_bytes)
-            last, may_have_effect = self._try(kind, method, key, query, headers, body, into)
+            last, may_have_effect = self._try_noted(kind, method, key, query, headers, body, into)
             is_first = is_first and not may_have_effect
-            if may_have_effect and method not in ("GET", "HEAD"):
-                self.unanswered_s = time.monotonic()
             if not is_renewed and self._is_expired(last):
                 self._renew_credentials()
                 is_renewed = True
@@ -279,6 +291,31 @@ class Bucket(ABC):
                 break
         is_known = last.status and last.status not in BUSY
         return with_(last, status=last.status if is_known else 0, is_first_try=is_first)
+
+    def _try_noted(
+        self,
+        kind: str,
+        method: str,
+        key: str,
+        query: Mapping[str, str],
+        headers: Mapping[str, str],
+        body: Body,
+        into: memoryview | None,
+    ) -> tuple[Outcome, bool]:
+        """As ``_try``; a change counts as unanswered unless its answer came, also if it raises."""
+        if method in ("GET", "HEAD"):
+            return self._try(kind, method, key, query, headers, body, into)
+        process, may_have_effect = os.getpid(), True
+        with self._lock:
+            self._under_way[process] += 1
+        try:
+            outcome, may_have_effect = self._try(kind, method, key, query, headers, body, into)
+            return outcome, may_have_effect
+        finally:
+            with self._lock:
+                self._under_way[process] -= 1
+                if may_have_effect:
+                    self._unanswered_s = time.monotonic()
 
     def _try(
         self,

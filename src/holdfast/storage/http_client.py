@@ -201,6 +201,20 @@ def _put_headers(connection: http.client.HTTPConnection, headers: Mapping[str, s
         raise error from None
 
 
+def _send_body(connection: http.client.HTTPConnection, body: Body) -> OSError | None:
+    """Returns what cut it off: a server that refuses at once closes before it has read it all."""
+    try:
+        for piece in body:
+            view = memoryview(piece)
+            for start in range(0, len(view), _SLICE_BYTES):
+                connection.send(view[start : start + _SLICE_BYTES])
+    except TimeoutError:
+        raise
+    except OSError as error:
+        return error
+    return None
+
+
 def _exchange(
     connection: http.client.HTTPConnection,
     method: str,
@@ -212,17 +226,10 @@ def _exchange(
     connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
     _put_headers(connection, headers)
     connection.endheaders()
-    is_whole = True
-    try:
-        for piece in body:
-            view = memoryview(piece)
-            for start in range(0, len(view), _SLICE_BYTES):
-                connection.send(view[start : start + _SLICE_BYTES])
-    except TimeoutError:
-        raise
-    except OSError:  # a server that refuses at once closes before it has read all of it
-        is_whole = False
+    cut_by = _send_body(connection, body)
     response = connection.getresponse()
+    if cut_by is not None and response.status < 300:
+        raise cut_by  # no success of a body that it does not have
     found = {name.lower(): value for name, value in response.getheaders()}
     has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
     if not has_none and not found.keys() & _LENGTHS:
@@ -240,5 +247,5 @@ def _exchange(
             raise http.client.HTTPException("an answer longer than any of a store")
         if response.length:
             raise http.client.IncompleteRead(b"", response.length)
-    is_reusable = is_whole and response.isclosed() and not response.will_close
+    is_reusable = cut_by is None and response.isclosed() and not response.will_close
     return Answer(response.status, found, data, size_bytes), is_reusable

@@ -270,7 +270,10 @@ def _keep_renewing(
         lease = to_lease()
         if lease is None:
             return
-        lease.renew()
+        try:
+            lease.renew()
+        except Exception as error:  # without this thread the lease would be over for good
+            emit(Warned(message=f"the lease {lease.name!r} was not renewed: {error!r}"))
         del lease
 
 
@@ -305,8 +308,7 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
         if there.has_ended or there.is_by_hand or is_over:
             watched, begun_s = "", _now_s()
             quiet_s = _quiet_s(found)
-            is_settled = there.is_alone or there.pending_s <= quiet_s
-            is_alone = there.has_ended and is_settled
+            is_alone = there.has_ended and there.pending_s <= quiet_s
             said = replace(
                 said, pending_s=there.left_s(quiet_s, bucket.settle_s), is_alone=is_alone
             )

@@ -205,6 +205,8 @@ class ObjectStore:
         for key in self._unfinished():
             if key.startswith(below):
                 found.add(key[len(below) :].partition("/")[0])
+        above = f"{prefix}/" if prefix else ""
+        found -= {path.removeprefix(above) for path in self._removals.refused}
         return sorted(name for name in found if name and not name.startswith("."))
 
     def _unfinished(self) -> frozenset[str]:
@@ -220,6 +222,8 @@ class ObjectStore:
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         key = self._key(path)
         self._may_change()
+        self._removals.finish(self._lease())
+        self._removals.refused -= {path}
         self._require_room(path)
         outcome = self._bucket.put(key, [data], if_none=not replace)
         if outcome.is_done:
@@ -329,6 +333,7 @@ class ObjectStore:
         if not files and not trees:
             return
         self._may_change()
+        self._removals.finish(self._lease())
         self._removals.remove(files, trees, self._lease())
         if trees and self._uploads is not None:
             below = tuple(f"{self._below}{path}/" for path in trees)
@@ -348,7 +353,7 @@ class ObjectStore:
         if self._kept is not None and not self._kept.replace:
             raise _no_lease(self.url, self._kept.server)
         times = self._lease_times
-        patience = Patience(total_s=times.renew_s)
+        patience = Patience(total_s=times.renew_s, is_strict=True)
         bucket = open_bucket(
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )

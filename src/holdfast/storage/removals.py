@@ -14,7 +14,8 @@ import os
 import threading
 from collections.abc import Sequence
 
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, StorageError, UsageError
+from holdfast.events import Warned, emit
 from holdfast.storage.base import check_path
 from holdfast.storage.bucket import Bucket
 from holdfast.storage.lease_lock import ObjectLease
@@ -31,6 +32,10 @@ class Removals:
         self._bucket, self._below = bucket, below
         self._lock = threading.Lock()
         self._count = 0
+        self._left: dict[str, tuple[list[str], list[str]]] = {}
+        """What was announced and not removed, by its announcement."""
+        self.refused: frozenset[str] = frozenset()
+        """Paths that the server refuses to remove: they stay announced, and count as gone."""
 
     def remove(self, files: Sequence[str], trees: Sequence[str], lease: ObjectLease | None) -> None:
         """Removes objects, and everything below directories. Without a lease nothing is announced:
@@ -51,9 +56,25 @@ class Removals:
             with contextlib.suppress(HoldfastError):
                 self._bucket.delete(key)
             raise
-        self._remove(files, trees)
+        try:
+            self._remove(files, trees)
+        except StorageError as error:
+            if not self._note_refused(error, files, trees):
+                self._left[key] = list(files), list(trees)
+            raise
         with contextlib.suppress(HoldfastError):  # it is done again by the next holder
             self._bucket.delete(key)
+
+    def finish(self, lease: ObjectLease | None) -> None:
+        """Completes what this holder announced and could not remove. Called before it names
+        anything again: the next holder would remove what this one has relied on since.
+        """
+        if lease is None or not self._left:
+            return
+        for key, (files, trees) in list(self._left.items()):
+            if key.startswith(self._of(lease) + lease.nonce):  # else who took the lease did it
+                self._complete(key, files, trees, lease)
+            self._left.pop(key, None)
 
     def adopt(self, lease: ObjectLease) -> None:
         """Completes what earlier holders of this lock announced, but for what was pinned since."""
@@ -62,14 +83,51 @@ class Removals:
             if found.status == 404:
                 continue
             self._bucket.require(found, "read", key)
-            lease.require_renewed()
-            with contextlib.suppress(ValueError, KeyError, TypeError, UsageError):
-                said = json.loads(found.body)
-                if "path" in said:  # as an earlier version said it
-                    said = {"files": [], "trees": [], _kind(said): [said["path"]]}
-                files, trees = ([check_path(one) for one in said[k]] for k in ("files", "trees"))
-                self._remove([path for path in files if not self._is_pinned(path)], trees)
-            self._bucket.require(self._bucket.delete(key), "removal", key)
+            files, trees = self._read(key, found.body)
+            self._complete(key, files, trees, lease)
+
+    def _read(self, key: str, data: bytes) -> tuple[list[str], list[str]]:
+        try:
+            said = json.loads(data)
+            if "path" in said:  # as an earlier version said it
+                said = {"files": [], "trees": [], _kind(said): [said["path"]]}
+            files, trees = ([check_path(one) for one in said[k]] for k in ("files", "trees"))
+        except (ValueError, KeyError, TypeError, UsageError):
+            error = StorageError(
+                f"{key} in {self._bucket.url} announces a removal, and cannot be read: an earlier "
+                "holder of the lock may still remove what is relied on. Use the newest version of "
+                "Holdfast that wrote there; or remove this object once no such process runs.",
+                operation="read",
+                path=key,
+                url=self._bucket.url,
+                errno=0,
+            )
+            error.retryable = False
+            raise error from None
+        return files, trees
+
+    def _complete(
+        self, key: str, files: Sequence[str], trees: Sequence[str], lease: ObjectLease
+    ) -> None:
+        lease.require_renewed()
+        left = [path for path in files if not self._is_pinned(path)]
+        try:
+            self._remove(left, trees)
+        except StorageError as error:
+            if not self._note_refused(error, left, trees):
+                raise
+            emit(Warned(message=f"{error} It stays there, and counts as removed."))
+            return
+        self._bucket.require(self._bucket.delete(key), "removal", key)
+
+    def _note_refused(
+        self, error: StorageError, files: Sequence[str], trees: Sequence[str]
+    ) -> bool:
+        """Notes paths as refused where the server answered so; False where that is not known."""
+        if error.retryable or error.fields.get("operation") != "removal":
+            return False
+        self.refused |= {*files, *trees}
+        return True
 
     def _is_pinned(self, path: str) -> bool:
         if not path.startswith(_MANIFESTS):
@@ -84,6 +142,8 @@ class Removals:
         return f"{self._below}{_ANNOUNCED}/{lease.name}/"
 
     def _remove(self, files: Sequence[str], trees: Sequence[str]) -> None:
+        if not files and not trees:
+            return
         keys, above = ([self._below + path for path in paths] for paths in (files, trees))
         below = tuple(f"{key}/" for key in above)
         begun = self._bucket.uploads(os.path.commonpath(above)) if above else []

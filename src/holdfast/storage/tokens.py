@@ -22,6 +22,8 @@ from holdfast.storage.wrap import BUSY, Patience, renew_in_child
 RENEW_S = 225.0
 #: A token does not say when a request was made: one may land for so long at least.
 LEAST_SETTLE_S = 3660.0
+#: While the token is valid, another is asked for no more often than this.
+_AGAIN_S = 30.0
 _ANSWER_S = 10.0
 _PATIENCE = Patience(total_s=20.0)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")
@@ -50,28 +52,45 @@ class TokenSource:
     def in_child(self) -> None:
         """Begins without a token: the lock may be held by a thread that is not here."""
         self._lock = threading.Lock()
+        self._state = threading.Lock()
         self._token: Token | None = None
-        self._ends_s = 0.0
+        self._ends_s, self._asked_s = 0.0, float("-inf")
 
     def current(self) -> Token:
         """Returns a valid token. StorageError where none is to be had."""
-        with self._lock:
-            left_s = self._ends_s - self._clock()
-            if self._token is None or left_s < RENEW_S:
-                self._renew(left_s)
-            assert self._token is not None
-            return self._token
-
-    def _renew(self, left_s: float) -> None:
-        begun_s = self._clock()
+        token, is_due = self._kept()
+        if token is not None and not is_due:
+            return token
+        # One thread asks, and the others go on with the token that there is.
+        if not self._lock.acquire(blocking=token is None):
+            assert token is not None
+            return token
         try:
-            self._token = self._fetch()
+            token, is_due = self._kept()  # another may have asked meanwhile
+            return self._renewed(token) if token is None or is_due else token
+        finally:
+            self._lock.release()
+
+    def _kept(self) -> tuple[Token | None, bool]:
+        """Returns the token that is valid, and whether another is to be asked for now."""
+        with self._state:
+            now_s = self._clock()
+            token = self._token if now_s < self._ends_s else None
+            is_due = self._ends_s - now_s < RENEW_S and now_s - self._asked_s >= _AGAIN_S
+            return token, is_due
+
+    def _renewed(self, token: Token | None) -> Token:
+        begun_s = self._asked_s = self._clock()
+        try:
+            found = self._fetch()
         except StorageError:
-            if self._token is None or left_s <= 0:
+            if token is None:
                 raise
-            return  # the one there is still does
-        self._ends_s = begun_s + self._token.lasts_s
-        self.longest_s = max(self.longest_s, self._token.lasts_s)
+            return token
+        with self._state:
+            self._token, self._ends_s = found, begun_s + found.lasts_s
+            self.longest_s = max(self.longest_s, found.lasts_s)
+        return found
 
     @property
     def settle_s(self) -> float:
@@ -80,7 +99,7 @@ class TokenSource:
 
     def forget(self) -> None:
         """Has the token asked for anew: a server says that it has expired."""
-        with self._lock:
+        with self._state:
             self._token = None
 
 

@@ -78,7 +78,7 @@ class UploadSink:
         self._sent: dict[int, Part] = {}
         self._upload = found[0].id if found else ""
         self._there = {part.number: part for part in found[1]} if found else {}
-        self._is_aborted = self._may_exist = False
+        self._is_aborted = self._is_wrong = False
         self.resumed_bytes = 0
 
     def write(self, offset_bytes: int, data: memoryview) -> None:
@@ -152,7 +152,6 @@ class UploadSink:
     def finish(self) -> None:
         with self._filling.finishing():
             self._may_change()
-            self._may_exist = True
             if self._is_small:
                 self._put()
             else:
@@ -169,7 +168,6 @@ class UploadSink:
 
     def _settle(self, outcome: Outcome, data: bytes) -> None:
         if outcome.status == 412 and outcome.is_first_try:
-            self._may_exist = False
             raise already_published(self._path, self._bucket.url)
         found = self._bucket.get(self._key)
         if not found.is_done or found.body != data:
@@ -179,7 +177,6 @@ class UploadSink:
         parts = [self._sent[number] for number in sorted(self._sent)]
         outcome = self._bucket.end_upload(self._key, self._upload, parts, if_match=self._over)
         if outcome.status == 412 and outcome.is_first_try:
-            self._may_exist = False
             raise already_published(self._path, self._bucket.url)
         # An answer may have been lost, and a second try finds that the upload has ended. Nobody
         # else has this upload, and it is not listed any more once it has become an object.
@@ -187,6 +184,7 @@ class UploadSink:
         is_whole = found.is_done and int(found.header("content-length") or -1) == self._size_bytes
         if outcome.is_done and is_whole:
             return
+        self._is_wrong = found.is_done and outcome.is_done and outcome.is_first_try
         is_known = outcome.is_done or (outcome.is_first_try and outcome.status)
         if is_known or not is_whole or self._is_unfinished():
             raise self._bucket.failure(outcome, "finish", self._path)
@@ -205,11 +203,14 @@ class UploadSink:
             self._discard()
 
     def _discard(self) -> None:
+        """Ends the upload. An object of which it is not known whether this made it stays: a removal
+        that nobody announced could land when another has gone on with it.
+        """
         with contextlib.suppress(HoldfastError):
             self._may_change()
             if self._upload:
                 self._bucket.abort_upload(self._key, self._upload)
-            if self._may_exist and not self._over:  # else it may be the one that was to be replaced
+            if self._is_wrong and not self._over:
                 self._bucket.delete(self._key)
 
 

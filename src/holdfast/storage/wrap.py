@@ -51,12 +51,14 @@ os.register_at_fork(after_in_child=_renew_all)
 class Patience:
     """How long and how often a request is tried: pauses double from ``first_s`` to ``longest_s``,
     each of a random length up to that, and none begins that would end after ``total_s``. A request
-    that took all of that time at its first try is tried once more.
+    that took all of that time at its first try is tried once more, unless ``is_strict``; without
+    any time it is tried once.
     """
 
     total_s: float = 120.0
     first_s: float = 0.1
     longest_s: float = 5.0
+    is_strict: bool = False
 
     def pauses(
         self,
@@ -70,7 +72,8 @@ class Patience:
         while True:
             yield number
             pause_s = longest_s * (0.5 + 0.5 * draw())
-            if clock() + pause_s > ends_s and (number > 1 or clock() <= ends_s):
+            is_last_chance = number == 1 and clock() > ends_s and self.total_s > 0
+            if clock() + pause_s > ends_s and (self.is_strict or not is_last_chance):
                 return
             sleep(pause_s)
             longest_s, number = min(2 * longest_s, self.longest_s), number + 1
