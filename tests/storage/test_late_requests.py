@@ -72,6 +72,11 @@ def test_a_process_that_is_hidden_from_us_is_not_taken_for_ended(
     assert not lease_lock.is_dead(f"{mine[0]}/{mine[1]}/{10**30}/1/{mine[4]}")
 
 
+def dropped_end(kind: str, key: str) -> str:
+    is_end = key == "root/image" and kind in ("PUT", "POST uploadId")
+    return "dropped" if is_end else ""
+
+
 @pytest.mark.promise
 def test_an_image_whose_end_is_not_known_is_removed_by_no_request_that_nobody_announced(
     monkeypatch: pytest.MonkeyPatch,
@@ -82,10 +87,7 @@ def test_an_image_whose_end_is_not_known_is_removed_by_no_request_that_nobody_an
         store.lock("writer", "me")
         sink = store.create("image", size_bytes)
         sink.write(0, memoryview(bytes(size_bytes)))
-        ends = ("PUT", "POST uploadId")
-        world.fault = lambda kind, key, ends=ends: (
-            "dropped" if key == "root/image" and kind in ends else ""
-        )
+        world.fault = dropped_end
         with pytest.raises(StorageError):
             sink.finish()
         world.fault = lambda kind, key: ""
