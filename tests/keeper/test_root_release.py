@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from holdfast.format.manifest import Incarnation
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.incarnations import RootAccess
 from holdfast.keeper.jobs import Background
@@ -90,3 +91,27 @@ def test_a_write_to_the_cache_that_was_to_be_aborted_and_succeeded_is_not_told_d
     executor.__dict__["carry_out"] = lambda _: None
     executor._settle_cached("a", None)
     assert told == ["woken", "cached"]
+
+
+@pytest.mark.promise
+def test_a_number_that_a_cache_has_is_known_while_the_cache_cannot_be_locked(
+    tmp_path: Path,
+) -> None:
+    cache = LocalStore(tmp_path / "cache")
+    commit.open_root(cache, "run")
+    commit.record_incarnation(
+        cache, Incarnation(run_id="run", n=7, nonce="a", parent=None, world=1)
+    )
+
+    async def run() -> None:
+        memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
+        access = RootAccess(
+            str(tmp_path / "root"), cast(Any, memory), "run run, here", Background(),
+            lambda *_: None, lambda _: None, lambda _: None,
+        )  # fmt: skip
+        access.cache_path = str(tmp_path / "cache")
+        assert access.cache is None and access.cache_numbers() == ["7.json"]
+        access.cache_path = str(tmp_path / "none")
+        assert access.cache_numbers() == []
+
+    asyncio.run(run())

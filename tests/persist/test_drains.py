@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from holdfast.catalogue import catalogue, manifest_path
-from holdfast.errors import FormatError, HoldfastError, StorageError
+from holdfast.catalogue import catalogue, drained_path, manifest_path
+from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.keeper.persister import Persister
 from holdfast.keeper.tiers import CacheTier, Drained
@@ -211,6 +211,43 @@ def test_a_cache_that_cannot_be_read_now_is_not_gone(tmp_path: Path) -> None:
 
 def refuse_to_read(path: str, *_: object) -> bytes:
     raise StorageError("an I/O error", operation="read", path=path, url="")
+
+
+@pytest.mark.promise
+def test_a_cache_that_cannot_be_read_leaves_the_root_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root, cache = cached(0), cached(1)
+    truth = all_contents(root)
+    for name in ("read", "list", "exists", "size_bytes", "read_into"):
+        monkeypatch.setattr(cache, name, refuse_to_read)
+    tiered = TieredStore(cache, root)
+    assert [m.step for m in catalogue(tiered).manifests] == [0]
+    for path, data in truth.items():
+        assert tiered.read(path) == data and tiered.size_bytes(path) == len(data)
+        assert tiered.exists(path)
+    with pytest.raises(NotFound):
+        tiered.read("manifests/9-9.json")
+
+
+@pytest.mark.promise
+def test_a_cache_with_no_room_for_marks_and_records_is_opened_and_drained() -> None:
+    root, cache = two_tiers()
+    (first,) = catalogue(root).manifests
+    cache.remove(drained_path(first.generation, first.attempt))
+    record = Incarnation(run_id="r", n=2, nonce="b", parent=(1, 0), world=1)
+    commit.record_incarnation(root, record)
+    publish = cache.publish
+
+    def refuse(path: str, data: bytes, *, replace: bool = False) -> None:
+        if path.startswith(("drained/", "incarnations/")):
+            raise StorageError("no room", operation="publish", path=path, url="")
+        publish(path, data, replace=replace)
+
+    cache.__dict__["publish"] = refuse
+    with open_tiers(root, cache) as (tier, persister):
+        drain_all(tier, persister)
+    assert whole(root) == ["1-0", "1-1", "1-2"] and whole(cache) == ["1-0", "1-1", "1-2"]
 
 
 def test_a_drain_takes_the_bytes_a_second_that_it_is_given() -> None:

@@ -171,6 +171,19 @@ class RootAccess:
             self._remembered,
         )
 
+    def cache_numbers(self) -> list[str]:
+        """Return the names of the cache's records and manifests, also while it cannot be locked.
+        Blocks.
+        """
+        if self.cache is None and not self.cache_path:
+            return []
+        try:
+            store = self.cache.store if self.cache is not None else open_store(self.cache_path)
+            return store.list(INCARNATIONS) + store.list(MANIFESTS)
+        except HoldfastError as error:
+            emit(Warned(message=f"the cache {self.cache_path} cannot be read: {error}"))
+            return []
+
     def cache_refused(self) -> None:
         """Write to the root directly for a while; a cache that is gone is made anew after it."""
         if self.cache is not None:
@@ -508,7 +521,7 @@ class Incarnations:
         """
         commit.require_root(self._root.store, self._memory.run_id)
         stored = self._root.store.list(INCARNATIONS) + self._root.store.list(MANIFESTS)
-        stored += [] if self._root.cache is None else self._root.cache.numbers()
+        stored += self._root.cache_numbers()
         heads = (name.split(".")[0].split("-")[0] for name in stored)
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
         return {int(head) for head in heads if head.isdecimal()} | self.begun_here() | held

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from holdfast.catalogue import (
     INCARNATIONS,
     LOCK,
-    MANIFESTS,
     ROOT,
     catalogue,
     find_manifest,
@@ -24,7 +23,14 @@ from holdfast.catalogue import (
     read_document,
     read_incarnation,
 )
-from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, PersistFailed
+from holdfast.errors import (
+    AlreadyPublished,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    PersistFailed,
+    StorageError,
+)
 from holdfast.events import PersistBroke, Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
@@ -106,10 +112,6 @@ class CacheTier:
     def refused(self) -> None:
         """Record that it refused an attempt."""
         self._refused_s = time.monotonic()
-
-    def numbers(self) -> list[str]:
-        """Return the names of all records and manifests: each begins with an incarnation."""
-        return self.store.list(INCARNATIONS) + self.store.list(MANIFESTS)
 
     def is_gone(self) -> bool:
         """Return True if another directory is in its place by now, or none."""
@@ -258,6 +260,8 @@ def _copy_records(root: Store, cache: Store) -> None:
                 commit.record_incarnation(cache, read_incarnation(root, int(head)))
             except (FormatError, NotFound):
                 continue
+            except StorageError as error:  # a full disk; the cache's retention spares more then
+                emit(Warned(message=f"the cache has no record of incarnation {head}: {error}"))
 
 
 def _rate() -> float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from holdfast.catalogue import DRAINED, EMPTY, Catalogue, catalogue, drained_path, find_manifest
-from holdfast.errors import AlreadyPublished
+from holdfast.errors import AlreadyPublished, StorageError
+from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store
@@ -53,7 +54,10 @@ def mark_all_drained(cache: Store, root: Store) -> None:
     for generation, manifest in waiting(cache).items():
         there = find_manifest(root, generation)
         if there is not None and there[0].attempt == manifest.attempt:
-            mark_drained(cache, manifest)
+            try:
+                mark_drained(cache, manifest)
+            except StorageError as error:  # a full disk: it is found there when it is drained
+                emit(Warned(message=f"{generation} is durable, and stays in the cache: {error}"))
 
 
 def forget_marks(cache: Store) -> None:

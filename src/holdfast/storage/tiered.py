@@ -6,9 +6,11 @@ A checkpoint has the same names and the same bytes in both. What is written goes
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.errors import FormatError, HoldfastError, NotFound
+from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
+from holdfast.events import Warned, emit
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Incarnation, unseal
 from holdfast.storage.base import ImageSink, Lock, Store, settle_s
@@ -31,6 +33,7 @@ class TieredStore:
         self._cache, self._root = cache, root
         self._distrusted: set[str] = set()
         self._foreign: dict[str, bool] = {}
+        self._is_warned = False
         self.settle_s = settle_s(root)
 
     @property
@@ -57,39 +60,67 @@ class TieredStore:
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         """See ``Store``."""
-        first, last = self._order(path)
-        try:
-            return first.read(path, offset_bytes, size_bytes)
-        except NotFound:
-            return last.read(path, offset_bytes, size_bytes)
+        return self._first(path, lambda store: store.read(path, offset_bytes, size_bytes))
 
     def read_into(
         self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
     ) -> None:
         """See ``Store``."""
-        first, last = self._order(path)
-        try:
-            first.read_into(path, offset_bytes, buffer, is_shared=is_shared)
-        except NotFound:
-            last.read_into(path, offset_bytes, buffer, is_shared=is_shared)
+        self._first(
+            path, lambda store: store.read_into(path, offset_bytes, buffer, is_shared=is_shared)
+        )
 
     def size_bytes(self, path: str) -> int:
         """See ``Store``."""
-        first, last = self._order(path)
-        try:
-            return first.size_bytes(path)
-        except NotFound:
-            return last.size_bytes(path)
+        return self._first(path, lambda store: store.size_bytes(path))
 
     def exists(self, path: str) -> bool:
         """See ``Store``."""
-        return any(store.exists(path) for store in self._order(path))
+        return any(self._exists(store, path) for store in self._order(path))
+
+    def _exists(self, store: Store, path: str) -> bool:
+        try:
+            return store.exists(path)
+        except StorageError as error:
+            if store is not self._cache:
+                raise
+            self._warn(error)
+            return False
+
+    def _first(self, path: str, read: Callable[[Store], R]) -> R:
+        """Read from the first tier that has it; what the cache cannot read now, from the root."""
+        first, last = self._order(path)
+        try:
+            return read(first)
+        except NotFound as missing:
+            try:
+                return read(last)
+            except StorageError as error:
+                if last is not self._cache:
+                    raise
+                self._warn(error)
+                raise missing from error
+        except StorageError as error:
+            if first is not self._cache:
+                raise
+            self._warn(error)
+            return read(last)
+
+    def _warn(self, error: StorageError) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            text = f"the cache {self._cache.url} cannot be read, the root is read instead: {error}"
+            emit(Warned(message=text))
 
     def list(self, prefix: str) -> list[str]:
         """See ``Store``: the names of both; of manifests, none of another start in the cache, nor
         of one that descends from another.
         """
-        names = set(self._cache.list(prefix))
+        try:
+            names = set(self._cache.list(prefix))
+        except StorageError as error:
+            self._warn(error)
+            names = set()
         if prefix == _MANIFESTS:
             names = {name for name in names if not self._is_foreign(name.partition("-")[0])}
         elif prefix not in (_INCARNATIONS, ""):
@@ -106,7 +137,12 @@ class TieredStore:
         ancestor's.
         """
         if n not in self._foreign:
-            there, ours = (_record(store, n) for store in (self._cache, self._root))
+            ours = _record(self._root, n)
+            try:
+                there = _record(self._cache, n)
+            except StorageError as error:  # whose it is cannot be told
+                self._warn(error)
+                return True
             is_another = there is not None and ours is not None and ours.nonce != there.nonce
             parent = None if there is None else there.parent
             if not is_another and parent is not None and parent[0] < int(n):
