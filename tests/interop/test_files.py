@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
 import holdfast
-from holdfast.errors import ForeignFormatError
+from holdfast.cli import main
+from holdfast.errors import ForeignFormatError, HoldfastError
 from holdfast.interop import foreign_store
+from holdfast.interop.opening import open_source
 from holdfast.interop.source_files import SourceFiles
 
 
@@ -248,6 +251,55 @@ def test_older_files_of_torch_are_refused_by_name(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(ForeignFormatError, match="of torch before"):
         holdfast.open(tmp_path / "a.pt")
+
+
+def flip(path: Path, data: bytes) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(data) + 4] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_a_flipped_bit_in_a_tensor_is_found(tmp_path: Path, is_dcp: bool) -> None:
+    whole = torch.arange(6.0)
+    path = tmp_path / ("dcp" if is_dcp else "a.pt")
+    if is_dcp:
+        dcp.save({"w": whole}, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save({"w": whole}, path)
+    assert main(["verify", str(path), "--deep"]) == 0
+    flip(path / "__0_0.distcp" if is_dcp else path, whole.numpy().tobytes())
+    with holdfast.open(path) as opened, pytest.raises(HoldfastError, match="another checksum"):
+        opened.read("model.w")
+    with pytest.raises(HoldfastError, match="another checksum"):
+        holdfast.load(path, {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(6))})})
+    assert main(["verify", str(path), "--deep"]) == 4
+
+
+@pytest.mark.promise
+def test_a_deep_check_compares_what_no_read_covers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = torch.arange(9.0)
+    torch.save({"part": base[::2]}, tmp_path / "a.pt")
+    flip(tmp_path / "a.pt", base.numpy().tobytes())
+    assert main(["verify", str(tmp_path / "a.pt"), "--deep"]) == 4
+    assert "another checksum" in capsys.readouterr().out
+
+
+def test_a_file_without_checksums_is_read_and_says_so(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(6.0)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with holdfast.open(tmp_path / "a.pt") as opened:
+        assert torch.equal(opened.read("model.w"), torch.arange(6.0))
+    found = open_source(tmp_path / "a.pt")
+    assert isinstance(found, foreign_store.ForeignStore)
+    assert "unverified by its writer" in found.notes[0]
 
 
 def test_nothing_is_written_to_a_foreign_directory(tmp_path: Path) -> None:

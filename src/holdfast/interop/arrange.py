@@ -144,8 +144,8 @@ class _Fitting:
                 unknown.append(error)
         if unknown and (self._is_whole or not kept):
             raise unknown[0]
-        for error in unknown:
-            note = f"{error}; it is left out"
+        for one in unknown:
+            note = f"{one}; it is left out"
             self._spend(note)
             self._notes.append(note)
         return kept

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import ForeignFormatError
 from holdfast.geometry.box import ITEMSIZE
-from holdfast.interop.foreign import Extent, ForeignLeaf, tensor_parts
+from holdfast.interop.foreign import Extent, ForeignLeaf, StoredSum, tensor_parts
 from holdfast.interop.pickles import FIRST, Pickled, interpret
 from holdfast.interop.records import Record, TensorRef
 from holdfast.interop.source_files import SourceFiles
@@ -31,6 +31,7 @@ class TorchFile:
     where: str
     pickled: Pickled
     storages: dict[str, ZipEntry]
+    has_sums: bool
 
     @property
     def value(self) -> Any:
@@ -50,7 +51,8 @@ class TorchFile:
                 path=self.where,
                 offset=0 if entry is None else entry.offset,
             )
-        return Extent(self.name, entry.offset + ref.offset * item, ref.strides)
+        known = StoredSum(entry.offset, entry.size_bytes, entry.crc) if self.has_sums else None
+        return Extent(self.name, entry.offset + ref.offset * item, ref.strides, sum=known)
 
 
 def open_torch_file(
@@ -94,7 +96,7 @@ def open_torch_file(
         for entry, found in zipped.entries.items()
         if entry.startswith(prefix)
     }
-    return TorchFile(name, where, pickled, storages)
+    return TorchFile(name, where, pickled, storages, zipped.has_sums)
 
 
 def _refuse_others(first: bytes, where: str, begin: int) -> None:
