@@ -17,7 +17,10 @@ from holdfast.cli import main
 from holdfast.errors import ForeignFormatError, HoldfastError
 from holdfast.interop import foreign_store
 from holdfast.interop.opening import open_source
+from holdfast.interop.pickles import Pickled
+from holdfast.interop.records import Record
 from holdfast.interop.source_files import SourceFiles
+from holdfast.interop.torch_files import TorchFile, Tree
 
 
 def build(seed: int, steps: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -310,3 +313,29 @@ def test_nothing_is_written_to_a_foreign_directory(tmp_path: Path) -> None:
     with holdfast.open(tmp_path / "a") as opened:
         opened.read("model.0.weight")
     assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "a").rglob("*")) == before
+
+
+@pytest.mark.promise
+def test_one_file_of_several_is_no_whole_model(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00003.safetensors"
+    save_file({"w": torch.ones(2)}, path)
+    for where in (path, tmp_path):
+        with pytest.raises(ForeignFormatError, match=r"of 00003 files .* 1 are there"):
+            holdfast.open(where)
+    for number in (2, 3):
+        save_file(
+            {f"w{number}": torch.ones(2)}, tmp_path / f"model-0000{number}-of-00003.safetensors"
+        )
+    with holdfast.open(tmp_path) as opened:
+        assert torch.equal(opened.read("model.w3"), torch.ones(2))
+
+
+def test_a_list_that_names_another_often_is_walked_once() -> None:
+    inside: Any = []
+    for _ in range(60):
+        inside = [inside, inside, (inside,)]
+    circle: Any = {"a": inside}
+    circle["b"] = Record("Namespace", {"me": circle, "again": [circle]})
+    file = TorchFile("f", "f", Pickled(circle, (), 0), {}, True)
+    found = Tree(file).value()
+    assert found["b"].fields["me"] is found and found["a"][0] is found["a"][1]

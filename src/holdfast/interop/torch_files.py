@@ -124,6 +124,8 @@ class Tree:
     def __init__(self, file: TorchFile) -> None:
         self._file = file
         self._leaves: dict[TensorRef, ForeignLeaf] = {}
+        #: What containers became, by their id: a pickle can name one in many places.
+        self._made: dict[int, Any] = {}
 
     def value(self) -> Any:
         """Return the whole value."""
@@ -132,19 +134,26 @@ class Tree:
     def _of(self, value: Any, depth: int) -> Any:
         if isinstance(value, TensorRef):
             return self._leaf(value)
-        if depth > _MAX_DEPTH or isinstance(value, (str, bytes, int, float)):
+        if depth > _MAX_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
             return value
-        if isinstance(value, OrderedDict):
-            return OrderedDict((key, self._of(item, depth + 1)) for key, item in value.items())
-        if isinstance(value, dict):
-            return {key: self._of(item, depth + 1) for key, item in value.items()}
+        if id(value) not in self._made:
+            self._made[id(value)] = self._container(value, depth + 1)
+        return self._made[id(value)]
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if isinstance(value, tuple):  # which contains itself only through one of the others
+            return tuple(self._of(item, depth) for item in value)
         if isinstance(value, list):
-            return [self._of(item, depth + 1) for item in value]
-        if isinstance(value, tuple):
-            return tuple(self._of(item, depth + 1) for item in value)
+            items = self._made[id(value)] = []
+            items.extend(self._of(item, depth) for item in value)
+            return items
         if isinstance(value, Record):
-            return Record(value.kind, self._of(value.fields, depth + 1))
-        return value
+            record = self._made[id(value)] = Record(value.kind, {})
+            record.fields = self._of(value.fields, depth)
+            return record
+        found = self._made[id(value)] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        found.update((key, self._of(item, depth)) for key, item in value.items())
+        return found
 
     def _leaf(self, ref: TensorRef) -> ForeignLeaf:
         if ref not in self._leaves:
