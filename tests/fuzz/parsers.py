@@ -21,6 +21,11 @@ from holdfast.format.image import parse_header
 from holdfast.format.manifest import Incarnation, Lease, Manifest, Pin, Root, seal, unseal
 from holdfast.format.values import decode, values_of
 from holdfast.geometry.layout import Layout, table_from_json
+from holdfast.interop.arrange import arrange
+from holdfast.interop.pickles import interpret
+from holdfast.interop.safetensors_files import open_safetensors
+from holdfast.interop.source_files import SourceFiles
+from holdfast.interop.torch_files import Tree, open_torch_file
 from holdfast.parity.planning import record as parity_record
 from holdfast.protocol import messages
 from holdfast.state.values import decode_items, stored_lists
@@ -128,6 +133,30 @@ def answering(body: bytes) -> Iterator[S3Bucket]:
         yield S3Bucket("bucket", "s3://bucket", patience=Patience(0.0, 0.001, 0.001))
 
 
+class _Bytes(SourceFiles):
+    """One file, in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(Path("f"))
+        self._data = data
+
+    def size_bytes(self, name: str) -> int:
+        return len(self._data)
+
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> None:
+        buffer[:] = self._data[offset_bytes : offset_bytes + len(buffer)]
+
+
+def _torch_zip(data: bytes) -> None:
+    """A file of torch.save, and what a state is made of it."""
+    arrange({"k": Tree(open_torch_file(_Bytes(data), "f")).value()}, where="f")
+
+
+def _pickle(data: bytes) -> None:
+    """What a pickle says, and what a state is made of it."""
+    arrange({"k": interpret(data, "f").value}, where="f")
+
+
 PARSERS = {
     "documents": Parser(_document),
     "frames": Parser(_frame),
@@ -139,7 +168,10 @@ PARSERS = {
     "peer-answers": Parser(lambda data: parse_answer(data + END)),
     "peer-hellos": Parser(_hello),
     "peer-requests": Parser(lambda data: parse_request(data + END, 16)),
+    "pickles": Parser(_pickle),
+    "safetensors": Parser(lambda data: open_safetensors(_Bytes(data), "f")),
     "tables": Parser(table_from_json),
+    "torch-zips": Parser(_torch_zip),
     "values": Parser(_values),
 }
 

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import holdfast
 from holdfast.errors import CoverageError, ForeignFormatError, HoldfastError
+from holdfast.interop.foreign_store import ForeignStore
+from holdfast.interop.opening import open_source
 from support.models.models import (
     build,
     differences,
@@ -183,6 +185,19 @@ def test_an_item_of_no_bytes_and_a_key_of_another_kind_are_refused(tmp_path: Pat
         (root / ".metadata").write_bytes(pickle.dumps(raw))
         with pytest.raises(ForeignFormatError, match=words):
             holdfast.open(root)
+
+
+def test_there_are_as_many_images_as_ranks_with_files(tmp_path: Path) -> None:
+    root = save({"w": torch.arange(6.0)}, tmp_path / "dcp")
+    os.rename(root / "__0_0.distcp", root / "__65535_0.distcp")
+    raw = pickle.loads((root / ".metadata").read_bytes())
+    for info in raw.storage_data.values():
+        info.relative_path = "__65535_0.distcp"
+    (root / ".metadata").write_bytes(pickle.dumps(raw))
+    found = open_source(root)
+    assert isinstance(found, ForeignStore) and found.found.world == 1
+    with holdfast.open(root) as opened:
+        assert torch.equal(opened.read("model.w"), torch.arange(6.0))
 
 
 def test_links_that_lead_nowhere_or_to_folders_are_no_matter(tmp_path: Path) -> None:

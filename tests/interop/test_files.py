@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
 import holdfast
-from holdfast.errors import ForeignFormatError
+from holdfast.cli import main
+from holdfast.errors import ForeignFormatError, HoldfastError
 from holdfast.interop import foreign_store
+from holdfast.interop.opening import open_source
+from holdfast.interop.pickles import Pickled
+from holdfast.interop.records import Record
 from holdfast.interop.source_files import SourceFiles
+from holdfast.interop.torch_files import TorchFile, Tree
 
 
 def build(seed: int, steps: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -250,6 +256,55 @@ def test_older_files_of_torch_are_refused_by_name(tmp_path: Path) -> None:
         holdfast.open(tmp_path / "a.pt")
 
 
+def flip(path: Path, data: bytes) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(data) + 4] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_a_flipped_bit_in_a_tensor_is_found(tmp_path: Path, is_dcp: bool) -> None:
+    whole = torch.arange(6.0)
+    path = tmp_path / ("dcp" if is_dcp else "a.pt")
+    if is_dcp:
+        dcp.save({"w": whole}, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save({"w": whole}, path)
+    assert main(["verify", str(path), "--deep"]) == 0
+    flip(path / "__0_0.distcp" if is_dcp else path, whole.numpy().tobytes())
+    with holdfast.open(path) as opened, pytest.raises(HoldfastError, match="another checksum"):
+        opened.read("model.w")
+    with pytest.raises(HoldfastError, match="another checksum"):
+        holdfast.load(path, {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(6))})})
+    assert main(["verify", str(path), "--deep"]) == 4
+
+
+@pytest.mark.promise
+def test_a_deep_check_compares_what_no_read_covers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = torch.arange(9.0)
+    torch.save({"part": base[::2]}, tmp_path / "a.pt")
+    flip(tmp_path / "a.pt", base.numpy().tobytes())
+    assert main(["verify", str(tmp_path / "a.pt"), "--deep"]) == 4
+    assert "another checksum" in capsys.readouterr().out
+
+
+def test_a_file_without_checksums_is_read_and_says_so(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(6.0)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with holdfast.open(tmp_path / "a.pt") as opened:
+        assert torch.equal(opened.read("model.w"), torch.arange(6.0))
+    found = open_source(tmp_path / "a.pt")
+    assert isinstance(found, foreign_store.ForeignStore)
+    assert "unverified by its writer" in found.notes[0]
+
+
 def test_nothing_is_written_to_a_foreign_directory(tmp_path: Path) -> None:
     trainer_directory(tmp_path / "a")
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*"))
@@ -258,3 +313,29 @@ def test_nothing_is_written_to_a_foreign_directory(tmp_path: Path) -> None:
     with holdfast.open(tmp_path / "a") as opened:
         opened.read("model.0.weight")
     assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "a").rglob("*")) == before
+
+
+@pytest.mark.promise
+def test_one_file_of_several_is_no_whole_model(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00003.safetensors"
+    save_file({"w": torch.ones(2)}, path)
+    for where in (path, tmp_path):
+        with pytest.raises(ForeignFormatError, match=r"of 00003 files .* 1 are there"):
+            holdfast.open(where)
+    for number in (2, 3):
+        save_file(
+            {f"w{number}": torch.ones(2)}, tmp_path / f"model-0000{number}-of-00003.safetensors"
+        )
+    with holdfast.open(tmp_path) as opened:
+        assert torch.equal(opened.read("model.w3"), torch.ones(2))
+
+
+def test_a_list_that_names_another_often_is_walked_once() -> None:
+    inside: Any = []
+    for _ in range(60):
+        inside = [inside, inside, (inside,)]
+    circle: Any = {"a": inside}
+    circle["b"] = Record("Namespace", {"me": circle, "again": [circle]})
+    file = TorchFile("f", "f", Pickled(circle, (), 0), {}, True)
+    found = Tree(file).value()
+    assert found["b"].fields["me"] is found and found["a"][0] is found["a"][1]

@@ -49,6 +49,8 @@ class _DcpDirectory:
         self._name = prefix + METADATA
         self._where = files.where(self._name)
         self._notes: list[str] = []
+        #: The number of the image of each rank that has files.
+        self._images: dict[int, int] = {}
 
     def read(self, step: int, orders: Orders) -> ForeignCheckpoint:
         fields = self._metadata()
@@ -56,6 +58,8 @@ class _DcpDirectory:
         paths = fields.get("planner_data")
         items = dict(self._items(self._dictionary(fields, "storage_data")))
         missing = self._missing_files(items)
+        there = {item.rank for item in items.values() if item.file not in missing}
+        self._images = {rank: number for number, rank in enumerate(sorted(there))}
         entries: dict[str, Any] = {}
         for name, about in described.items():
             if type(name) is not str:
@@ -76,7 +80,7 @@ class _DcpDirectory:
             found.values,
             found.aliases,
             tuple(self._notes + found.notes),
-            max((item.rank for item in items.values()), default=0) + 1,
+            max(1, len(self._images)),
         )
 
     def _error(self, why: str, offset: int = 0) -> ForeignFormatError:
@@ -170,7 +174,7 @@ class _DcpDirectory:
                 raise self._error(f"{name!r:.200} lies in an item of 0 bytes")
             if item is not None and item.file not in missing:
                 extent = Extent(item.file, item.offset, None, item.size_bytes)
-                parts.append(StoredBox(box, extent, item.rank))
+                parts.append(StoredBox(box, extent, self._images[item.rank]))
         return ForeignLeaf(dtype, shape, tuple(parts))
 
     def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:

@@ -12,7 +12,12 @@ from holdfast.interop.arrange import MODEL, Orders, arrange, is_module
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
 from holdfast.interop.records import Opaque
-from holdfast.interop.safetensors_files import check_index, indexed_names, read_safetensors
+from holdfast.interop.safetensors_files import (
+    check_index,
+    indexed_names,
+    read_safetensors,
+    refuse_without_siblings,
+)
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.torch_files import Tree, open_torch_file
 
@@ -118,6 +123,8 @@ def _read_safetensors(files: SourceFiles, _: Orders) -> ForeignCheckpoint:
     weights = _weights(files, names)
     if weights is None:
         raise UsageError(f"{files.path} has no safetensors files")
+    if not any(name.endswith(_INDEX) for name in names):
+        refuse_without_siblings(files, weights)
     leaves, world = read_safetensors(files, weights)
     for index in (name for name in names if name.endswith(_INDEX) and "/" not in name):
         check_index(files, index, leaves)

@@ -7,7 +7,7 @@ makes these values and reads no tensor; ``interop.foreign_store`` shows them as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import ForeignFormatError, UsageError
@@ -21,17 +21,27 @@ MAX_CUTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
+class StoredSum:
+    """The CRC-32 that a writer left of a run of bytes of a file."""
+
+    offset: int
+    size_bytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """Where the elements of a box lie. ``strides`` counts elements; None: row by row without gaps.
 
     ``item_bytes``: not None where a file of its own begins at ``offset``, with the tensor in it;
-    where in that file is found at the first read.
+    where in that file is found at the first read. ``sum``: of the bytes that it is a part of.
     """
 
     file: str
     offset: int
     strides: tuple[int, ...] | None = None
     item_bytes: int | None = None
+    sum: StoredSum | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +126,12 @@ def tensor_parts(
     """The parts of a tensor whose extent is known: one, or several boxes where it has strides."""
     whole, strides = Box.whole(shape), extent.strides
     if whole.is_empty or strides is None or is_contiguous(shape, strides):
-        return (StoredBox(whole, Extent(extent.file, extent.offset)),)
+        return (StoredBox(whole, replace(extent, strides=None)),)
     found: list[StoredBox] = []
     for box in _cuts(whole, strides, ITEMSIZE[dtype]):
         begin = sum(a * b for a, b in zip(box.start, strides, strict=True)) * ITEMSIZE[dtype]
         inner = None if is_contiguous(box.shape, strides) else strides
-        found.append(StoredBox(box, Extent(extent.file, extent.offset + begin, inner)))
+        found.append(StoredBox(box, replace(extent, offset=extent.offset + begin, strides=inner)))
         if len(found) > MAX_CUTS:
             raise ForeignFormatError(
                 f"{where}: a tensor of the shape {shape} has the strides {strides}, too scattered "

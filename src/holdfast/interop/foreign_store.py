@@ -3,15 +3,17 @@
 Manifest, layout and the headers of images are computed; the data of an image are ranges of the
 foreign files. So whatever reads checkpoints reads this one: planning, the proof that every element
 is covered, rules, resharding and the commands. One thing is missing: foreign writers leave no
-checksums of blocks, so bytes are taken as they are read (``has_block_sums``).
+checksums of blocks, so bytes are taken as they are read (``has_block_sums``). A zip has one of each
+storage, which is compared when a read covers all of it, and by a deep check.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ import msgspec
 import xxhash
 
 from holdfast.catalogue import ROOT, image_path, layout_path, manifest_path
-from holdfast.errors import NotFound, StorageError, UsageError
+from holdfast.errors import ForeignFormatError, FormatError, NotFound, StorageError, UsageError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.image import Image, fill_in, piece_name
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Manifest, Root, needed, seal
@@ -27,7 +29,7 @@ from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout
 from holdfast.interop.dcp import locate
-from holdfast.interop.foreign import Extent, ForeignCheckpoint, is_contiguous
+from holdfast.interop.foreign import Extent, ForeignCheckpoint, StoredSum, is_contiguous
 from holdfast.interop.source_files import SourceFiles
 from holdfast.protocol.image_plan import plan_rank
 from holdfast.storage.base import ImageSink, Lock, short_read
@@ -158,7 +160,17 @@ class ForeignStore:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is there and is not read, in words."""
-        return self.found.notes
+        unverified = {
+            part.extent.file
+            for leaf in self.found.leaves.values()
+            for part in leaf.parts
+            if part.extent.sum is None and part.extent.item_bytes is None
+        }
+        some = (
+            f"{self._files.where(file)} is unverified by its writer: it has no checksums"
+            for file in sorted(unverified)
+        )
+        return (*self.found.notes, *some)
 
     def identity(self) -> str:
         """See ``Store``."""
@@ -204,6 +216,7 @@ class ForeignStore:
         strides = extent.strides
         if strides is None or is_contiguous(one.box.shape, strides):
             self._files.read_into(extent.file, extent.offset + begin, into)
+            self._compare(extent, extent.offset + begin, into)
             return
         _gather(
             lambda at, window: self._files.read_into(extent.file, extent.offset + at, window),
@@ -213,6 +226,46 @@ class ForeignStore:
             begin,
             into,
         )
+
+    def _compare(self, extent: Extent, at: int, data: memoryview) -> None:
+        """Compare bytes that were read with their checksum, if they are all that it is of."""
+        known = extent.sum
+        if known is not None and at <= known.offset:
+            inside = data[known.offset - at :][: known.size_bytes]
+            if len(inside) == known.size_bytes and zlib.crc32(inside) != known.crc:
+                raise self._changed(extent.file, known)
+
+    def _changed(self, file: str, known: StoredSum) -> ForeignFormatError:
+        where = self._files.where(file)
+        return ForeignFormatError(
+            f"{where}: the {known.size_bytes} bytes from byte {known.offset} on have another "
+            f"checksum than {known.crc:08x}, which is stored: they changed after they were written",
+            path=where,
+            offset=known.offset,
+        )
+
+    def data_faults(self) -> Iterator[str]:
+        """What a deep check finds: data that differ from the checksum that their writer left."""
+        seen: set[tuple[str, StoredSum]] = set()
+        for name, leaf in self.found.leaves.items():
+            for part in leaf.parts:
+                extent = part.extent
+                try:
+                    if extent.item_bytes is not None:
+                        extent = self._located(name, leaf.dtype, part.box, extent)
+                    if extent.sum is not None and (extent.file, extent.sum) not in seen:
+                        seen.add((extent.file, extent.sum))
+                        self._compare_all(extent.file, extent.sum)
+                except FormatError as error:
+                    yield str(error)
+
+    def _compare_all(self, file: str, known: StoredSum) -> None:
+        crc = 0
+        for start in range(0, known.size_bytes, _WINDOW_BYTES):
+            count = min(_WINDOW_BYTES, known.size_bytes - start)
+            crc = zlib.crc32(self._files.read(file, known.offset + start, count), crc)
+        if crc != known.crc:
+            raise self._changed(file, known)
 
     def _locate(self, leaf: str, dtype: str, box: Box, extent: Extent) -> Extent:
         return locate(self._files, leaf, dtype, box, extent)

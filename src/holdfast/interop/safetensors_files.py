@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,28 @@ def read_safetensors(files: SourceFiles, names: list[str]) -> tuple[dict[str, Fo
         shape = tuple(max(dim) for dim in ends)
         whole[tensor] = ForeignLeaf(some[0][0], shape, tuple(part for *_, part in some))
     return whole, len(names)
+
+
+_NUMBERED = re.compile(r"(?:shard-[0-9]+-)?(.*?)([0-9]+)-of-([0-9]+)\.safetensors")
+
+
+def refuse_without_siblings(files: SourceFiles, names: list[str]) -> None:
+    """Refuse files that are called N of M where others of the M are not there.
+
+    The shards of one file, as DCP names them, count as one.
+    """
+    there: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if matched := _NUMBERED.fullmatch(name):
+            there.setdefault((matched[1], matched[3]), set()).add(int(matched[2]))
+    for (stem, of), numbers in there.items():
+        if len(numbers) != int(of):
+            raise _error(
+                files.where(names[0]),
+                0,
+                f"of {of} files {stem}N-of-{of}.safetensors, {len(numbers)} are there: give the "
+                "directory with all of them",
+            )
 
 
 def _sharding(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:

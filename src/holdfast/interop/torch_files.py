@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import ForeignFormatError
 from holdfast.geometry.box import ITEMSIZE
 from holdfast.interop.arrange import MAX_NODES
-from holdfast.interop.foreign import Extent, ForeignLeaf, tensor_parts
+from holdfast.interop.foreign import Extent, ForeignLeaf, StoredSum, tensor_parts
 from holdfast.interop.pickles import FIRST, Pickled, interpret
 from holdfast.interop.records import Record, TensorRef
 from holdfast.interop.source_files import SourceFiles
@@ -32,6 +32,7 @@ class TorchFile:
     where: str
     pickled: Pickled
     storages: dict[str, ZipEntry]
+    has_sums: bool
 
     @property
     def value(self) -> Any:
@@ -51,7 +52,8 @@ class TorchFile:
                 path=self.where,
                 offset=0 if entry is None else entry.offset,
             )
-        return Extent(self.name, entry.offset + ref.offset * item, ref.strides)
+        known = StoredSum(entry.offset, entry.size_bytes, entry.crc) if self.has_sums else None
+        return Extent(self.name, entry.offset + ref.offset * item, ref.strides, sum=known)
 
 
 def open_torch_file(
@@ -95,7 +97,7 @@ def open_torch_file(
         for entry, found in zipped.entries.items()
         if entry.startswith(prefix)
     }
-    return TorchFile(name, where, pickled, storages)
+    return TorchFile(name, where, pickled, storages, zipped.has_sums)
 
 
 def _refuse_others(first: bytes, where: str, begin: int) -> None:
@@ -124,6 +126,8 @@ class Tree:
         self._file = file
         self._leaves: dict[TensorRef, ForeignLeaf] = {}
         self._left = MAX_NODES
+        #: What containers became, by their id: a pickle can name one in many places.
+        self._made: dict[int, Any] = {}
 
     def value(self) -> Any:
         """Return the whole value."""
@@ -140,19 +144,26 @@ class Tree:
             )
         if isinstance(value, TensorRef):
             return self._leaf(value)
-        if depth > _MAX_DEPTH or isinstance(value, (str, bytes, int, float)):
+        if depth > _MAX_DEPTH or not isinstance(value, (dict, list, tuple, Record)):
             return value
-        if isinstance(value, OrderedDict):
-            return OrderedDict((key, self._of(item, depth + 1)) for key, item in value.items())
-        if isinstance(value, dict):
-            return {key: self._of(item, depth + 1) for key, item in value.items()}
+        if id(value) not in self._made:
+            self._made[id(value)] = self._container(value, depth + 1)
+        return self._made[id(value)]
+
+    def _container(self, value: Any, depth: int) -> Any:
+        if isinstance(value, tuple):  # which contains itself only through one of the others
+            return tuple(self._of(item, depth) for item in value)
         if isinstance(value, list):
-            return [self._of(item, depth + 1) for item in value]
-        if isinstance(value, tuple):
-            return tuple(self._of(item, depth + 1) for item in value)
+            items = self._made[id(value)] = []
+            items.extend(self._of(item, depth) for item in value)
+            return items
         if isinstance(value, Record):
-            return Record(value.kind, self._of(value.fields, depth + 1))
-        return value
+            record = self._made[id(value)] = Record(value.kind, {})
+            record.fields = self._of(value.fields, depth)
+            return record
+        found = self._made[id(value)] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        found.update((key, self._of(item, depth)) for key, item in value.items())
+        return found
 
     def _leaf(self, ref: TensorRef) -> ForeignLeaf:
         if ref not in self._leaves:
