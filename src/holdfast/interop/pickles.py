@@ -8,18 +8,19 @@ than that. What a pickle may cost is bounded: opcodes, memory, the length of tex
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ForeignFormatError
 from holdfast.format.checksum import Buffer
+from holdfast.geometry.leaves import MAX_DIMS
 from holdfast.interop.records import (
     MAX_KEY,
     GlobalName,
     Opaque,
     Record,
-    Unbuildable,
     as_key,
     build,
     call,
@@ -29,14 +30,17 @@ from holdfast.interop.records import (
     storage,
 )
 
-MAX_OPCODES = 10_000_000
-#: Memory that the values of any pickle may take, beside as much as ``size_bytes``.
-BASE_BYTES = 6 << 20
+#: As metadata of 1,024 ranks and 300 tensors have (20.9 million): docs/design/0019.
+MAX_OPCODES = 22_000_000
+#: Memory that the values of any pickle may take, and how much more for each of its bytes.
+BASE_BYTES = 16 << 20
+FACTOR = 20
 MAX_TEXT_BYTES = 64 << 20
 MAX_NAME_BYTES = 1024
 #: Of an integer: torch's seeds and states have at most a few words.
 MAX_INTEGER_BYTES = 1024
-MAX_KEY_DEPTH = 4
+MAX_GAP = 1024
+MAX_EQUAL_HASHES = 100
 #: The first bytes of a pickle of protocol 2 to 5.
 FIRST = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
@@ -56,21 +60,18 @@ def interpret(
 ) -> Pickled:
     """Return what a pickle says. ForeignFormatError names ``where`` and the offset.
 
-    ``size_bytes``: the size of all that the pickle describes, which bounds its memory.
+    ``size_bytes``: the size of all that the pickle describes; its values may take twice as much.
     ``may_follow``: other data may follow; otherwise they are an error.
     """
-    machine = _Machine(memoryview(data), where, BASE_BYTES + max(size_bytes, len(data)))
+    room_bytes = BASE_BYTES + max(2 * size_bytes, FACTOR * len(data))
+    machine = _Machine(memoryview(data), where, room_bytes)
     value = machine.run()
     if not may_follow and machine.at != len(machine.data):
         raise machine.error(f"{len(machine.data) - machine.at} bytes follow behind its end")
     return Pickled(value, tuple(machine.opaque), machine.at)
 
 
-class _Mark:
-    """Where the items of a container begin on the stack."""
-
-
-_MARK = _Mark()
+_NOTHING = object()
 _KEYS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -81,10 +82,12 @@ class _Machine:
         self.data, self.where, self.at, self.begin = data, where, 0, 0
         self.room_bytes = room_bytes
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
         self.marks: list[int] = []
         self.opaque: list[Opaque] = []
         self.names: dict[tuple[str, str], GlobalName] = {}
+        self.hashes: dict[int, tuple[Any, ...]] = {}
+        self.equal_hashes = 0
 
     def error(self, why: str) -> ForeignFormatError:
         text = f"{self.where}, byte {self.begin} of its pickle: {why}"
@@ -107,13 +110,17 @@ class _Machine:
                     raise self.error(f"{name} is never used by torch, and not read")
                 action(self)
                 if self.room_bytes < 0:
-                    raise self.error("its values take more memory than the file is large")
+                    raise self.error("its values take too much memory for its size")
         except IndexError:
             raise self.error("it is cut short, or takes from an empty stack") from None
         except struct.error:
             raise self.error("it is cut short") from None
-        except (Unbuildable, TypeError) as error:
-            raise self.error(str(error)) from None
+        except ForeignFormatError:
+            raise
+        except RecursionError:
+            raise self.error("it is nested too deep") from None
+        except (TypeError, ValueError, OverflowError, SyntaxError) as error:
+            raise self.error(str(error)[:300]) from None
         raise self.error(f"it has more than {MAX_OPCODES} opcodes")
 
     def _end(self) -> Any:
@@ -135,13 +142,21 @@ class _Machine:
         self.at += form.size
         return value
 
+    def charge(self, cost_bytes: int) -> None:
+        """Take memory before it is used; ForeignFormatError if there is not as much."""
+        self.room_bytes -= cost_bytes
+        if self.room_bytes < 0:
+            raise self.error("its values take too much memory for its size")
+
     def push(self, value: Any, cost_bytes: int) -> None:
+        """``cost_bytes``: of a new value. Its place on the stack is given back when it is taken."""
         self.room_bytes -= cost_bytes + 8
         self.stack.append(value)
 
     def pop(self) -> Any:
         if self.marks and self.marks[-1] >= len(self.stack):
             raise self.error("it takes from an empty stack")
+        self.room_bytes += 8
         return self.stack.pop()
 
     def top(self) -> Any:
@@ -155,6 +170,7 @@ class _Machine:
         mark = self.marks.pop()
         found = self.stack[mark:]
         del self.stack[mark:]
+        self.room_bytes += 8 + 8 * len(found)
         return found
 
     def text(self, size_bytes: int) -> None:
@@ -162,11 +178,9 @@ class _Machine:
             raise self.error(f"a text of {size_bytes} bytes, more than {MAX_TEXT_BYTES}")
         raw = self.take(size_bytes)
         # Python may take 4 bytes for each character: know before it is made.
-        self.room_bytes -= size_bytes if _is_ascii(raw) else 4 * size_bytes
-        if self.room_bytes < 0:
-            return
+        self.charge(size_bytes if _is_ascii(raw) else 4 * size_bytes)
         try:
-            self.push(str(raw, "utf-8", "surrogatepass"), 56)
+            self.push(str(raw, "utf-8"), 56)
         except UnicodeDecodeError as error:
             raise self.error(f"a text that is none: {error.reason}") from None
 
@@ -174,9 +188,8 @@ class _Machine:
         if size_bytes > MAX_TEXT_BYTES:
             raise self.error(f"{size_bytes} bytes in one value, more than {MAX_TEXT_BYTES}")
         raw = self.take(size_bytes)
-        self.room_bytes -= size_bytes
-        if self.room_bytes >= 0:
-            self.push(kind(raw), 48)
+        self.charge(size_bytes)
+        self.push(kind(raw), 48)
 
     def global_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
@@ -198,6 +211,7 @@ class _Machine:
         if not isinstance(arguments, tuple):
             raise self.error("a call whose arguments are no tuple")
         if isinstance(function, GlobalName):
+            self.charge(sum(map(_cost, arguments)))
             made = act(function, arguments)
         elif isinstance(function, Opaque):
             made = Opaque(f"call of {function.what}"[:200], self.begin)
@@ -206,15 +220,20 @@ class _Machine:
         if isinstance(made, Opaque):
             made.offset = self.begin
             self.opaque.append(made)
-        self.push(made, 300)
+        self.push(made, sys.getsizeof(made) + (64 if isinstance(made, (Record, Opaque)) else 0))
 
     def put(self, number: int) -> None:
-        if number not in self.memo:
-            self.room_bytes -= 100
+        """Writers count from 0 or 1 and leave out nothing."""
+        new = number + 1 - len(self.memo)
+        if new > MAX_GAP:
+            raise self.error(f"value {number} of a memo that has {len(self.memo)}")
+        if new > 0:
+            self.charge(9 * new)
+            self.memo.extend([_NOTHING] * new)
         self.memo[number] = self.top()
 
     def get(self, number: int) -> None:
-        if number not in self.memo:
+        if number >= len(self.memo) or self.memo[number] is _NOTHING:
             raise self.error(f"it takes value {number} from its memo, which is not there")
         self.push(self.memo[number], 0)
 
@@ -225,27 +244,64 @@ class _Machine:
             return
         if not isinstance(target, dict):
             raise self.error(f"items for a {type(target).__name__}")
-        keys = [as_key(key) if isinstance(key, Record) else key for key in items[::2]]
-        for key in keys:
-            self.check_key(key, 0)
-        self.room_bytes -= 60 * len(items)
+        keys = [self.key(key) for key in items[::2]]
+        before_bytes = sys.getsizeof(target)
         target.update(zip(keys, items[1::2], strict=True))
+        self.room_bytes -= sys.getsizeof(target) - before_bytes
 
-    def check_key(self, key: Any, depth: int) -> None:
+    def key(self, key: Any) -> Any:
         """Refuse what has no hash, or of which so many may have one that reading takes hours."""
-        if type(key) is tuple and depth < MAX_KEY_DEPTH and len(key) <= 64:
-            for one in key:
-                self.check_key(one, depth + 1)
-        elif type(key) not in _KEYS or (type(key) is int and abs(key) >= MAX_KEY):
-            raise self.error(f"a key that is a {type(key).__name__}, or too large")
+        if isinstance(key, Record):
+            key = as_key(key)
+            self.charge(sys.getsizeof(key) + 64)
+            self.check_parts(key[2] if type(key[2]) is tuple else ())
+            self.check_parts((key[1], *key[3:], None if type(key[2]) is tuple else key[2]))
+            self.check_hash(key)
+        elif type(key) is tuple:
+            self.check_parts(key)
+            self.check_hash(key)
+        else:
+            self.check_parts((key,))
+        return key
+
+    def check_parts(self, parts: tuple[Any, ...]) -> None:
+        if len(parts) > MAX_DIMS:
+            raise self.error(f"a key of {len(parts)} parts")
+        for one in parts:
+            if type(one) not in _KEYS or (type(one) is int and abs(one) >= MAX_KEY):
+                raise self.error(f"a key that is a {type(one).__name__}, or too large")
+
+    def check_hash(self, key: tuple[Any, ...]) -> None:
+        """Anyone can make numbers whose tuples have one hash: a dictionary would compare all."""
+        self.charge(100)
+        first = self.hashes.setdefault(hash(key), key)
+        if first is not key and first != key:
+            self.equal_hashes += 1
+            if self.equal_hashes > MAX_EQUAL_HASHES:
+                raise self.error(f"more than {MAX_EQUAL_HASHES} keys that have the hash of another")
 
     def append(self, target: Any, items: list[Any]) -> None:
         if isinstance(target, Opaque):
             return
         if not isinstance(target, list):
             raise self.error(f"items for a {type(target).__name__}")
-        self.room_bytes -= 16 * len(items)
+        before_bytes = sys.getsizeof(target)
         target.extend(items)
+        self.room_bytes -= sys.getsizeof(target) - before_bytes
+
+
+def _cost(argument: Any) -> int:
+    """At most what a call makes of an argument: a copy, at 100 bytes for each item of it."""
+    if isinstance(argument, (str, bytes, bytearray)):
+        return 2 * len(argument)
+    is_long = isinstance(argument, (list, tuple)) and len(argument) > MAX_DIMS
+    return 100 * len(argument) if is_long else 0
+
+
+def _cost_of_state(state: Any) -> int:
+    """Of attributes that are set: of many each time, because it takes time to look at them."""
+    parts = (state, *state[:2]) if isinstance(state, tuple) else (state,)
+    return sum(100 * len(one) for one in parts if isinstance(one, dict) and len(one) > MAX_DIMS)
 
 
 def _is_ascii(raw: memoryview) -> bool:
@@ -326,17 +382,14 @@ def _add_items(m: _Machine) -> None:
         return
     if not isinstance(target, set):
         raise m.error(f"items for a {type(target).__name__}")
-    for item in items:
-        m.check_key(item, 0)
-    m.room_bytes -= 80 * len(items)
-    target.update(items)
+    m.charge(80 * len(items))
+    target.update([m.key(item) for item in items])
 
 
 def _frozen_set(m: _Machine) -> None:
     items = m.items()
-    for item in items:
-        m.check_key(item, 0)
-    m.push(frozenset(items), 216 + 80 * len(items))
+    m.charge(216 + 80 * len(items))
+    m.push(frozenset([m.key(item) for item in items]), 0)
 
 
 def _line(m: _Machine) -> str:
@@ -368,12 +421,17 @@ def _new(m: _Machine) -> None:
 
 def _build(m: _Machine) -> None:
     state, target = m.pop(), m.top()
-    m.room_bytes -= 64
-    build(target, state)
+    if isinstance(target, Record):
+        before_bytes = sys.getsizeof(target.fields)
+        m.charge(_cost_of_state(state))
+        build(target, state)
+        m.charge(sys.getsizeof(target.fields) - before_bytes)
+    else:
+        build(target, state)
 
 
 def _persistent(m: _Machine) -> None:
-    m.push(storage(m.pop()), 120)
+    m.push(storage(m.pop()), 64)
 
 
 def _pop(m: _Machine) -> None:

@@ -86,7 +86,7 @@ PICKLES: dict[str, bytes] = {
     "a million lists": P + b"(" + b"]" * 1_000_000 + b"l.",
     "a million sets": b"\x80\x04(" + b"\x8f" * 1_000_000 + b"l.",
     "a million dictionaries": P + b"(" + b"}" * 1_000_000 + b"l.",
-    "ever longer tuples": P + b"(" + b"K\x012" * 400_000 + b"t.",
+    "ever deeper tuples": P + b"N" + b"\x85" * 1_000_000 + b".",
     "a dtype of numpy with parts": P
     + b"cnumpy\ndtype\nX\x02\x00\x00\x00V8K\x00K\x01\x87R(K\x03X\x01\x00\x00\x00|}}}t b.",
     "a tensor outside of its storage": P
