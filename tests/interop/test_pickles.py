@@ -174,3 +174,13 @@ def test_a_compressed_zip_is_refused_with_file_and_offset() -> None:
     with pytest.raises(ForeignFormatError, match=r"f\.pt, byte \d+: .*compressed") as error:
         opened(raw)
     assert error.value.fields["path"] == "f.pt" and error.value.fields["offset"] > 0
+
+
+def test_a_zip_of_more_entries_than_a_state_has_is_refused() -> None:
+    count = 1 << 18
+    size = 46 * count
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    long = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, 0)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, size, 1)
+    with pytest.raises(ForeignFormatError, match="a directory of 262144 entries"):
+        opened(bytes(size) + long + locator + end)

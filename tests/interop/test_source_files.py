@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.errors import ForeignFormatError, HoldfastError
 from holdfast.interop import source_files
+from holdfast.interop.safetensors_files import indexed_names, open_safetensors
 from holdfast.interop.source_files import SourceFiles
 
 
@@ -50,3 +51,14 @@ def test_more_files_than_are_looked_at_are_an_error(
         (tmp_path / f"{number}").touch()
     with pytest.raises(ForeignFormatError, match="more than 3 files"):
         SourceFiles(tmp_path).names()
+
+
+def test_documents_of_empty_lists_take_no_memory(tmp_path: Path) -> None:
+    text = b'{"weight_map":[' + b"[]," * 300 + b"[]]}"
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    files = SourceFiles(tmp_path)
+    with pytest.raises(ForeignFormatError, match="little but empty lists"):
+        open_safetensors(files, "a.safetensors")
+    with pytest.raises(ForeignFormatError, match="little but empty lists"):
+        indexed_names(files, "model.safetensors.index.json")

@@ -18,7 +18,7 @@ from holdfast.interop.safetensors_files import (
     read_safetensors,
     refuse_without_siblings,
 )
-from holdfast.interop.source_files import SourceFiles
+from holdfast.interop.source_files import SourceFiles, refuse_hollow
 from holdfast.interop.torch_files import Tree, open_torch_file
 
 #: The formats that can be named by ``format=``.
@@ -200,7 +200,7 @@ def _read_lightning(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
 def _read_trainer(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     where = files.where("trainer_state.json")
     try:
-        trainer = json.loads(files.read("trainer_state.json"))
+        trainer = json.loads(refuse_hollow(files.read("trainer_state.json"), where))
         step = trainer["global_step"]
         if type(step) is not int or step < 0:
             raise ValueError(f"the step {step!r:.50}")

@@ -15,7 +15,7 @@ from holdfast.geometry.box import ITEMSIZE, STORED_AS_BYTES, Box
 from holdfast.geometry.codec import unique
 from holdfast.geometry.leaves import MAX_DIMS
 from holdfast.interop.foreign import Extent, ForeignLeaf, StoredBox
-from holdfast.interop.source_files import SourceFiles, checked_name
+from holdfast.interop.source_files import SourceFiles, checked_name, refuse_hollow
 
 METADATA = "__metadata__"
 #: What DCP's writer puts into the metadata of its sharded files.
@@ -68,7 +68,7 @@ def _error(where: str, offset: int, why: str) -> ForeignFormatError:
 
 def _decode(raw: bytes, where: str, begin: int) -> dict[str, Any]:
     try:
-        document = json.loads(raw.decode(), object_pairs_hook=unique)
+        document = json.loads(refuse_hollow(raw, where).decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise _error(where, begin + 8, f"no header of safetensors: {error!s:.200}") from None
     if not isinstance(document, dict):
@@ -176,7 +176,7 @@ def indexed_names(files: SourceFiles, index: str) -> list[str]:
     """The files that an index names, each below the directory; it must name some."""
     where = files.where(index)
     try:
-        document = json.loads(files.read(index), object_pairs_hook=unique)
+        document = json.loads(refuse_hollow(files.read(index), where), object_pairs_hook=unique)
         mapped = document["weight_map"]
         names = sorted({checked_name(name, where) for name in mapped.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

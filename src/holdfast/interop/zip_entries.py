@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from holdfast.errors import ForeignFormatError
 
-MAX_ENTRIES = 1 << 20
+#: Each is looked at where it lies; a state has far fewer storages.
+MAX_ENTRIES = 1 << 17
 MAX_DIRECTORY_BYTES = 128 << 20
 MAX_NAME_BYTES = 1024
 #: Entries that are read whole: pickles and short texts.
