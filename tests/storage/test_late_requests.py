@@ -280,3 +280,24 @@ def test_directories_that_cannot_be_removed_leave_the_others_their_turn(
         sweeper.due([], [], [])
     now_s[0] *= 2
     assert len(sweeper.due([], [], [])) >= 7
+
+
+@pytest.mark.promise
+def test_an_image_that_should_take_anothers_place_is_not_told_finished_while_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("image", bytes(3 << 20))
+    sink = store.create("image", 3 << 20, aside="aside")
+    sink.write(0, memoryview(b"x" * (3 << 20)))
+
+    def complete(self: World, key: str, upload: str, data: bytes) -> Outcome:
+        del self.parts[key, upload]  # ended by another
+        return Outcome(200)
+
+    monkeypatch.setattr(World, "complete", complete)
+    world.fault = lambda kind, key: "lost" if kind == "POST uploadId" else ""
+    with pytest.raises(StorageError, match="finish of image"):
+        sink.finish()
+    assert world.objects["root/image"] == bytes(3 << 20)
