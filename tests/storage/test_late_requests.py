@@ -17,7 +17,7 @@ from holdfast.persist.commit import Sweeper
 from holdfast.storage import lease_lock
 from holdfast.storage.bucket import SETTLE_S, Outcome
 from holdfast.storage.google import GoogleBucket
-from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.lease_lock import LeaseTimes, ObjectLease
 from holdfast.storage.removals import Removals
 from holdfast.storage.tokens import RENEW_S, Token, TokenSource
 from holdfast.storage.wrap import Patience
@@ -82,9 +82,8 @@ def test_an_image_whose_end_is_not_known_is_removed_by_no_request_that_nobody_an
         store.lock("writer", "me")
         sink = store.create("image", size_bytes)
         sink.write(0, memoryview(bytes(size_bytes)))
-        ends = ("PUT", "POST uploadId")
-        world.fault = lambda kind, key, ends=ends: (
-            "dropped" if key == "root/image" and kind in ends else ""
+        world.fault = lambda kind, key: (
+            "dropped" if key == "root/image" and kind in ("PUT", "POST uploadId") else ""
         )
         with pytest.raises(StorageError):
             sink.finish()
@@ -301,3 +300,19 @@ def test_an_image_that_should_take_anothers_place_is_not_told_finished_while_tha
     with pytest.raises(StorageError, match="finish of image"):
         sink.finish()
     assert world.objects["root/image"] == bytes(3 << 20)
+
+
+def test_an_error_in_a_renewal_does_not_end_the_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, again = [0], threading.Event()
+
+    def renew(self: ObjectLease) -> None:
+        tried[0] += 1
+        if tried[0] == 1:
+            raise ValueError("in an answer")
+        again.set()
+
+    monkeypatch.setattr(ObjectLease, "renew", renew)
+    times = LeaseTimes(renew_s=0.05, stop_s=0.2, take_over_s=0.5)
+    lease = model_store(World(), monkeypatch, lease=times).lock("writer", "me")
+    assert again.wait(30)
+    lease.release()
