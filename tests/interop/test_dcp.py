@@ -174,7 +174,7 @@ def test_metadata_that_name_a_file_outside_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.promise
 def test_an_item_of_no_bytes_and_a_key_of_another_kind_are_refused(tmp_path: Path) -> None:
-    for kind, words in (("empty", "item of 0 bytes"), ("key", "not that of a file system")):
+    for kind, words in (("empty", "item of 0 bytes"), ("key", "a key that is a tuple")):
         root = save({"w": torch.arange(6.0)}, tmp_path / kind)
         raw = pickle.loads((root / ".metadata").read_bytes())
         ((index, info),) = raw.storage_data.items()

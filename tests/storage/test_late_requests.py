@@ -17,7 +17,7 @@ from holdfast.persist.commit import Sweeper
 from holdfast.storage import lease_lock
 from holdfast.storage.bucket import SETTLE_S, Outcome
 from holdfast.storage.google import GoogleBucket
-from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.lease_lock import LeaseTimes, ObjectLease
 from holdfast.storage.removals import Removals
 from holdfast.storage.tokens import RENEW_S, Token, TokenSource
 from holdfast.storage.wrap import Patience
@@ -282,3 +282,40 @@ def test_directories_that_cannot_be_removed_leave_the_others_their_turn(
         sweeper.due([], [], [])
     now_s[0] *= 2
     assert len(sweeper.due([], [], [])) >= 7
+
+
+@pytest.mark.promise
+def test_an_image_that_should_take_anothers_place_is_not_told_finished_while_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("image", bytes(3 << 20))
+    sink = store.create("image", 3 << 20, aside="aside")
+    sink.write(0, memoryview(b"x" * (3 << 20)))
+
+    def complete(self: World, key: str, upload: str, data: bytes) -> Outcome:
+        del self.parts[key, upload]  # ended by another
+        return Outcome(200)
+
+    monkeypatch.setattr(World, "complete", complete)
+    world.fault = lambda kind, key: "lost" if kind == "POST uploadId" else ""
+    with pytest.raises(StorageError, match="finish of image"):
+        sink.finish()
+    assert world.objects["root/image"] == bytes(3 << 20)
+
+
+def test_an_error_in_a_renewal_does_not_end_the_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, again = [0], threading.Event()
+
+    def renew(self: ObjectLease) -> None:
+        tried[0] += 1
+        if tried[0] == 1:
+            raise ValueError("in an answer")
+        again.set()
+
+    monkeypatch.setattr(ObjectLease, "renew", renew)
+    times = LeaseTimes(renew_s=0.05, stop_s=0.2, take_over_s=0.5)
+    lease = model_store(World(), monkeypatch, lease=times).lock("writer", "me")
+    assert again.wait(30)
+    lease.release()

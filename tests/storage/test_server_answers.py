@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.errors import StorageError, UsageError
+from holdfast.storage.azure import AzureContainer
 from holdfast.storage.bucket import Part, Upload
 from holdfast.storage.credentials import CredentialSource
 from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
@@ -247,3 +249,50 @@ def test_what_happened_on_the_way_is_tried_again(said: list[Answer], code: str) 
     body = f"<Error><Code>{code}</Code></Error>".encode()
     said += [Answer(400, {}, body), Answer(200, {})]
     assert bucket(1.0).put("k", [b""]).is_done
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(("status", "is_answer"), [(b"200 OK", False), (b"403 Forbidden", True)])
+def test_a_body_that_was_cut_off_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, status: bytes, is_answer: bool
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def work() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 %s\r\ncontent-length: 0\r\n\r\n" % status)
+            time.sleep(2)
+
+    threading.Thread(target=work, daemon=True).start()
+    plain, sent = http.client.HTTPConnection.send, [0]
+
+    def send(self: http.client.HTTPConnection, data: object) -> None:
+        sent[0] += 1
+        if sent[0] > 1:
+            raise BrokenPipeError("the server has ended it")
+        plain(self, data)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(http.client.HTTPConnection, "send", send)
+    server = Connections(Server("127.0.0.1", listener.getsockname()[1], False), answer_s=5.0)
+    headers = {"host": "x", "content-length": "4"}
+    if is_answer:
+        assert server.send("PUT", "/", headers, [b"body"]).status == 403
+    else:
+        with pytest.raises(NoAnswer, match="BrokenPipe"):
+            server.send("PUT", "/", headers, [b"body"])
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("ConditionNotMet", 412), ("", 412), ("LeaseIdMissing", 400)]
+)
+def test_of_azures_412_only_that_of_a_condition_is_one(
+    monkeypatch: pytest.MonkeyPatch, code: str, status: int
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sig=Ab%2Bc%2F")
+    one = AzureContainer("container", "az://container")
+    assert one._outcome("PUT", Answer(412, {"x-ms-error-code": code})).status == status
+    assert "Ab" not in one._signed("GET", "k", {}, {}, []).hidden_in("Ab+c/ Ab%2bc%2f Ab%2Bc%2F")
+    assert "Ab" not in repr(one._signed("GET", "k", {}, {}, []))

@@ -97,6 +97,11 @@ class S3Bucket(XmlBucket):
             return "x-amz-checksum-crc64nvme", checksums.text(found.to_bytes(8, "big"))
         return "x-amz-checksum-crc32", checksums.text(checksums.crc32(body).to_bytes(4, "big"))
 
+    def put(self, key: str, body: Body, *, if_none: bool = False, if_match: str = "") -> Outcome:
+        condition = self._condition(if_none=if_none, if_match=if_match)
+        headers = {**condition, **dict([self.checksum(body)])}
+        return self.send("PUT", key, headers=headers, body=body)
+
     def begin_upload(self, key: str) -> str:
         if checksums.crc64nvme([]) is None:
             return self._begin(key, {"x-amz-checksum-algorithm": "CRC32"})

@@ -182,6 +182,7 @@ class UploadSink:
         # else has this upload, and it is not listed any more once it has become an object.
         found = self._bucket.head(self._key)
         is_whole = found.is_done and int(found.header("content-length") or -1) == self._size_bytes
+        is_whole = is_whole and not (self._over and found.header("etag") == self._over)
         if outcome.is_done and is_whole:
             return
         self._is_wrong = found.is_done and outcome.is_done and outcome.is_first_try
