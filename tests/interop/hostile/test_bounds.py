@@ -42,7 +42,8 @@ def tuples_of_one_hash(count: int) -> bytes:
 
     goal = step(step(p5, 5), 7) * pow(p1, -1, word) % word
     goal = ((goal >> 31) | (goal << 33)) % word
-    found, number = [], 0
+    found: list[int] = []
+    number = 0
     while len(found) < count:
         number += 1
         other = (goal - step(p5, number)) * pow(p2, -1, word) % word
