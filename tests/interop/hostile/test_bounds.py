@@ -42,7 +42,7 @@ def tuples_of_one_hash(count: int) -> bytes:
 
     goal = step(step(p5, 5), 7) * pow(p1, -1, word) % word
     goal = ((goal >> 31) | (goal << 33)) % word
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     number = 0
     while len(found) < count:
         number += 1
