@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,18 @@ def test_it_decides_nothing_while_it_gives_the_lock_back_and_asks_for_it_no_more
         one.coordinator.begin(1, "n", 1)
         await one.root_access.open()
         seen: list[tuple[int, int]] = []
-        let_go = one.root_access.release
+        detach = one.root_access.detach
 
-        def let_go_and_look() -> None:
-            seen.append((one.coordinator.incarnation, one.coordinator.world))
-            let_go()
+        def detach_and_look() -> Callable[[], None]:
+            let_go = detach()
 
-        monkeypatch.setattr(one.root_access, "release", let_go_and_look)
+            def let_go_and_look() -> None:
+                seen.append((one.coordinator.incarnation, one.coordinator.world))
+                let_go()
+
+            return let_go_and_look
+
+        monkeypatch.setattr(one.root_access, "detach", detach_and_look)
         await stood_down(one)
         assert seen == [(2, 0)]
         assert is_free(tmp_path)
