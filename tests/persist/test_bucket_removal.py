@@ -234,6 +234,39 @@ def test_the_sweeper_of_a_bucket_looks_for_pins_before_it_removes(
 
 
 @pytest.mark.promise
+def test_what_a_cache_is_about_to_have_published_is_not_swept(
+    opened: Callable[[], ObjectStore],
+) -> None:
+    store, now = opened(), [0.0]
+    commit.open_root(store, "r")
+    for step in (1, 2):
+        assert saved(store, step, SPLIT) is None
+    old, new = catalogue(store).manifests
+    sweeper = commit.Sweeper(store, clock=lambda: now[0])
+    sweeper.know(old.directories)
+    sweeper.spared = frozenset(old.directories)
+    store.remove(manifest_path(old.generation))
+    for _ in range(4):
+        assert sweeper.sweep([new]) == []
+        now[0] += settle_s(store)
+    sweeper.spared = frozenset()
+    for _ in range(3):
+        removed = sweeper.sweep([new])
+        now[0] += settle_s(store)
+    assert removed == sorted(old.directories)
+
+
+def test_nothing_is_written_below_a_directory_that_the_server_did_not_let_go(
+    opened: Callable[[], ObjectStore],
+) -> None:
+    store = opened()
+    store._removals.refused = frozenset({"parts/1-2-attempt0a1b2c"})
+    with pytest.raises(StorageError, match="is to be removed, which the server refuses"):
+        store.create("parts/1-2-attempt0a1b2c/frozen-00000", 10)
+    store.create("parts/1-2-attempt0a1b2cd/frozen-00000", 10).abort()
+
+
+@pytest.mark.promise
 def test_a_checkpoint_pinned_while_it_is_removed_comes_back_though_a_directory_stays(
     world: World, opened: Callable[[], ObjectStore]
 ) -> None:

@@ -27,7 +27,7 @@ from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tiered import TieredStore
 from holdfast.storage.wrap import RateLimit
-from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, job_at, paths_in, save_steps
 from support.checkpoints.roots import whole
 from support.project.sample import SEED
@@ -196,6 +196,52 @@ def test_a_prune_of_a_cache_by_hand_leaves_what_the_root_lacks() -> None:
     removed = remove(cache, plan(cache, Keep(last=1), abandoned=False))
     assert [m.step for m in removed.checkpoints] == [1]
     assert whole(cache) == ["1-0", "1-2"]
+
+
+class LateStore(PassingStore):
+    """A root whose first publication of a manifest is told as failed, and lands before the next."""
+
+    late: tuple[str, bytes] | None = None
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        if path.startswith("manifests/") and not self.inner.exists(path):
+            if self.late is None:
+                self.late = path, data
+                raise StorageError("no answer", operation="publish", path=path, url=self.url)
+            self.inner.publish(*self.late)  # just now
+        self.inner.publish(path, data, replace=replace)
+
+
+@pytest.mark.promise
+def test_a_manifest_that_lands_late_is_no_loss_of_what_was_cached() -> None:
+    root, cache = MemoryStore("root"), cached(0)
+    with open_tiers(LateStore(root), cache) as (tier, persister):
+        outcomes = [tier.drain_one(persister, {}) for _ in range(3)]
+    assert [one and (one.is_lost, bool(one.reason)) for one in outcomes] == [
+        (False, True),  # the answer was lost
+        (False, True),  # it lands while the next try is under way
+        (False, False),
+    ]
+    assert whole(root) == ["1-0"]
+
+
+@pytest.mark.promise
+def test_what_the_root_is_found_to_have_is_marked_once_its_name_is_durable() -> None:
+    root, cache = MemoryStore("root"), cached(0)
+    with open_tiers(root, cache) as (tier, persister):
+        drain_all(tier, persister)
+    for name in cache.list("drained"):
+        cache.remove(f"drained/{name}")  # as if the keeper had died before it was marked
+    seen = FaultyStore(root)
+    with open_tiers(seen, cache) as (tier, persister):
+        assert ("publish", manifest_path(Generation(1, 0))) in seen.changes
+        assert waiting(cache) == {} and tier.drain_one(persister, {}) is None
+        seen.changes.clear()
+        cache.remove(manifest_path(Generation(1, 0)))
+        (attempt,) = (m.attempt for m in catalogue(root).manifests)
+        found = tier.drain_one(persister, {(1, 0): attempt})
+        assert found is not None and not found.reason
+        assert ("publish", manifest_path(Generation(1, 0))) in seen.changes
 
 
 def test_a_cache_that_cannot_be_read_now_is_not_gone(tmp_path: Path) -> None:

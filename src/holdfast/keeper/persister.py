@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -211,6 +211,10 @@ class Persister:
         except BaseException:
             self._holding = ""
             raise
+
+    def spare(self, directories: Iterable[str]) -> None:
+        """Remove none of these: checkpoints name them that are published later, from a cache."""
+        self._sweeper.spared = frozenset(directories)
 
     # What is told: a cache tells other things.
 

@@ -42,6 +42,7 @@ from holdfast.persist.tiers import (
     mark_drained,
     next_to_drain,
     pinned_in,
+    settle_name,
     waiting,
 )
 from holdfast.policy.when import Keep
@@ -164,6 +165,7 @@ class CacheTier:
         """
         try:
             left = waiting(self.store)
+            persister.spare(path for one in left.values() for path in one.directories)
             gone = [(Generation(*g), attempt) for g, attempt in expected.items() if g not in left]
             if gone:
                 return look_for(self._root, *gone[0])
@@ -213,15 +215,17 @@ class CacheTier:
 
     def _is_refused_for_good(self, manifest: Manifest, error: Exception) -> bool:
         """Return True if the root has another attempt at this generation, or another start of this
-        number.
+        number. A request of an earlier try may have landed only now: then the next try goes on.
         """
-        if isinstance(error, AlreadyPublished):
-            return True
         try:
             there = find_manifest(self._root, manifest.generation)
         except HoldfastError:
             return False
-        return there is not None and there[0].attempt != manifest.attempt
+        if there is not None:
+            return there[0].attempt != manifest.attempt
+        if not isinstance(error, AlreadyPublished):
+            return False
+        return str(error.fields.get("path", "")).startswith(f"{INCARNATIONS}/")
 
     def _mark(self, manifest: Manifest) -> None:
         try:
@@ -238,6 +242,7 @@ def look_for(root: Store, generation: tuple[int, int], attempt: str) -> Drained:
     found = Generation(*generation)
     there = find_manifest(root, found)
     if there is not None and there[0].attempt == attempt:
+        settle_name(root, found)
         return Drained(found, attempt)
     return _not_drained(found, attempt, "it is not in the cache any more", is_lost=True)
 

@@ -306,6 +306,8 @@ class Sweeper:
     leases: LeaseWatch = field(init=False)
     _since_s: dict[str, float] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
+    spared: frozenset[str] = frozenset()
+    """Directories of a bucket that a later publication will name again."""
     _rounds: int = 0
     _again: dict[str, tuple[int, int]] = field(default_factory=dict)
     """How often a path was to be removed, and in which round it is next."""
@@ -345,7 +347,7 @@ class Sweeper:
         """
         manifests = list(manifests)
         named = {directory for manifest in manifests for directory in manifest.directories}
-        due = self._due(sorted(self._known - named), leased_paths(held))
+        due = self._due(sorted(self._known - named - self.spared), leased_paths(held))
         if due:  # what a pin names is never removed, though its manifest is gone
             alone = pinned_alone(self.store, manifests, pins)
             spared = {directory for manifest in alone for directory in manifest.directories}

@@ -256,6 +256,8 @@ class ObjectStore:
         check_range(path, 0, size_bytes)
         key = self._key(path)
         self._may_change()
+        self._removals.finish(self._lease())
+        self._require_not_refused(path)
         self._require_room(path)
         is_resumed = path.split("/")[-2:][0] in self._resumed
         if aside:
@@ -404,6 +406,22 @@ class ObjectStore:
     def _require_held(self) -> None:
         for lease in tuple(self._held):
             lease.require_held()
+
+    def _require_not_refused(self, path: str) -> None:
+        """Raises StorageError below a directory that the server did not let go: the next holder of
+        the lock removes it.
+        """
+        for above in self._removals.refused:
+            if path.startswith(f"{above}/"):
+                error = StorageError(
+                    f"{path} in {self.url} cannot be written: {above} is to be removed, which the "
+                    "server refuses",
+                    operation="create",
+                    path=path,
+                    url=self.url,
+                )
+                error.retryable = False
+                raise error
 
     def _require_room(self, path: str) -> None:
         """Refuses a name below that of an object, as a directory does."""
