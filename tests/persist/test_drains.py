@@ -37,7 +37,7 @@ MODES: tuple[Mode, ...] = ("stop", "torn", "error", "lost")
 #: The seed of the day; each test clears the settings of its environment.
 DAY = os.environ.get(SEED, "0")
 #: Seconds for the points that `make test` takes from all of them.
-SAMPLE_S = 10.0
+SAMPLE_S = 5.0
 
 
 @contextmanager

@@ -32,12 +32,14 @@ class TestMoto(OnServer):
         use(moto_server, monkeypatch)
 
 
+@pytest.mark.slow
 class TestAzurite(OnServer):
     @pytest.fixture(autouse=True)
     def server(self, azurite_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
         use(azurite_server, monkeypatch)
 
 
+@pytest.mark.slow
 class TestGoogle(OnServer):
     @pytest.fixture(autouse=True)
     def server(self, google_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 COSTS = Path(__file__).parents[2] / "costs.json"
 SEED = "HOLDFAST_TEST_SEED"
-CHEAP_S = 0.3
+CHEAP_S = 0.15
 """A test that takes less has no entry."""
 
 
