@@ -14,6 +14,7 @@ from typing import NamedTuple
 from holdfast.catalogue import (
     INCARNATIONS,
     LOCK,
+    MANIFESTS,
     ROOT,
     catalogue,
     find_manifest,
@@ -42,11 +43,10 @@ from holdfast.persist.tiers import (
     mark_drained,
     next_to_drain,
     pinned_in,
-    settle_name,
     waiting,
 )
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, sync_names
 from holdfast.storage.files import may_be_same
 from holdfast.storage.wrap import RateLimit
 
@@ -144,6 +144,7 @@ class CacheTier:
             layout = read_bounded(self._root, layout_path(manifest.layout), MAX_BYTES)
             record = read_incarnation(self._root, generation.incarnation)
             copy = self._copy_to(self._root, self.store, gives_way=lambda: self.persister.has_jobs)
+            sync_names(self._root, MANIFESTS)
             mark_drained(self.store, manifest)  # before it is there: the root has it
             self.persister.publish_copy(manifest, record, layout, lambda: copy.copy_files(manifest))
         except PersistFailed:
@@ -242,7 +243,7 @@ def look_for(root: Store, generation: tuple[int, int], attempt: str) -> Drained:
     found = Generation(*generation)
     there = find_manifest(root, found)
     if there is not None and there[0].attempt == attempt:
-        settle_name(root, found)
+        sync_names(root, MANIFESTS)
         return Drained(found, attempt)
     return _not_drained(found, attempt, "it is not in the cache any more", is_lost=True)
 

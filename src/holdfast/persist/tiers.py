@@ -11,17 +11,17 @@ from collections.abc import Collection, Mapping
 from holdfast.catalogue import (
     DRAINED,
     EMPTY,
+    MANIFESTS,
     Catalogue,
     catalogue,
     drained_path,
     find_manifest,
-    manifest_path,
 )
 from holdfast.errors import AlreadyPublished, StorageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.persist.pins import pinned
-from holdfast.storage.base import Store, settle_s
+from holdfast.storage.base import Store, sync_names
 
 
 def waiting(cache: Store, found: Catalogue = EMPTY) -> dict[Generation, Manifest]:
@@ -63,19 +63,10 @@ def mark_all_drained(cache: Store, root: Store) -> None:
         there = find_manifest(root, generation)
         if there is not None and there[0].attempt == manifest.attempt:
             try:
-                settle_name(root, generation)
+                sync_names(root, MANIFESTS)  # who published it may have died before
                 mark_drained(cache, manifest)
             except StorageError as error:  # a full disk: it is found there when it is drained
                 emit(Warned(message=f"{generation} is durable, and stays in the cache: {error}"))
-
-
-def settle_name(root: Store, generation: Generation) -> None:
-    """Makes the name of a manifest durable that is there: who published it may have died before it
-    was. A bucket has it or not.
-    """
-    if not settle_s(root):
-        path = manifest_path(generation)
-        root.publish(path, root.read(path), replace=True)
 
 
 def forget_marks(cache: Store) -> None:

@@ -178,6 +178,15 @@ def holding(store: Store) -> str:
     return "" if found is None else str(found())
 
 
+def sync_names(store: Store, above: str) -> None:
+    """Makes the names below a directory durable that are there, whoever gave them and may have died
+    before they were. Changes nothing, so it may run beside what publishes and removes there.
+    """
+    found = getattr(store, "sync_names", None)
+    if found is not None:
+        found(above)
+
+
 def remove_all(store: Store, files: Sequence[str], trees: Sequence[str]) -> None:
     """Removes files and all below directories; together, where a store can."""
     found = getattr(store, "remove_all", None)

@@ -143,6 +143,11 @@ class LocalStore:
                 return []
         return sorted(name for name in names if not name.startswith("."))
 
+    def sync_names(self, above: str) -> None:
+        """Makes the names that are in a directory durable."""
+        with self._reporting("fsync", above):
+            sync_directory(self._local_directory(above))
+
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         target = self._local(path)
         directory = os.path.dirname(target)
