@@ -7,9 +7,6 @@ newer one, and `prune` finds whatever is left over.
 
 from __future__ import annotations
 
-import os
-import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,13 +31,11 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, Stopped
 from support.checkpoints.keeper_roots import change, paths_in
 from support.checkpoints.roots import LAYOUT, whole
-from support.project.sample import SEED
+from support.project.sample import points_of_the_day
 from support.runs.keeper_jobs import job_of
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 OLD, NEW = Generation(1, 20), Generation(2, 30)
-#: The seed of the day; each test clears the settings of its environment.
-DAY = os.environ.get(SEED, "0")
 #: Seconds for the points that `make test` takes from all of them.
 SAMPLE_S = 8.0
 
@@ -224,16 +219,8 @@ def leaked(store: Store) -> set[str]:
 
 @pytest.mark.promise
 def test_a_root_is_whole_after_a_fault_at_any_change_of_any_operation() -> None:
-    all_points = list(points())
-    random.Random(DAY).shuffle(all_points)
-    until_s = time.monotonic() + SAMPLE_S
-    done = 0
-    for done, point in enumerate(all_points, 1):  # noqa: B007
+    for point in points_of_the_day(list(points()), least=51, for_s=SAMPLE_S):
         check(*point)
-        if time.monotonic() > until_s:
-            break
-    print(f"{done} of {len(all_points)} points")
-    assert done > 50
 
 
 @pytest.mark.slow

@@ -12,8 +12,11 @@ import json
 import os
 import random
 import re
+import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -21,6 +24,24 @@ COSTS = Path(__file__).parents[2] / "costs.json"
 SEED = "HOLDFAST_TEST_SEED"
 CHEAP_S = 0.15
 """A test that takes less has no entry."""
+
+#: The seed of the day, here because each test clears the settings of its environment. Processes of
+#: xdist inherit it.
+DAY = os.environ.setdefault(SEED, f"{datetime.datetime.now(datetime.UTC):%Y%m%d}")
+P = TypeVar("P")
+
+
+def points_of_the_day(points: Sequence[P], *, least: int, for_s: float) -> Iterator[P]:
+    """Yields points in the order of the day: ``least`` at all events, more while time is left."""
+    ordered = list(points)
+    random.Random(DAY).shuffle(ordered)
+    until_s, done = time.monotonic() + for_s, 0
+    for point in ordered:
+        if done >= least and time.monotonic() > until_s:
+            break
+        yield point
+        done += 1
+    print(f"{done} of {len(ordered)} points")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,8 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault(SEED, f"{datetime.datetime.now(datetime.UTC):%Y%m%d}")
-    config.stash[_SEED] = os.environ[SEED]  # inherited by the processes of xdist
+    config.stash[_SEED] = os.environ.get(SEED, DAY)
     if config.getoption("--record-costs"):
         config.pluginmanager.register(_Recorder())
 
