@@ -267,6 +267,15 @@ def aliases(module: str, types: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def without_bounds(module: str, type_: str) -> str:
+    """A type in which the names of bounded numbers are the numbers: `Seconds` is `float`."""
+    for name in _TYPE_NAME.findall(type_):
+        bounded = re.match(r"Annotated\[(\w+), ", alias(module, name) or "")
+        if bounded:
+            type_ = re.sub(rf"\b{name}\b", bounded[1], type_)
+    return type_
+
+
 def unit(name: str, type_: str) -> str:
     """The unit that a number's name says."""
     if not re.search(r"\b(int|float)\b", type_):
@@ -395,6 +404,8 @@ def described(one: Any) -> tuple[Text, list[Parameter]]:
 
 def _body(name: str, one: Any, heading: str, *, is_returned: bool = False) -> Iterator[str]:
     text, listed = described(one)
+    for parameter in listed:
+        parameter.type = without_bounds(one.__module__, parameter.type)
     yield from (
         paragraph if paragraph.startswith("```") else linked(paragraph) for paragraph in text.prose
     )

@@ -27,7 +27,7 @@ from holdfast.errors import (
     UnsupportedState,
     UsageError,
 )
-from holdfast.events import RunStarted, Warned, emit
+from holdfast.events import RunEnded, RunStarted, Warned, emit
 from holdfast.format.manifest import Generation
 from holdfast.meeting import host_id
 from holdfast.observe.sinks import follow_run
@@ -167,7 +167,7 @@ class Checkpointer:
             if terms.grace_s is None
             else Preemption(terms.grace_s, self._saver, is_alone=self.world.size == 1)
         )
-        self._stop_tracing = follow_run(self.root, self.world.rank)
+        self._stop_tracing = follow_run(self.root, self.world.rank, host_id())
         # For a Checkpointer that nobody closes; its Saver ends by itself as well. The garbage
         # collector may run this on any thread, which must not wait.
         weakref.finalize(self, self._stop_tracing, 0.0).atexit = False
@@ -541,6 +541,9 @@ class Checkpointer:
             timeout_s = min(timeout_s, max(left_s - events_s, _LEAST_GOODBYE_S))
             self._saver.close(timeout_s=timeout_s, say_goodbye=say_goodbye)
         finally:
+            outcome = "closed" if say_goodbye else "failed"
+            ended = RunEnded(incarnation=self.incarnation, rank=self.world.rank, outcome=outcome)
+            emit(ended)
             self._stop_tracing(events_s)
             self.world.close()
 

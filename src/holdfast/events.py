@@ -10,9 +10,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+# The values a reader accepts. Who makes an event is not checked: a record out of these bounds is
+# damaged, and must not become a figure.
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+StepOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+RankOrKeeper = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
@@ -23,9 +32,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
     reports; -1 for the keeper.
     """
 
-    incarnation: int = 0
-    step: int = -1
-    rank: int = -1
+    incarnation: Count = 0
+    step: StepOrNone = -1
+    rank: RankOrKeeper = -1
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
@@ -36,9 +45,18 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """
 
     run_id: str
-    world: int
+    world: Count
     host: str
-    pid: int
+    pid: Count
+
+
+class RunEnded(Event, frozen=True, kw_only=True):
+    """A trainer let go of its run by its own will: whoever left none was killed, or still trains.
+
+    ``outcome``: "closed", or "failed" where an error ended the ``with`` block.
+    """
+
+    outcome: str
 
 
 class SaveReturned(Event, frozen=True, kw_only=True):
@@ -51,12 +69,12 @@ class SaveReturned(Event, frozen=True, kw_only=True):
     published in storage.
     """
 
-    held_s: float
-    describe_s: float
-    volatile_s: float
-    wait_previous_s: float
-    leaves: int
-    size_bytes: int
+    held_s: Seconds
+    describe_s: Seconds
+    volatile_s: Seconds
+    wait_previous_s: Seconds
+    leaves: Count
+    size_bytes: Bytes
     durable: bool
 
 
@@ -66,7 +84,7 @@ class FenceWaited(Event, frozen=True, kw_only=True):
     ``held_s``: the time that it was held.
     """
 
-    held_s: float
+    held_s: Seconds
 
 
 class ImageCaptured(Event, frozen=True, kw_only=True):
@@ -76,10 +94,10 @@ class ImageCaptured(Event, frozen=True, kw_only=True):
     ``size_bytes``: the size of the image.
     """
 
-    elapsed_s: float
-    copy_s: float
-    size_bytes: int
-    compared_bytes: int = 0
+    elapsed_s: Seconds
+    copy_s: Seconds
+    size_bytes: Bytes
+    compared_bytes: Bytes = 0
     """What was summed to be compared with what other ranks hold."""
 
 
@@ -90,10 +108,10 @@ class MemoryPinned(Event, frozen=True, kw_only=True):
     time that this took. ``gb_per_s``: the speed of it.
     """
 
-    size_bytes: int
-    pinned_bytes: int
-    elapsed_s: float
-    gb_per_s: float
+    size_bytes: Bytes
+    pinned_bytes: Bytes
+    elapsed_s: Seconds
+    gb_per_s: Rate
 
 
 class ImagePassed(Event, frozen=True, kw_only=True):
@@ -106,11 +124,11 @@ class ImagePassed(Event, frozen=True, kw_only=True):
     as in ``ImageCaptured``.
     """
 
-    elapsed_s: float
-    copy_s: float
-    size_bytes: int
-    ring_bytes: int
-    compared_bytes: int = 0
+    elapsed_s: Seconds
+    copy_s: Seconds
+    size_bytes: Bytes
+    ring_bytes: Bytes
+    compared_bytes: Bytes = 0
 
 
 class SnapshotCaptured(Event, frozen=True, kw_only=True):
@@ -119,15 +137,15 @@ class SnapshotCaptured(Event, frozen=True, kw_only=True):
     ``elapsed_s``: the time since the attempt began. ``world``: the number of ranks.
     """
 
-    elapsed_s: float
-    world: int
+    elapsed_s: Seconds
+    world: Count
 
 
 class SnapshotProtected(Event, frozen=True, kw_only=True):
     """This generation survives the loss of hosts; ``survives``: of which, in words."""
 
     survives: str
-    elapsed_s: float
+    elapsed_s: Seconds
     """Since parity of it was begun."""
 
 
@@ -147,8 +165,8 @@ class ImageRebuilt(Event, frozen=True, kw_only=True):
     """
 
     host: str
-    elapsed_s: float
-    size_bytes: int
+    elapsed_s: Seconds
+    size_bytes: Bytes
 
 
 class ProtectionPlanned(Event, frozen=True, kw_only=True):
@@ -160,8 +178,8 @@ class ProtectionPlanned(Event, frozen=True, kw_only=True):
     ``parity``: how many hosts of each group can be lost. ``hosts``: the number of hosts.
     """
 
-    parity: int
-    hosts: int
+    parity: Count
+    hosts: Count
     survives: str
     missing: tuple[str, ...] = ()
 
@@ -194,10 +212,10 @@ class ReplicasDiffer(Event, frozen=True, kw_only=True):
 
     leaf: str
     box: str
-    ranks: tuple[int, ...]
-    replicas: int
+    ranks: tuple[Count, ...]
+    replicas: Count
     is_known_which: bool
-    others: int = 0
+    others: Count = 0
 
 
 class ImageDurable(Event, frozen=True, kw_only=True):
@@ -207,8 +225,8 @@ class ImageDurable(Event, frozen=True, kw_only=True):
     path below the root.
     """
 
-    elapsed_s: float
-    size_bytes: int
+    elapsed_s: Seconds
+    size_bytes: Bytes
     image: str
 
 
@@ -219,9 +237,9 @@ class CheckpointCached(Event, frozen=True, kw_only=True):
     the number of ranks whose images it has.
     """
 
-    elapsed_s: float
-    size_bytes: int
-    images: int
+    elapsed_s: Seconds
+    size_bytes: Bytes
+    images: Count
 
 
 class CheckpointPublished(Event, frozen=True, kw_only=True):
@@ -231,10 +249,10 @@ class CheckpointPublished(Event, frozen=True, kw_only=True):
     the number of ranks whose images it has.
     """
 
-    elapsed_s: float
-    size_bytes: int
-    images: int
-    reused_bytes: int = 0
+    elapsed_s: Seconds
+    size_bytes: Bytes
+    images: Count
+    reused_bytes: Bytes = 0
     """Of ``size_bytes``, those that an earlier checkpoint wrote: frozen and unchanged."""
 
 
@@ -253,8 +271,8 @@ class CheckpointPruned(Event, frozen=True, kw_only=True):
     ``pruned_step``: its step. ``pruned_incarnation``: the start of the run that saved it.
     """
 
-    pruned_step: int
-    pruned_incarnation: int
+    pruned_step: Count
+    pruned_incarnation: Count
 
 
 class Restored(Event, frozen=True, kw_only=True):
@@ -269,13 +287,13 @@ class Restored(Event, frozen=True, kw_only=True):
     """
 
     source: str
-    elapsed_s: float
-    size_bytes: int
-    saved_world: int
-    world: int
-    parent_incarnation: int
-    read_bytes: int = 0
-    received_bytes: int = 0
+    elapsed_s: Seconds
+    size_bytes: Bytes
+    saved_world: Count
+    world: Count
+    parent_incarnation: Count
+    read_bytes: Bytes = 0
+    received_bytes: Bytes = 0
 
 
 class SourceDropped(Event, frozen=True, kw_only=True):
@@ -301,7 +319,7 @@ class DamageFound(Event, frozen=True, kw_only=True):
     host: str
     what: str
     name: str
-    size_bytes: int
+    size_bytes: Bytes
     outcome: str
     reason: str = ""
 
@@ -313,9 +331,9 @@ class KeeperStarted(Event, frozen=True, kw_only=True):
     keeper left in memory. ``elapsed_s``: the time that taking them over took.
     """
 
-    pid: int
-    found_generations: int
-    elapsed_s: float
+    pid: Count
+    found_generations: Count
+    elapsed_s: Seconds
 
 
 class KeeperLost(Event, frozen=True, kw_only=True):
@@ -345,7 +363,7 @@ class RequestsRefused(Event, frozen=True, kw_only=True):
 
     host: str
     door: str
-    counts: dict[str, int]
+    counts: dict[str, Count]
 
 
 class LoopHeld(Event, frozen=True, kw_only=True):
@@ -356,8 +374,8 @@ class LoopHeld(Event, frozen=True, kw_only=True):
     """
 
     host: str
-    times: int
-    longest_s: float
+    times: Count
+    longest_s: Seconds
 
 
 class ValuesDiffer(Event, frozen=True, kw_only=True):
@@ -390,6 +408,7 @@ class Warned(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted
+    | RunEnded
     | SaveReturned
     | FenceWaited
     | ImageCaptured
@@ -403,6 +422,7 @@ AnyEvent = (
     | SnapshotMissed
     | ReplicasDiffer
     | ImageDurable
+    | CheckpointCached
     | CheckpointPublished
     | PersistBroke
     | CheckpointPruned

@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from holdfast import events
 from holdfast.errors import NotFound
-from holdfast.observe.log import Divergence
-from holdfast.observe.report import Figures, RefusedAtDoor, Report, Save, render, to_json
+from holdfast.observe.lives import Lives
+from holdfast.observe.log import Divergence, read_events
+from holdfast.observe.report import Figures, RefusedAtDoor, Report, Save, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.sinks import JsonlSink
+from holdfast.observe.tables import render
 
 
-def write(root: Path, name: str, *records: events.Event | bytes, first_s: int = 1_000) -> None:
-    """Append records, one second apart; bytes go in as they are."""
+def write(
+    root: Path,
+    name: str,
+    *records: events.Event | bytes,
+    first_s: int = 1_000,
+    host: str = "a",
+    ahead_s: float = 0.0,
+) -> None:
+    """Append records, one second apart; bytes go in as they are.
+
+    ``ahead_s``: how far both clocks of the host are ahead of all others.
+    """
     path = root / "events" / name
     path.parent.mkdir(exist_ok=True)
     with path.open("ab") as file:
         for second, record in enumerate(records, start=first_s):
             if isinstance(record, bytes):
                 file.write(record)
-            else:
-                file.write(msgspec.json.encode(events.to_record(record, float(second))) + b"\n")
+                continue
+            fields = events.to_record(record, second + ahead_s)
+            fields |= {"mono_s": second + ahead_s - 500, "by_host": host}
+            file.write(msgspec.json.encode(fields) + b"\n")
 
 
-def returned(step: int, rank: int, held_s: float, incarnation: int = 1) -> events.Event:
+def returned(step: int, rank: int, held_s: float, incarnation: int = 1) -> events.SaveReturned:
     return events.SaveReturned(
         incarnation=incarnation,
         step=step,
@@ -132,6 +150,18 @@ def test_a_save_takes_as_long_as_its_slowest_rank(run: Path) -> None:
         durable_s=9.02,
         persist_s=2.0,
         size_bytes=1200,
+        describe_s=0.0,
+        volatile_s=0.0,
+        wait_previous_s=0.0,
+        copy_s=0.2,
+        slowest={
+            "held_s": 1,
+            "describe_s": 0,
+            "volatile_s": 0,
+            "wait_previous_s": 0,
+            "fence_s": 1,
+            "copy_s": 0,
+        },
     )
     assert save.throughput_bytes_per_s == 600
 
@@ -177,8 +207,10 @@ def test_sums_and_medians_are_over_the_saves_that_have_the_quantity(run: Path) -
     held = figures["held_s"]
     assert (held.count, held.median, held.largest) == (5, 0.005, 0.030)
     assert held.total == pytest.approx(0.058)
-    assert figures["durable_s"] == Figures(1, 9.02, 9.02, 9.02)
-    assert figures["persist_s"] == Figures(1, 2.0, 2.0, 2.0)
+    assert (held.generation, held.rank) == ("1-1", 0)
+    durable, persist = figures["durable_s"], figures["persist_s"]
+    assert durable == Figures(1, 9.02, 9.02, 9.02, 9.02, 9.02, "1-0", -1)
+    assert persist == Figures(1, 2.0, 2.0, 2.0, 2.0, 2.0, "1-0", -1)
 
 
 def test_where_nobody_recorded_the_call_the_keepers_own_measure_stands(tmp_path: Path) -> None:
@@ -364,3 +396,239 @@ def test_what_was_found_damaged_in_memory_is_listed_with_what_came_of_it(tmp_pat
     shown = rendered(report)
     assert "damaged in the memory of a: image (rank 2) of 1-7" in shown
     assert "dropped, no other host is in reach" in shown
+
+
+def test_a_clock_that_is_an_hour_behind_changes_no_duration(run: Path) -> None:
+    before = read_report(run).saves
+    behind = [
+        events.RunStarted(incarnation=1, rank=2, run_id="r", world=3, host="b", pid=2),
+        *(returned(step, 2, 0.001) for step in range(4)),
+    ]
+    write(run, "rank-00002.jsonl", *behind, host="b", ahead_s=-3600)
+    after = read_report(run).saves
+    assert [save.durable_s for save in after] == [save.durable_s for save in before]
+    assert [save.captured_s for save in after] == [save.captured_s for save in before]
+    assert before[0].durable_s == 9.02
+
+
+def sample_of(kind: type[events.Event]) -> events.Event:
+    """An event with a value in every field."""
+    text, number = "some text", 7
+    hints = get_type_hints(kind)
+    values: dict[type[Any], Any] = {
+        str: text,
+        int: number,
+        float: 0.5,
+        bool: True,
+        tuple[str, ...]: (text,),
+    }
+    fields = {name: values.get(hints[name], number) for name in kind.__struct_fields__}
+    for name in kind.__struct_fields__:
+        if hints[name] == tuple[int, ...]:
+            fields[name] = (1,)
+        elif hints[name] == dict[str, int]:
+            fields[name] = {text: number}
+    return kind(**fields)
+
+
+def kinds() -> list[type[events.Event]]:
+    return [
+        one
+        for one in vars(events).values()
+        if isinstance(one, type) and issubclass(one, events.Event) and one is not events.Event
+    ]
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_no_kind_of_event_is_forgotten(kind: type[events.Event], tmp_path: Path) -> None:
+    started = events.RunStarted(incarnation=7, rank=7, run_id="r", world=8, host="a", pid=1)
+    base = [] if kind is events.RunStarted else [started]
+    told = events.Warned(message="a first record")
+    for directory, records in (
+        ("without", [*base, told]),
+        ("with", [*base, told, sample_of(kind)]),
+    ):
+        (tmp_path / directory).mkdir()
+        write(tmp_path / directory, "rank-00007.jsonl", *records)
+    without, with_it = (
+        to_json(read_report(tmp_path / directory)) | {"root": ""}
+        for directory in ("without", "with")
+    )
+    assert with_it != without, f"{kind.__name__} is in no report"
+    assert with_it["unknown_lines"] == with_it["invalid_lines"] == with_it["torn_lines"] == 0
+
+
+def test_the_cost_of_being_killed_twice_is_told(tmp_path: Path) -> None:
+    def life(number: int, first_s: int, steps: range, parent: tuple[int, int] | None) -> None:
+        for rank in (0, 1):
+            name = f"rank-{rank:05d}.jsonl"
+            start = events.RunStarted(
+                incarnation=number, rank=rank, run_id="r", world=2, host="a", pid=rank
+            )
+            records: list[events.Event] = [start]
+            if parent is not None:
+                records.append(
+                    events.Restored(
+                        incarnation=number,
+                        step=parent[1],
+                        rank=rank,
+                        source="memory",
+                        elapsed_s=0.5,
+                        size_bytes=8,
+                        saved_world=2,
+                        world=2,
+                        parent_incarnation=parent[0],
+                    )
+                )
+            records += [returned(step, rank, 0.001, number) for step in steps]
+            if number == 3:
+                records.append(events.RunEnded(incarnation=3, rank=rank, outcome="closed"))
+            write(tmp_path, name, *records, first_s=first_s)
+
+    life(1, 1000, range(10), None)
+    life(2, 1030, range(8, 15), (1, 7))
+    life(3, 1060, range(5, 20), (1, 4))
+    first, second, third = read_report(tmp_path).starts
+    assert (first.ended, first.open_ranks, first.down_s, first.lost_steps) == (
+        "open",
+        (0, 1),
+        None,
+        None,
+    )
+    assert (second.ended, second.down_s, second.lost_steps) == ("open", 20.0, 2)
+    # Steps 8 to 14 of the second, and 5 to 7 of the first, on which it stood.
+    assert (third.ended, third.open_ranks, third.down_s, third.lost_steps) == (
+        "closed",
+        (),
+        22.0,
+        10,
+    )
+    shown = " ".join(rendered(read_report(tmp_path)).split())
+    assert "started again 2 times: 2 times ranks had not closed" in shown
+    assert "42.0 s without training, 12 steps lost" in shown
+    assert "ranks 0-1 did not close" in shown
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=7), st.integers(0, 6))
+def test_lost_steps_are_those_that_left_the_ancestry(
+    history: list[tuple[int, int]], first: int
+) -> None:
+    """Against a plain model: the ancestry as a list of the steps themselves."""
+    lives = Lives()
+
+    def begin(number: int, parent: tuple[int, int] | None) -> None:
+        lives.take(
+            events.RunStarted(incarnation=number, rank=0, run_id="r", world=1, host="a", pid=1),
+            float(number),
+            "a",
+        )
+        if parent is not None:
+            restored = events.Restored(
+                incarnation=number,
+                step=parent[1],
+                rank=0,
+                source="memory",
+                elapsed_s=0,
+                size_bytes=0,
+                saved_world=1,
+                world=1,
+                parent_incarnation=parent[0],
+            )
+            lives.take(restored, float(number), "a")
+
+    def train(number: int, steps: range) -> None:
+        for step in steps:
+            lives.take(returned(step, 0, 0.0, number), float(number), "a")
+            line.append((number, step))
+
+    line: list[tuple[int, int]] = []
+    begin(1, None)
+    train(1, range(first + 1))
+    expected: list[int | None] = [None]
+    for number, (count, back) in enumerate(history, start=2):
+        keep = max(1, len(line) - back)
+        expected.append(len(line) - keep)
+        del line[keep:]
+        begin(number, line[-1])
+        train(number, range(line[-1][1] + 1, line[-1][1] + 1 + count))
+    assert [start.lost_steps for start in lives.starts()] == expected
+
+
+def test_records_that_are_in_no_file_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "events" / "rank-00000.jsonl"
+    sink = JsonlSink(path, host="a")
+    for step in range(9):
+        sink(returned(step, 0, 0.001), 1000.0 + step)
+    sink.close()
+    assert read_report(tmp_path).lost_records == 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3] + lines[5:]))
+    report = read_report(tmp_path)
+    assert report.lost_records == 2
+    assert "2 records of events are in no file" in rendered(report)
+
+
+ABSURD = {
+    "time": b'{"event":"Warned","message":"m","time_s":1e12}',
+    "negative time": b'{"event":"Warned","message":"m","time_s":-5}',
+    "negative size": b'{"event":"ImageDurable","elapsed_s":1,"size_bytes":-5,"image":"i"}',
+    "size": b'{"event":"ImageDurable","elapsed_s":1,"size_bytes":1' + b"0" * 400 + b',"image":"i"}',
+    "duration": b'{"event":"FenceWaited","held_s":1e300,"step":1,"rank":0}',
+    "step": b'{"event":"FenceWaited","held_s":1,"step":-7,"rank":0}',
+    "rank": b'{"event":"FenceWaited","held_s":1,"step":1,"rank":99999999999}',
+    "count": b'{"event":"RequestsRefused","host":"a","door":"peers","counts":{"x":-1}}',
+    "field": b'{"event":"RunStarted","run_id":[],"world":1,"host":"a","pid":1}',
+}
+
+
+@pytest.mark.parametrize("line", ABSURD.values(), ids=ABSURD)
+def test_a_record_with_a_value_that_cannot_be_is_counted_and_in_no_figure(
+    line: bytes, run: Path
+) -> None:
+    before = read_report(run)
+    write(run, "rank-00009.jsonl", line + b"\n")
+    report = read_report(run)
+    assert report.invalid_lines == 1
+    assert (report.saves, report.warnings) == (before.saves, before.warnings)
+    assert "1 records with values that cannot be" in rendered(report)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe", "closed"])
+def test_what_is_no_file_is_named_and_the_rest_is_told(kind: str, run: Path) -> None:
+    bad = run / "events" / "rank-00007.jsonl"
+    if kind == "directory":
+        bad.mkdir()
+    elif kind == "link":
+        bad.symlink_to("nowhere")
+    elif kind == "pipe":
+        os.mkfifo(bad)
+    else:
+        bad.write_bytes(b"")
+        real = Path.open
+
+        def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+            if self == bad:
+                raise PermissionError(13, "Permission denied", str(self))
+            return real(self, *args, **kwargs)
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(Path, "open", refuse)
+    report = read_report(run)
+    if kind == "closed":
+        patch.undo()
+    assert len(report.saves) == 5
+    (why,) = report.unreadable
+    assert why.startswith("rank-00007.jsonl: ")
+    assert why in rendered(report)
+
+
+def test_lines_too_long_or_too_deep_cost_themselves_alone(run: Path) -> None:
+    before = read_report(run)
+    long = b'{"event":"Warned","message":"' + b"x" * (5 << 20) + b'"}\n'
+    after = msgspec.json.encode(events.to_record(events.Warned(message="after"), 5.0)) + b"\n"
+    write(run, "rank-00009.jsonl", long, b'{"a":' * 100_000 + b"\n", after)
+    report = read_report(run)
+    assert report.warnings == (*before.warnings, "after")
+    assert report.torn_lines == before.torn_lines + 2
+    assert list(read_events(run, events.Warned))[-1] == events.Warned(message="after")

@@ -45,11 +45,15 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def test_every_event_becomes_a_line_in_order(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "events" / "rank-00000.jsonl")
+    before_s = time.monotonic()
+    sink = JsonlSink(tmp_path / "events" / "rank-00000.jsonl", host="a")
     for step in range(2500):
         sink(fence(step), 100.0 + step)
     sink.close()
     found = records(sink.path)
+    moments = [record.pop("mono_s") for record in found]
+    assert before_s <= moments[0] and moments == sorted(moments)
+    assert len({record["writer"] for record in found}) == 1
     assert [record["step"] for record in found] == list(range(2500))
     assert found[7] == {
         "event": "FenceWaited",
@@ -58,6 +62,9 @@ def test_every_event_becomes_a_line_in_order(tmp_path: Path) -> None:
         "rank": 0,
         "held_s": 0.25,
         "time_s": 107.0,
+        "by_host": "a",
+        "writer": sink.writer,
+        "number": 7,
     }
 
 

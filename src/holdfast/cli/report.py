@@ -7,8 +7,9 @@ import argparse
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import UsageError
-from holdfast.observe.report import render, to_json
+from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.tables import render
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -519,5 +519,5 @@ def trace_place(root: str, host_id: str) -> tuple[Path, Path | None]:
 def open_trace(root: str, host_id: str) -> tuple[JsonlSink, Callable[[], None]]:
     """Open a sink for this host's keeper; return the sink and a function that closes it."""
     path, only_beside = trace_place(root, host_id)
-    sink = JsonlSink(path, only_beside=only_beside, part_bytes=PART_BYTES)
+    sink = JsonlSink(path, only_beside=only_beside, part_bytes=PART_BYTES, host=host_id)
     return sink, sink.close

@@ -21,7 +21,7 @@ import msgspec
 from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import AnyEvent, Event, ReplicasDiffer, Sink
-from holdfast.observe.sinks import open_parts, trails
+from holdfast.observe.sinks import LINE_BYTES, open_parts, trails
 from holdfast.observe.text import (
     count_text,
     counts_text,
@@ -50,7 +50,7 @@ def read_events(root: str | Path, kind: type[E]) -> Iterator[E]:
         for line in _lines_with(path, name):
             try:
                 event = _decode(line)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 continue
             if isinstance(event, kind):
                 yield event
@@ -75,7 +75,7 @@ def _lines_in(file: BinaryIO, name: bytes) -> Iterator[bytes]:
             stop = data.index(b"\n", at)
             yield data[data.rfind(b"\n", 0, at) + 1 : stop]
             at = data.find(name, stop, end)
-        rest = data[end:]
+        rest = data[end:] if len(data) - end <= LINE_BYTES else b""  # longer than any record
 
 
 # Summarizes the replicas that differed in a run: which leaves, where, and since when.

@@ -1,32 +1,19 @@
-"""Defines the report of a run (the cost of saving, losses, restores), and prints it as tables.
+"""Defines the report of a run: starts and what was lost between them, saves, restores, trouble.
 
-``observe.report_builder`` makes it from the events that the run left behind. Tables and lines are
-of strings, never ``Text``: a command's console makes only strings printable.
+``observe.report_builder`` makes it from the events that the run left behind, ``observe.tables``
+prints it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from holdfast.observe.log import Divergence, lines_of
-from holdfast.observe.text import (
-    count_text,
-    counts_text,
-    moment_text,
-    on_one_line,
-    rate_text,
-    seconds_text,
-    shared_text,
-    size_text,
-)
+from holdfast.observe.log import Divergence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +24,26 @@ class Start:
     world: int
     hosts: tuple[str, ...]
     time_s: float
+    ended: str = "open"
+    """closed | failed (an error ended it) | open (ranks did not close: killed, or still at work)"""
+    open_ranks: tuple[int, ...] = ()
+    """The ranks that did not close."""
+    newest_step: int | None = None
+    """The newest step that a rank saved, or tried to."""
+    down_s: float | None = None
+    """Seconds without training before this start: since the last record of the one before."""
+    lost_steps: int | None = None
+    """Steps that were done before and are not part of the state that this start took up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
     """One save of all ranks. Times are None where nothing was recorded.
 
-    ``held_s`` and ``fence_s`` are those of the slowest rank: all ranks wait for it.
-    ``captured_s`` and ``durable_s`` count from the call of ``save``, ``persist_s`` from when
-    the keeper began to write.
+    ``held_s``, ``fence_s``, ``copy_s`` and ``write_s`` are those of the slowest rank, which all
+    wait for: ``slowest`` names it. ``captured_s`` and ``durable_s`` count from the call of
+    ``save``, by the clock of the host that coordinates, ``persist_s`` from when its keeper began
+    to write, and ``protect_s`` from when parity was begun.
     """
 
     incarnation: int
@@ -62,6 +60,14 @@ class Save:
     reason: str = ""
     reused_bytes: int | None = None
     """Bytes of ``size_bytes`` that were stored before, if any: frozen and unchanged."""
+    describe_s: float | None = None
+    volatile_s: float | None = None
+    wait_previous_s: float | None = None
+    copy_s: float | None = None
+    write_s: float | None = None
+    protect_s: float | None = None
+    slowest: dict[str, int] = field(default_factory=dict)
+    """The slowest rank by quantity."""
     ring_bytes: int = 0
     """Bytes of the rings through which its images went to storage, if memory kept none of them."""
 
@@ -144,13 +150,58 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
+class RebuiltImage:
+    """An image that a lost host had, decoded on ``host``."""
+
+    incarnation: int
+    step: int
+    rank: int
+    host: str
+    elapsed_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLife:
+    """The keepers of one host: their starts, the slowest of these, and the reasons of their ends.
+
+    ``held``: how often the loop of one answered nobody for more than 50 ms, for ``longest_held_s``
+    at most.
+    """
+
+    host: str
+    starts: int
+    slowest_start_s: float
+    ends: dict[str, int]
+    held: int = 0
+    longest_held_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedMemory:
+    """The shared memory that a rank pinned for its device most slowly."""
+
+    rank: int
+    size_bytes: int
+    pinned_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
-    """One quantity over all saves that have it."""
+    """One quantity over all saves that have it.
+
+    ``generation`` and ``rank`` are those of the largest; ``rank`` is -1 where it is of no rank.
+    """
 
     count: int
     total: float
     median: float
     largest: float
+    p90: float
+    p99: float
+    generation: str
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +229,22 @@ class Report:
     """Damage found in memory, in the order of discovery."""
     late_hosts: dict[str, int] = field(default_factory=dict)
     """Hosts that the others waited for in vain, and at how many saves."""
+    invalid_lines: int = 0
+    """Records with a value that cannot be: a negative time, a size beyond all."""
+    lost_records: int = 0
+    """Records that were numbered and are in no file."""
+    unreadable: tuple[str, ...] = ()
+    """Files that could not be read, with the reason."""
+    dropped_sources: tuple[str, ...] = ()
+    """Sources of restores that failed or did not verify, with the reason."""
+    differing_values: tuple[str, ...] = ()
+    """Plain values that differed between ranks at a restore into another world."""
+    rebuilt: tuple[RebuiltImage, ...] = ()
+    """Images of lost hosts that were decoded."""
+    keepers: tuple[KeeperLife, ...] = ()
+    """The starts and orderly ends of keepers, by host."""
+    pinned: tuple[PinnedMemory, ...] = ()
+    """The slowest pinning of shared memory on each rank."""
 
     @property
     def misses(self) -> tuple[Save, ...]:
@@ -188,28 +255,50 @@ class Report:
     def figures(self) -> dict[str, Figures]:
         """Returns sum, median and largest of every quantity that was recorded at all."""
         kept = {name: _values(self.saves, name) for name in QUANTITIES}
-        return {
-            name: Figures(len(values), sum(values), statistics.median(values), max(values))
-            for name, values in kept.items()
-            if values
-        }
+        return {name: _figures(name, values) for name, values in kept.items() if values}
 
 
 QUANTITIES = (
     "held_s",
+    "describe_s",
+    "volatile_s",
+    "wait_previous_s",
     "fence_s",
+    "copy_s",
     "captured_s",
+    "protect_s",
     "durable_s",
     "persist_s",
+    "write_s",
     "size_bytes",
     "reused_bytes",
     "throughput_bytes_per_s",
 )
 
 
-def _values(saves: Iterable[Save], quantity: str) -> list[float]:
-    values = (getattr(save, quantity) for save in saves)
-    return [value for value in values if value is not None]
+def _values(saves: Iterable[Save], quantity: str) -> list[tuple[float, Save]]:
+    values = ((getattr(save, quantity), save) for save in saves)
+    return [(value, save) for value, save in values if value is not None]
+
+
+def _figures(quantity: str, values: list[tuple[float, Save]]) -> Figures:
+    ordered = sorted(value for value, _ in values)
+    largest, save = max(values, key=lambda each: each[0])
+    return Figures(
+        count=len(ordered),
+        total=math.fsum(ordered),
+        median=statistics.median(ordered),
+        largest=largest,
+        p90=_percentile(ordered, 90),
+        p99=_percentile(ordered, 99),
+        generation=f"{save.incarnation}-{save.step}",
+        rank=save.slowest.get(quantity, -1),
+    )
+
+
+def _percentile(ordered: list[float], percent: int) -> float:
+    """Returns the smallest value that so many percent are not above."""
+    return ordered[-(-len(ordered) * percent // 100) - 1]
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -219,132 +308,3 @@ def to_json(report: Report) -> dict[str, Any]:
         record["throughput_bytes_per_s"] = save.throughput_bytes_per_s
     document["figures"] = {name: dataclasses.asdict(f) for name, f in report.figures.items()}
     return document
-
-
-def render(report: Report, console: Console, *, last: int = 20) -> None:
-    """Prints the report as tables; only the ``last`` saves one by one, all of them for 0."""
-    console.print(_heading(report), markup=False)
-    if report.protection:
-        newest = report.protection[-1]
-        survives = f"protected snapshots of the last start survive {newest.survives}"
-        console.print(survives, markup=False)
-    if report.saves:
-        console.print(_save_table(report.saves[-last:] if last else report.saves))
-        hidden = len(report.saves) - last if last else 0
-        if hidden > 0:
-            console.print(f"{hidden} earlier saves are in the sums only")
-        console.print(_figure_table(report.figures))
-    if report.restores:
-        console.print(_restore_table(report.restores))
-    for line in _troubles(report):
-        console.print(on_one_line(line), style="yellow", markup=False)
-
-
-def _heading(report: Report) -> str:
-    states = [save.state for save in report.saves]
-    counts = (
-        f"{states.count(state)} {state}"
-        for state in ("durable", "protected", "cached", "captured", "missed", "unfinished")
-        if state in states
-    )
-    starts = count_text(len(report.starts), "incarnation")
-    saves = count_text(len(states), "save")
-    return f"{report.root}: {starts}, {saves} ({', '.join(counts) or 'none'})"
-
-
-def _save_table(saves: Iterable[Save]) -> Table:
-    table = _table("Saves", "generation", "state", "held", "fence", "captured", "durable")
-    table.add_column("size", justify="right")
-    table.add_column("throughput", justify="right")
-    for save in saves:
-        table.add_row(
-            f"{save.incarnation}-{save.step}",
-            save.state + (f", ring of {size_text(save.ring_bytes)}" if save.ring_bytes else ""),
-            *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
-            shared_text(save.size_bytes, save.reused_bytes or 0),
-            rate_text(save.throughput_bytes_per_s),
-        )
-    return table
-
-
-#: quantity -> (its name for people, the format of its values)
-_SHOWN = {
-    "held_s": ("host time in save", seconds_text),
-    "fence_s": ("fence wait", seconds_text),
-    "captured_s": ("time to captured", seconds_text),
-    "durable_s": ("time to durable", seconds_text),
-    "persist_s": ("of it, writing", seconds_text),
-    "size_bytes": ("size", size_text),
-    "reused_bytes": ("of it, not written again", size_text),
-    "throughput_bytes_per_s": ("throughput to storage", rate_text),
-}
-
-
-def _figure_table(figures: dict[str, Figures]) -> Table:
-    table = _table("All saves", "quantity", "count", "median", "largest", "sum")
-    for name, of in figures.items():
-        label, text = _SHOWN[name]
-        # Rates do not add up.
-        total = "" if name == "throughput_bytes_per_s" else text(of.total)
-        table.add_row(label, str(of.count), text(of.median), text(of.largest), total)
-    return table
-
-
-def _restore_table(restores: Iterable[Restore]) -> Table:
-    table = _table(
-        "Restores", "when", "incarnation", "generation", "source", "took", "size", "read"
-    )
-    table.add_column("ranks", justify="right")
-    for restore in restores:
-        table.add_row(
-            moment_text(restore.time_s),
-            str(restore.incarnation),
-            f"{restore.parent_incarnation}-{restore.step}",
-            escape(", ".join(restore.sources)),
-            seconds_text(restore.elapsed_s),
-            size_text(restore.size_bytes),
-            size_text(restore.read_bytes) if restore.read_bytes else "",
-            f"{restore.saved_world} to {restore.world}",
-        )
-    return table
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="left" if name in ("state", "source") else "right")
-    return table
-
-
-def _troubles(report: Report) -> list[str]:
-    lines = [f"missed {s.incarnation}-{s.step}: {s.reason}" for s in report.misses]
-    lines += [
-        f"waited for {host} in vain at {count_text(saves, 'save')}"
-        for host, saves in report.late_hosts.items()
-    ]
-    lines += [
-        f"keeper lost {moment_text(loss.time_s)}{' on ' + loss.host if loss.host else ''}"
-        f" (incarnation {loss.incarnation}): {loss.reason}"
-        for loss in report.keeper_losses
-    ]
-    lines += [f"storage trouble at {failure}" for failure in report.persist_failures]
-    lines += [f"not protected {failure}" for failure in report.unprotected]
-    lines += [missing for one in report.protection[-1:] for missing in one.missing]
-    lines += [
-        f"damaged in the memory of {one.host}: {one.what} ({one.name}) of "
-        f"{one.incarnation}-{one.step}, {size_text(one.size_bytes)}: {one.outcome}"
-        + (f", {one.reason}" if one.reason else "")
-        for one in report.damages
-    ]
-    lines += lines_of(report.divergences)
-    lines += [
-        f"refused by the keeper of {at.host} ({at.door}): {counts_text(at.counts)}"
-        for at in report.refused
-    ]
-    lines += [f"warning: {message}" for message in report.warnings]
-    if report.torn_lines:
-        lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")
-    if report.unknown_lines:
-        lines.append(f"{report.unknown_lines} records of a newer version were skipped")
-    return lines

@@ -10,16 +10,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import itertools
 import os
 import queue
 import re
+import secrets
+import stat
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -75,12 +78,33 @@ def open_parts(path: Path) -> Iterator[BinaryIO]:
         # Newest first: a part set aside meanwhile is met again under its next name, never missed.
         for part in reversed(parts_of(path)):
             with suppress(FileNotFoundError):
-                file = opened.enter_context(part.open("rb"))
+                file = opened.enter_context(_open_file(part))
                 files.setdefault(os.fstat(file.fileno()).st_ino, file)
         yield from reversed(files.values())
 
 
-def follow_run(root: str, rank: int) -> Callable[[float], None]:
+def _open_file(path: Path) -> BinaryIO:
+    """Opens a plain file: a pipe would be waited for."""
+    if path.is_symlink() and not path.exists():
+        raise OSError(errno.ELOOP, "is a link to nothing", str(path))
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return path.open("rb")
+
+
+#: The most that one line may have: a record has less than a thousandth of it.
+LINE_BYTES = 1 << 20
+
+
+def lines_in(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file; of one that is longer than any record only its beginning."""
+    while line := file.readline(LINE_BYTES):
+        yield line
+        while len(line) == LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(LINE_BYTES)
+
+
+def follow_run(root: str, rank: int, host: str) -> Callable[[float], None]:
     """Subscribes both sinks; returns a function that stops them, given how many seconds to wait for
     writing.
 
@@ -91,7 +115,7 @@ def follow_run(root: str, rank: int) -> Callable[[float], None]:
     log = log_sink_from_environment(rank)
     place = event_place(root)
     path = place.file(f"rank-{rank:05d}")
-    trace = JsonlSink(path, only_beside=place.only_beside, part_bytes=PART_BYTES)
+    trace = JsonlSink(path, only_beside=place.only_beside, part_bytes=PART_BYTES, host=host)
     stops = [subscribe(sink) for sink in (trace, log) if sink is not None]
 
     def stop(deadline_s: float) -> None:
@@ -116,8 +140,18 @@ BATCH_LINES = 1_000
 #: Seconds for which the interpreter's exit waits for a sink that nobody closed.
 EXIT_DEADLINE_S = 2.0
 
-#: An item of the queue: an event and its time, or None as the end marker.
-_Queued = tuple[Event, float] | None
+
+class _Noted(NamedTuple):
+    """An event in the queue, with its moment by the wall clock and by the host's own."""
+
+    event: Event
+    time_s: float
+    mono_s: float
+    number: int
+
+
+#: An item of the queue, or None as the end marker.
+_Queued = _Noted | None
 
 _living: weakref.WeakSet[JsonlSink] = weakref.WeakSet()
 
@@ -134,6 +168,8 @@ class JsonlSink:
 
     ``only_beside``: a file that must exist for anything to be created, such as that of a root:
     where it has vanished, or is not mounted, no directory must be created in its place.
+
+    ``host``: the host of this process, by which readers know whose clock a record was made by.
     """
 
     def __init__(
@@ -143,8 +179,10 @@ class JsonlSink:
         queue_limit: int = QUEUE_LIMIT,
         only_beside: Path | None = None,
         part_bytes: int | None = None,
+        host: str = "",
     ) -> None:
         self.path = Path(path)
+        self.host = host
         self.only_beside = only_beside
         self.part_bytes = part_bytes
         self._queue_limit = queue_limit
@@ -161,7 +199,7 @@ class JsonlSink:
             return
         if self._queue.qsize() >= self._queue_limit:
             self._drop_oldest()
-        self._queue.put((event, time_s))
+        self._queue.put(_Noted(event, time_s, time.monotonic(), next(self._numbers)))
         if self._thread is None:
             self._start()
 
@@ -184,6 +222,8 @@ class JsonlSink:
         not its writer; the parent writes the events in that queue.
         """
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
+        self.writer = secrets.token_hex(4)
+        self._numbers = itertools.count()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -221,9 +261,9 @@ class JsonlSink:
         self._dropped -= dropped
         return dropped
 
-    def next_batch(self) -> tuple[list[tuple[Event, float]], bool]:
+    def next_batch(self) -> tuple[list[_Noted], bool]:
         """Waits for events; returns them, and whether the end marker was among them."""
-        batch: list[tuple[Event, float]] = []
+        batch: list[_Noted] = []
         item = self._queue.get()
         while item is not None:
             batch.append(item)
@@ -250,7 +290,7 @@ class _Writer:
         ended = False
         while not ended:
             batch, ended = self._sink.next_batch()
-            lines = [_line(event, time_s) for event, time_s in batch]
+            lines = [self._line_of(noted) for noted in batch]
             dropped = self._sink.pop_dropped()
             if dropped:
                 lines.insert(0, _line(_dropped_warning(dropped, self._sink.path), time.time()))
@@ -258,6 +298,13 @@ class _Writer:
                 self._sink.count_dropped(len(batch) + dropped)
         if self._fd >= 0:
             os.close(self._fd)
+
+    def _line_of(self, noted: _Noted) -> bytes:
+        record = events.to_record(noted.event, noted.time_s)
+        record["mono_s"] = round(noted.mono_s, 6)
+        record["by_host"], record["writer"] = self._sink.host, self._sink.writer
+        record["number"] = noted.number
+        return msgspec.json.encode(record) + b"\n"
 
     def _write(self, data: bytes) -> bool:
         """Appends ``data``; False when the file did not take it."""

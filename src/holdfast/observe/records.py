@@ -1,0 +1,139 @@
+"""Reads the records of a run: events with the moment, the host and the process that each is of.
+
+Lines torn by a kill, values that cannot be, records that are missing and files that cannot be read
+are counted and passed over. ``docs/format/events-v1.md`` describes a record.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from holdfast import events
+from holdfast.errors import NotFound
+from holdfast.events import AnyEvent
+from holdfast.observe.event_place import event_place
+from holdfast.observe.sinks import lines_in, open_parts, parts_of, size_bytes, trails
+
+Progress = Callable[[int, int], None]
+
+
+class RecordHead(msgspec.Struct):
+    """What a record says beside its event; an older one has the wall clock alone."""
+
+    # Until the last second of the year 9999.
+    time_s: Annotated[float, msgspec.Meta(ge=0, le=253402300799)] = 0.0
+    mono_s: events.Seconds | None = None
+    by_host: str = ""
+    writer: str = ""
+    number: events.Count | None = None
+
+
+class _Name(msgspec.Struct):
+    event: str
+
+
+_decode_event = msgspec.json.Decoder(AnyEvent).decode
+_decode_head = msgspec.json.Decoder(RecordHead).decode
+_decode_name = msgspec.json.Decoder(_Name).decode
+_KNOWN = {kind.__name__ for kind in AnyEvent.__args__}
+
+
+class RecordReader:
+    """The records of a run, read once; its counts are whole after that."""
+
+    def __init__(self, root: str | Path, progress: Progress | None = None) -> None:
+        """Raises NotFound when the run left no events.
+
+        ``progress(done_bytes, total_bytes)`` is called now and then.
+        """
+        self._writers, self._progress = trails(root), progress
+        if not self._writers:
+            where = f"{root}/events{_why_none(root)}"
+            raise NotFound(
+                f"no events in {where}: a run writes them as it trains; "
+                "is this the directory given to Checkpointer?",
+                root=str(root),
+            )
+        self.torn_lines = self.unknown_lines = self.invalid_lines = 0
+        self._unreadable: list[str] = []
+        self._seen: Counter[str] = Counter()
+        self._highest: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
+        for line in self._lines():
+            try:
+                event, head = _decode_event(line), _decode_head(line)
+            except msgspec.ValidationError:
+                self._count_refused(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.torn_lines += 1
+            else:
+                self._count(head)
+                yield event, head
+
+    @property
+    def files(self) -> int:
+        """Returns the number of files that there are."""
+        return sum(part.is_file() for writer in self._writers for part in parts_of(writer))
+
+    @property
+    def unreadable(self) -> tuple[str, ...]:
+        """Returns the files that could not be read, with the reason."""
+        return tuple(dict.fromkeys(self._unreadable))
+
+    @property
+    def lost_records(self) -> int:
+        """Returns how many numbers of records are in no file, of every process together."""
+        missing = (self._highest[writer] + 1 - seen for writer, seen in self._seen.items())
+        return sum(max(0, count) for count in missing)
+
+    def _lines(self) -> Iterator[bytes]:
+        total_bytes = sum(map(size_bytes, self._writers))
+        done_bytes = 0
+        for writer in self._writers:
+            try:
+                for file in open_parts(writer):
+                    for number, line in enumerate(lines_in(file)):
+                        done_bytes += len(line)
+                        if self._progress and number % 1000 == 0:
+                            self._progress(min(done_bytes, total_bytes), total_bytes)
+                        if line.strip():
+                            yield line
+            except OSError as error:
+                name = Path(error.filename).name if error.filename else writer.name
+                self._unreadable.append(f"{name}: {error.strerror}")
+
+    def _count(self, head: RecordHead) -> None:
+        if head.number is not None and head.writer:
+            self._seen[head.writer] += 1
+            self._highest[head.writer] = max(self._highest.get(head.writer, -1), head.number)
+
+    def _count_refused(self, line: bytes) -> None:
+        """Counts a whole line that is not a record: of a newer version, or with a value that
+        cannot be.
+        """
+        try:
+            is_known = _decode_name(line).event in _KNOWN
+        except msgspec.DecodeError:
+            is_known = False
+        if is_known:
+            self.invalid_lines += 1
+        else:
+            self.unknown_lines += 1
+
+
+def _why_none(root: str | Path) -> str:
+    """Returns what keeps the directory from being read, in brackets, if anything does."""
+    try:
+        os.listdir(event_place(root).directory)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f" ({error.strerror})"
+    return ""

@@ -1,0 +1,254 @@
+"""Prints the report of a run as tables and lines.
+
+These are of strings, never ``Text``: a command's console makes only strings printable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.observe.log import lines_of
+from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
+from holdfast.observe.text import (
+    count_text,
+    counts_text,
+    moment_text,
+    on_one_line,
+    ranks_text,
+    rate_text,
+    seconds_text,
+    shared_text,
+    size_text,
+)
+
+#: The most of a line of trouble that is shown; all of it is in ``--json``.
+_LINE_LENGTH = 600
+
+
+def render(report: Report, console: Console, *, last: int = 20) -> None:
+    """Prints the report as tables; only the ``last`` saves one by one, all of them for 0."""
+    console.print(_heading(report), markup=False)
+    for line in _start_lines(report):
+        console.print(line, markup=False)
+    if report.protection:
+        newest = report.protection[-1]
+        survives = f"protected snapshots of the last start survive {newest.survives}"
+        console.print(survives, markup=False)
+    if len(report.starts) > 1:
+        console.print(_start_table(report.starts[-last:] if last else report.starts))
+    if report.saves:
+        console.print(_save_table(report.saves[-last:] if last else report.saves))
+        hidden = len(report.saves) - last if last else 0
+        if hidden > 0:
+            console.print(f"{hidden} earlier saves are in the sums only")
+        console.print(_figure_table(report.figures))
+    if report.restores:
+        console.print(_restore_table(report.restores))
+    for line in _troubles(report):
+        console.print(_shortened(on_one_line(line)), style="yellow", markup=False)
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _LINE_LENGTH else line[:_LINE_LENGTH] + " ... (whole in --json)"
+
+
+def _heading(report: Report) -> str:
+    states = [save.state for save in report.saves]
+    counts = (
+        f"{states.count(state)} {state}"
+        for state in ("durable", "protected", "cached", "captured", "missed", "unfinished")
+        if state in states
+    )
+    starts = count_text(len(report.starts), "incarnation")
+    saves = count_text(len(states), "save")
+    return f"{report.root}: {starts}, {saves} ({', '.join(counts) or 'none'})"
+
+
+def _start_lines(report: Report) -> Iterator[str]:
+    """Yields what stopping and starting again cost, in words."""
+    if len(report.starts) < 2:
+        return
+    killed = sum(start.ended == "open" for start in report.starts[:-1])
+    failed = sum(start.ended == "failed" for start in report.starts[:-1])
+    down_s = [start.down_s for start in report.starts if start.down_s is not None]
+    lost = sum(start.lost_steps or 0 for start in report.starts)
+    yield (
+        f"started again {count_text(len(report.starts) - 1, 'time')}: "
+        f"{killed} times ranks had not closed, {failed} times an error had ended them; "
+        f"{seconds_text(sum(down_s))} without training, {count_text(lost, 'step')} lost"
+    )
+    if len(down_s) < len(report.starts) - 1:
+        yield "not known for every start: how long nothing trained before it"
+
+
+def _start_table(starts: Iterable[Start]) -> Table:
+    table = _table("Starts", "incarnation", "when", "ranks", "without training", "steps lost")
+    table.add_column("ended", justify="left")
+    for start in starts:
+        ended = start.ended
+        if start.open_ranks:
+            ended = f"{ranks_text(start.open_ranks)} did not close"
+        table.add_row(
+            str(start.incarnation),
+            moment_text(start.time_s),
+            str(start.world),
+            seconds_text(start.down_s),
+            "-" if start.lost_steps is None else str(start.lost_steps),
+            ended,
+        )
+    return table
+
+
+def _save_table(saves: Iterable[Save]) -> Table:
+    table = _table("Saves", "generation", "state", "held", "fence", "captured", "durable")
+    table.add_column("size", justify="right")
+    table.add_column("throughput", justify="right")
+    for save in saves:
+        table.add_row(
+            f"{save.incarnation}-{save.step}",
+            save.state + (f", ring of {size_text(save.ring_bytes)}" if save.ring_bytes else ""),
+            _of_rank(save, "held_s"),
+            _of_rank(save, "fence_s"),
+            seconds_text(save.captured_s),
+            seconds_text(save.durable_s),
+            shared_text(save.size_bytes, save.reused_bytes or 0),
+            rate_text(save.throughput_bytes_per_s),
+        )
+    return table
+
+
+def _of_rank(save: Save, quantity: str) -> str:
+    """Formats ``20.0 ms (rank 1)``: the time of the slowest rank, and which one it was."""
+    value = getattr(save, quantity)
+    is_named = value and save.ranks > 1 and quantity in save.slowest
+    return seconds_text(value) + (f" (rank {save.slowest[quantity]})" if is_named else "")
+
+
+#: quantity -> (its name for people, the format of its values)
+_SHOWN = {
+    "held_s": ("host time in save", seconds_text),
+    "describe_s": ("of it, describing", seconds_text),
+    "volatile_s": ("of it, volatile leaves", seconds_text),
+    "wait_previous_s": ("of it, for the save before", seconds_text),
+    "fence_s": ("fence wait", seconds_text),
+    "copy_s": ("copying, a rank", seconds_text),
+    "captured_s": ("time to captured", seconds_text),
+    "protect_s": ("making parity", seconds_text),
+    "durable_s": ("time to durable", seconds_text),
+    "persist_s": ("of it, writing", seconds_text),
+    "write_s": ("writing, an image", seconds_text),
+    "size_bytes": ("size", size_text),
+    "reused_bytes": ("of it, not written again", size_text),
+    "throughput_bytes_per_s": ("throughput to storage", rate_text),
+}
+
+
+def _figure_table(figures: dict[str, Figures]) -> Table:
+    table = _table("All saves", "quantity", "count", "median", "90 %", "99 %", "largest")
+    table.add_column("which", justify="left")
+    table.add_column("sum", justify="right")
+    for name, of in figures.items():
+        if not of.largest:
+            continue
+        label, text = _SHOWN[name]
+        # Rates do not add up.
+        total = "" if name == "throughput_bytes_per_s" else text(of.total)
+        which = of.generation + (f" rank {of.rank}" if of.rank >= 0 else "")
+        shown = map(text, (of.median, of.p90, of.p99, of.largest))
+        table.add_row(label, str(of.count), *shown, which, total)
+    return table
+
+
+def _restore_table(restores: Iterable[Restore]) -> Table:
+    table = _table(
+        "Restores", "when", "incarnation", "generation", "source", "took", "size", "read"
+    )
+    table.add_column("ranks", justify="right")
+    for restore in restores:
+        table.add_row(
+            moment_text(restore.time_s),
+            str(restore.incarnation),
+            f"{restore.parent_incarnation}-{restore.step}",
+            escape(", ".join(restore.sources)),
+            seconds_text(restore.elapsed_s),
+            size_text(restore.size_bytes),
+            size_text(restore.read_bytes) if restore.read_bytes else "",
+            f"{restore.saved_world} to {restore.world}",
+        )
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name in ("state", "source") else "right")
+    return table
+
+
+def _troubles(report: Report) -> list[str]:
+    lines = [f"missed {s.incarnation}-{s.step}: {s.reason}" for s in report.misses]
+    lines += [
+        f"waited for {host} in vain at {count_text(saves, 'save')}"
+        for host, saves in report.late_hosts.items()
+    ]
+    lines += [
+        f"keeper lost {moment_text(loss.time_s)}{' on ' + loss.host if loss.host else ''}"
+        f" (incarnation {loss.incarnation}): {loss.reason}"
+        for loss in report.keeper_losses
+    ]
+    lines += [f"source dropped at a restore: {dropped}" for dropped in report.dropped_sources]
+    if report.differing_values:
+        lines.append(f"values differed between ranks: {', '.join(report.differing_values)}")
+    lines += [
+        f"image of rank {one.rank} of {one.incarnation}-{one.step} was lost with its host: decoded "
+        f"on {one.host}, {size_text(one.size_bytes)} in {seconds_text(one.elapsed_s)}"
+        for one in report.rebuilt
+    ]
+    lines += [line for keeper in report.keepers for line in _keeper_lines(keeper)]
+    lines += [
+        f"rank {one.rank} pinned {size_text(one.pinned_bytes)} of {size_text(one.size_bytes)} "
+        f"of shared memory in {seconds_text(one.elapsed_s)}"
+        for one in report.pinned
+        if one.pinned_bytes < one.size_bytes
+    ]
+    lines += [f"storage trouble at {failure}" for failure in report.persist_failures]
+    lines += [f"not protected {failure}" for failure in report.unprotected]
+    lines += [missing for one in report.protection[-1:] for missing in one.missing]
+    lines += [
+        f"damaged in the memory of {one.host}: {one.what} ({one.name}) of "
+        f"{one.incarnation}-{one.step}, {size_text(one.size_bytes)}: {one.outcome}"
+        + (f", {one.reason}" if one.reason else "")
+        for one in report.damages
+    ]
+    lines += lines_of(report.divergences)
+    lines += [
+        f"refused by the keeper of {at.host} ({at.door}): {counts_text(at.counts)}"
+        for at in report.refused
+    ]
+    lines += [f"warning: {message}" for message in report.warnings]
+    if report.torn_lines:
+        lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")
+    if report.lost_records:
+        lines.append(f"{count_text(report.lost_records, 'record')} of events are in no file")
+    if report.invalid_lines:
+        lines.append(f"{report.invalid_lines} records with values that cannot be were skipped")
+    lines += [f"events not read: {why}" for why in report.unreadable]
+    if report.unknown_lines:
+        lines.append(f"{report.unknown_lines} records of a newer version were skipped")
+    return lines
+
+
+def _keeper_lines(keeper: KeeperLife) -> Iterator[str]:
+    """Yields what a person should know of a host's keepers; that the run ended is no trouble."""
+    where = keeper.host or "a host"
+    for reason, count in keeper.ends.items():
+        if reason != "the run ended":
+            yield f"keeper of {where} stopped {count_text(count, 'time')}: {reason}"
+    if keeper.held:
+        longest = seconds_text(keeper.longest_held_s)
+        yield f"keeper of {where} answered nobody {keeper.held} times, for {longest} at most"
