@@ -324,6 +324,18 @@ class DamageFound(Event, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class TrainerLost(Event, frozen=True, kw_only=True):
+    """The trainer of ``rank`` went away without a goodbye: it died, was killed, or hung up.
+
+    Reported by the keeper of the coordinating host, whose clock says which rank was the first.
+
+    ``host``: the host of the rank. ``pid``: its process there.
+    """
+
+    host: str
+    pid: Count
+
+
 class KeeperStarted(Event, frozen=True, kw_only=True):
     """A keeper answers on this host.
 
@@ -429,6 +441,7 @@ AnyEvent = (
     | Restored
     | SourceDropped
     | DamageFound
+    | TrainerLost
     | KeeperStarted
     | KeeperLost
     | KeeperStopped

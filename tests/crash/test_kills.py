@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.observe.report_builder import read_report
 from support.runs.evidence import check_storage, slot_records
 from support.runs.lives import PHASES, Lives, read_signpost
 
@@ -21,6 +22,7 @@ def kill_trainers(tmp_path: Path, arena_dir: Path, world: int, layout: str, kill
     died_in: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     half_captured = 0
+    victims, all_victims = set[int](), set[int]()
     with Lives(tmp_path / "run", seed=world * 10 + len(layout)) as lives:
         completed = -1
         for number in range(kills):
@@ -41,6 +43,9 @@ def kill_trainers(tmp_path: Path, arena_dir: Path, world: int, layout: str, kill
             lives.join_rank(victim)
             died_in[read_signpost(lives.directory, victim)[1]] += 1
             dead = lives.pids[victim]
+            if aim not in ("construct", "restore", "close"):
+                victims.add(dead)
+            all_victims.add(dead)
             records = slot_records(arena_dir)
             half_captured += any(r.writer_pid == dead and r.state == "writing" for r in records)
             time.sleep(lives.random.random() * LATEST_S)  # what the others do until the launcher
@@ -54,6 +59,8 @@ def kill_trainers(tmp_path: Path, arena_dir: Path, world: int, layout: str, kill
     assert sum(died_in[phase] > 0 for phase in PHASES) >= min(kills // 3, len(PHASES)), died_in
     assert sources["memory"] > kills // 4  # where a life closed in time, storage has its last step
     check_storage(tmp_path / "run", step + 3)
+    first_lost = {start.lost[0].pid for start in read_report(tmp_path / "run").starts if start.lost}
+    assert victims <= first_lost <= all_victims, "who died first is told wrongly"
 
 
 @pytest.mark.timeout(300)

@@ -485,7 +485,12 @@ def test_the_cost_of_being_killed_twice_is_told(tmp_path: Path) -> None:
                 records.append(events.RunEnded(incarnation=3, rank=rank, outcome="closed"))
             write(tmp_path, name, *records, first_s=first_s)
 
+    def lost(rank: int) -> events.Event:
+        return events.TrainerLost(incarnation=1, rank=rank, host="a", pid=rank)
+
     life(1, 1000, range(10), None)
+    # Rank 0 hung up and came again; then rank 1 was killed, and torchrun ended rank 0.
+    write(tmp_path, "keeper-a.jsonl", lost(0), lost(1), lost(0), first_s=1011)
     life(2, 1030, range(8, 15), (1, 7))
     life(3, 1060, range(5, 20), (1, 4))
     first, second, third = read_report(tmp_path).starts
@@ -506,7 +511,9 @@ def test_the_cost_of_being_killed_twice_is_told(tmp_path: Path) -> None:
     shown = " ".join(rendered(read_report(tmp_path)).split())
     assert "started again 2 times: 2 times ranks had not closed" in shown
     assert "42.0 s without training, 12 steps lost" in shown
-    assert "ranks 0-1 did not close" in shown
+    assert [(one.rank, one.time_s) for one in first.lost] == [(1, 1012), (0, 1013)]
+    assert (second.lost, third.lost) == ((), ())
+    assert "ranks 0-1 did not close, rank 1 on a first" in shown
 
 
 @settings(max_examples=300)

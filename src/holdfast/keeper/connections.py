@@ -307,7 +307,7 @@ class AdmissionCounters:
     """Counts and limits admissions on the keeper's loop. ``host``: the keeper's own host."""
 
     def __init__(self, host: str) -> None:
-        self._host = host
+        self.host = host
         self._untold: dict[str, Counter[str]] = {}
         self._silent: dict[LocalConnection, None] = {}
         self._lines: dict[SlotWriter, dict[LocalConnection, None]] = {}
@@ -326,7 +326,7 @@ class AdmissionCounters:
         self._next_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         for door, counts in self._untold.items():
-            emit(RequestsRefused(host=self._host, door=door, counts=dict(counts)))
+            emit(RequestsRefused(host=self.host, door=door, counts=dict(counts)))
         self._untold.clear()
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────

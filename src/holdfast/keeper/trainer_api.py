@@ -18,6 +18,7 @@ from holdfast.coordinator.actions import Action, SendMessage
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import RankReport
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
+from holdfast.events import TrainerLost, emit
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import (
@@ -135,8 +136,20 @@ class TrainerApi:
         """Handle a closed connection."""
         self.open.discard(connection)
         if self.ranks.remove(connection):
+            if not connection.said_goodbye:
+                self._report_lost(connection)
             self.executor.carry_out(self.coordinator.lost(connection.rank or 0))
             self.answer_goodbyes(m.Done())  # they wait for all ranks, and one will not come
+
+    def _report_lost(self, connection: TrainerConnection) -> None:
+        emit(
+            TrainerLost(
+                incarnation=self.coordinator.incarnation,
+                rank=connection.rank or 0,
+                host=connection.host or self.admission.host,
+                pid=connection.process.pid,
+            )
+        )
 
     def answer_goodbyes(self, answer: m.Message) -> None:
         """Answer all connections that said goodbye."""

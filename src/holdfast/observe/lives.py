@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast import events
 from holdfast.events import AnyEvent
-from holdfast.observe.report import Start
+from holdfast.observe.report import LostTrainer, Start
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class _Life:
     #: host -> the first and the last moment of a trainer's record, by that host's wall clock
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
+    lost: dict[int, LostTrainer] = field(default_factory=dict)
     newest_step: int | None = None
     #: The generation from which it went on.
     parent: tuple[int, int] | None = None
@@ -43,6 +45,12 @@ class Lives:
         if event.rank < 0 or event.incarnation < 1:
             return
         life = self._lives[event.incarnation]
+        if isinstance(event, events.TrainerLost):
+            lost = LostTrainer(event.rank, event.host, event.pid, time_s)
+            before = life.lost.setdefault(event.rank, lost)
+            if before.time_s < time_s:  # it had joined again
+                life.lost[event.rank] = lost
+            return
         first_s, last_s = life.moments.get(by_host, (math.inf, 0.0))
         life.moments[by_host] = min(first_s, time_s), max(last_s, time_s)
         match event:
@@ -83,6 +91,7 @@ class Lives:
             time_s=min(first_s for first_s, _ in life.moments.values()),
             ended=ended,
             open_ranks=unclosed,
+            lost=_in_order(one for one in life.lost.values() if one.rank in unclosed),
             newest_step=life.newest_step,
             down_s=None if last is None else _pause_s(self._lives[last], life),
             lost_steps=None if last is None else self._lost_steps(number, last),
@@ -107,6 +116,10 @@ class Lives:
                 lost += max(0, newest - life.parent[1])
             incarnation, newest = life.parent
         return lost if newest is None else lost + max(0, newest - target[1])
+
+
+def _in_order(lost: Iterable[LostTrainer]) -> tuple[LostTrainer, ...]:
+    return tuple(sorted(lost, key=lambda one: (one.time_s, one.rank)))
 
 
 def _pause_s(before: _Life, after: _Life) -> float | None:

@@ -300,6 +300,7 @@ _INFO: dict[type[Event], Callable[[Any], str]] = {
     events.PersistBroke: lambda e: f"not durable: {e.reason}",
     events.Restored: _restored,
     events.SourceDropped: lambda e: f"source {e.source} dropped: {e.reason}",
+    events.TrainerLost: lambda e: f"trainer {e.pid} on {e.host} went away without a goodbye",
     events.KeeperStarted: lambda e: f"keeper {e.pid} answers after {seconds_text(e.elapsed_s)}",
     events.KeeperLost: lambda e: f"keeper lost: {e.reason}",
     events.KeeperStopped: lambda e: f"keeper stopped: {e.reason}",

@@ -17,6 +17,16 @@ from holdfast.observe.log import Divergence
 
 
 @dataclass(frozen=True, slots=True)
+class LostTrainer:
+    """A rank that went away without a goodbye, as the coordinating keeper saw it."""
+
+    rank: int
+    host: str
+    pid: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
     """One incarnation as its trainers announced it."""
 
@@ -28,6 +38,8 @@ class Start:
     """closed | failed (an error ended it) | open (ranks did not close: killed, or still at work)"""
     open_ranks: tuple[int, ...] = ()
     """The ranks that did not close."""
+    lost: tuple[LostTrainer, ...] = ()
+    """Of these, the ones that were seen to go away, the first of them first."""
     newest_step: int | None = None
     """The newest step that a rank saved, or tried to."""
     down_s: float | None = None

@@ -92,7 +92,7 @@ class _Fold:
         """Takes a record."""
         self._lives.take(event, head.time_s, head.by_host)
         match event:
-            case events.RunStarted() | events.RunEnded():
+            case events.RunStarted() | events.RunEnded() | events.TrainerLost():
                 pass  # `Lives` has them
             case events.Restored():
                 key = (event.incarnation, event.parent_incarnation, event.step)

@@ -89,18 +89,23 @@ def _start_table(starts: Iterable[Start]) -> Table:
     table = _table("Starts", "incarnation", "when", "ranks", "without training", "steps lost")
     table.add_column("ended", justify="left")
     for start in starts:
-        ended = start.ended
-        if start.open_ranks:
-            ended = f"{ranks_text(start.open_ranks)} did not close"
         table.add_row(
             str(start.incarnation),
             moment_text(start.time_s),
             str(start.world),
             seconds_text(start.down_s),
             "-" if start.lost_steps is None else str(start.lost_steps),
-            ended,
+            escape(_end_text(start)),
         )
     return table
+
+
+def _end_text(start: Start) -> str:
+    """Formats how a start ended: ``closed``, or ``ranks 0-3 did not close, rank 2 on a first``."""
+    if not start.open_ranks:
+        return start.ended
+    first = f", rank {start.lost[0].rank} on {start.lost[0].host} first" if start.lost else ""
+    return f"{ranks_text(start.open_ranks)} did not close{first}"
 
 
 def _save_table(saves: Iterable[Save]) -> Table:
