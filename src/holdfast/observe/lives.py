@@ -9,12 +9,25 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast import events
 from holdfast.events import AnyEvent
+from holdfast.observe.ledger import Ledger, LifeTimes, account
 from holdfast.observe.report import LostTrainer, Start
+
+#: The records that a trainer makes of itself. Those of a keeper, which outlives it, may be about a
+#: rank as well, and are no sign of its life.
+_OF_TRAINERS = (
+    events.RunStarted,
+    events.Restored,
+    events.SaveReturned,
+    events.FenceWaited,
+    events.ImageCaptured,
+    events.ImagePassed,
+    events.RunEnded,
+)
 
 
 @dataclass(slots=True)
@@ -32,6 +45,7 @@ class _Life:
     newest_step: int | None = None
     #: The generation from which it went on.
     parent: tuple[int, int] | None = None
+    times: LifeTimes = field(default_factory=LifeTimes)
 
 
 class Lives:
@@ -41,7 +55,7 @@ class Lives:
         self._lives: dict[int, _Life] = defaultdict(_Life)
 
     def take(self, event: AnyEvent, time_s: float, by_host: str) -> None:
-        """Takes a record; those of keepers, which outlive trainers, say nothing of training."""
+        """Takes a record; others than those of trainers say nothing of training."""
         if event.rank < 0 or event.incarnation < 1:
             return
         life = self._lives[event.incarnation]
@@ -51,6 +65,10 @@ class Lives:
             if before.time_s < time_s:  # it had joined again
                 life.lost[event.rank] = lost
             return
+        if not isinstance(event, _OF_TRAINERS):
+            return
+        if event.rank == 0:
+            life.times.take(event, time_s, by_host)
         first_s, last_s = life.moments.get(by_host, (math.inf, 0.0))
         life.moments[by_host] = min(first_s, time_s), max(last_s, time_s)
         match event:
@@ -78,6 +96,16 @@ class Lives:
         numbers = [number for number, life in sorted(self._lives.items()) if life.ranks]
         before = [None, *numbers]
         return tuple(self._start(each, last) for each, last in zip(numbers, before, strict=False))
+
+    def ledger(self, held_s: Mapping[tuple[int, int], float]) -> Ledger | None:
+        """Returns where the time of the run went; None without a start.
+
+        ``held_s``: how long each save held the training threads, by its generation.
+        """
+        lives = {number: life for number, life in sorted(self._lives.items()) if life.ranks}
+        times = {number: life.times for number, life in lives.items() if life.times.is_known}
+        parents = {number: life.parent for number, life in lives.items()}
+        return account(times, parents, held_s) if times else None
 
     def _start(self, number: int, last: int | None) -> Start:
         life = self._lives[number]

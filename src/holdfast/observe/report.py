@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.observe.ledger import Ledger
 from holdfast.observe.log import Divergence
 
 
@@ -255,6 +256,8 @@ class Report:
     """Images of lost hosts that were decoded."""
     keepers: tuple[KeeperLife, ...] = ()
     """The starts and orderly ends of keepers, by host."""
+    ledger: Ledger | None = None
+    """Where the time of the run went; None where no start was recorded."""
     pinned: tuple[PinnedMemory, ...] = ()
     """The slowest pinning of shared memory on each rank."""
 
@@ -318,5 +321,7 @@ def to_json(report: Report) -> dict[str, Any]:
     document = dataclasses.asdict(report)
     for record, save in zip(document["saves"], report.saves, strict=True):
         record["throughput_bytes_per_s"] = save.throughput_bytes_per_s
+    if report.ledger is not None:
+        document["ledger"]["goodput"] = report.ledger.goodput
     document["figures"] = {name: dataclasses.asdict(f) for name, f in report.figures.items()}
     return document

@@ -173,6 +173,8 @@ class _Fold:
 
     def report(self, root: str, records: RecordReader) -> Report:
         """Returns the report, when every record was taken."""
+        saves = self._saves.saves()
+        held_s = {(s.incarnation, s.step): (s.held_s or 0.0) + (s.fence_s or 0.0) for s in saves}
         return Report(
             root=root,
             files=records.files,
@@ -182,7 +184,8 @@ class _Fold:
             lost_records=records.lost_records,
             unreadable=records.unreadable,
             starts=self._lives.starts(),
-            saves=self._saves.saves(),
+            saves=saves,
+            ledger=self._lives.ledger(held_s),
             restores=tuple(_restore(records) for _, records in sorted(self._restored.items())),
             keeper_losses=self._keeper_losses(),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),
