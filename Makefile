@@ -5,6 +5,8 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 RIVALS := .venv-rivals
+# Where the environments of libraries go that Holdfast has adapters for, one for each list.
+INTEGRATIONS := .venv-integrations
 # Where Triton goes for its interpreter, which runs kernels without a GPU.
 TRITON := .triton
 # Where atheris goes, which searches inputs that a parser does not expect, and for how many seconds.
@@ -121,6 +123,10 @@ bench-quick: $(READY) ## the same in a minute, with a small state: whether it wo
 
 bench-rivals: $(RIVALS)/.ready ## an environment with the rivals, for `make bench`
 
+.PHONY: integrations
+integrations: $(INTEGRATIONS)/transformers/.ready ## adapters inside the libraries they are for, killed and resumed (downloads 300 MB)
+	$(INTEGRATIONS)/transformers/bin/python -m pytest tests/integrations/test_transformers.py $(PYTEST_ARGS)
+
 clean: ## remove what was built and cached; the virtual environment stays
 	rm -rf build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
@@ -140,6 +146,14 @@ $(RIVALS)/.ready: benchmarks/rivals.txt constraints.txt | $(READY)
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --constraint constraints.txt \
 		--requirement benchmarks/rivals.txt
 	$(PIP) --python $(RIVALS)/bin/python install --quiet --no-deps --editable .
+	@touch $@
+
+$(INTEGRATIONS)/%/.ready: tests/integrations/%.txt constraints.txt pyproject.toml | $(READY)
+	$(BIN)/python -m venv --without-pip $(INTEGRATIONS)/$*
+	$(PIP) --python $(INTEGRATIONS)/$*/bin/python install --quiet --constraint constraints.txt \
+		"$$(grep '^torch==' constraints.txt)"
+	$(PIP) --python $(INTEGRATIONS)/$*/bin/python install --quiet --constraint constraints.txt \
+		--requirement $< --editable '.[cloud,parity]' hypothesis packaging pytest pytest-timeout pytest-xdist "moto[server]" safetensors
 	@touch $@
 
 $(AZURITE)/.ready:

@@ -1,0 +1,375 @@
+"""Saves and resumes the Trainer of transformers, at every step and to the bit.
+
+``HoldfastTrainer`` is ready made; ``HoldfastMixin`` goes before any other Trainer. Both put four
+methods of the Trainer's loop around its own: where its counters are made, where its objects are
+ready, where an epoch begins, and where a step is whole: after logging and evaluation, so that
+neither is lost or done twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import NotFound, UsageError
+from holdfast.state.rng import Rng
+
+if TYPE_CHECKING:
+    from holdfast.restore.restore import Restored
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState, TrainerState
+except ImportError as error:
+    raise UsageError(
+        "holdfast.integrations.transformers needs transformers, which cannot be imported "
+        f"({error}): pip install 'holdfast[transformers]'"
+    ) from error
+
+#: The methods of a Trainer's loop that the mixin goes around; those before 5.0 have other ones.
+_NEEDED = {
+    "_init_training_state": {"max_steps", "num_update_steps_per_epoch"},
+    "_prepare_for_training": {"max_steps", "train_dataloader"},
+    "_run_epoch": {"epoch", "num_update_steps_per_epoch", "resume_from_checkpoint"},
+    "_maybe_log_save_evaluate": {"tr_loss"},
+    "_load_rng_state": {"checkpoint"},
+}
+#: The keys of the state that are the adapter's.
+_KEYS = ("trainer", "model", "optimizer", "scheduler", "scaler", "rng")
+_RESUMED = "holdfast"
+#: What a user may say of a root and a generation in it: ``runs/x@1-39``.
+_AT = "@"
+
+
+class HoldfastMixin:
+    """Goes before a Trainer: ``class MyTrainer(HoldfastMixin, SFTTrainer)``.
+
+    ``holdfast``: the root, as for ``Checkpointer``. ``holdfast_options``: other arguments of
+    ``Checkpointer``, by name. ``state``: more objects and values to be kept, by key.
+
+    ``train()`` goes on from the newest generation that the root or memory has; with
+    ``resume_from_checkpoint="ROOT@1-39"`` from that one. Steps count as the Trainer counts, from 1.
+    """
+
+    checkpointer: Checkpointer | None = None
+    """The Checkpointer of the ``train()`` under way, and of the last one."""
+
+    # Of the Trainer behind this class.
+    args: Any
+    state: Any
+    control: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    add_callback: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        holdfast: str,
+        holdfast_options: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_version(type(self))
+        taken = sorted(set(_KEYS) & set(state or {}))
+        if taken:
+            raise UsageError(
+                f"state= has the keys {', '.join(taken)}, which are the Trainer's own: "
+                "choose other names"
+            )
+        super().__init__(*args, **kwargs)
+        if self.args.auto_find_batch_size:
+            raise UsageError(
+                "auto_find_batch_size begins again with another batch size in the middle of a "
+                "run, so that no step of it can be resumed: find the size first, and set "
+                "per_device_train_batch_size"
+            )
+        self._hf_root, self._hf_options = str(holdfast), dict(holdfast_options or {})
+        self._hf_more = dict(state or {})
+        self._hf_loop = _Loop(self)
+        self._hf_restored: Restored | None = None
+        self._hf_wanted: str | None = None
+        self.add_callback(_Begin(self))
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train, from where the root says; see ``Trainer.train``.
+
+        ``resume_from_checkpoint``: a generation of the root, as ``ROOT@1-39``; True: raise NotFound
+        if the root has none; the directory of a checkpoint of the Trainer's own: begin there if
+        the root has none.
+        """
+        resume = resume_from_checkpoint
+        text = resume if isinstance(resume, str) else ""
+        own_root, _, generation = text.rpartition(_AT)
+        is_ours = resume == self._hf_root or own_root == self._hf_root
+        self._hf_wanted = generation if is_ours and own_root else None
+        self._hf_must = resume is True or is_ours
+        self._hf_restored = None
+        foreign = text if text and not is_ours else None
+        try:
+            found = super().train(resume_from_checkpoint=foreign, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            if self.checkpointer is not None:
+                self.checkpointer.__exit__(*sys.exc_info())
+            raise
+        assert self.checkpointer is not None
+        self.checkpointer.close()
+        return found
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        begin = super()._init_training_state  # type: ignore[misc]
+        found: tuple[int, int] = begin(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        loop = self._hf_loop
+        loop.begin(num_update_steps_per_epoch, *found)
+        self._hf_state: dict[str, Any] = {"trainer": loop}
+        self.checkpointer = Checkpointer(self._hf_root, self._hf_state, **self._hf_options)
+        restored = self.checkpointer.restore(self._hf_wanted, only=["trainer"])
+        if restored is None:
+            if self._hf_must and resume_from_checkpoint is None:
+                raise NotFound(
+                    f"resume_from_checkpoint asks for a checkpoint, and {self._hf_root} has none: "
+                    "leave it out to begin a run",
+                    root=self._hf_root,
+                )
+            return found
+        self._hf_restored = restored
+        loop.check_fits()
+        self.state.init_training_references(self, max_steps, num_train_epochs, trial)
+        return loop.place()
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        own = None if self._hf_restored is not None else resume_from_checkpoint
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, own)  # type: ignore[misc]
+        self._hf_state.update(
+            model=model,
+            optimizer=self.optimizer,
+            scheduler=getattr(self.lr_scheduler, "scheduler", self.lr_scheduler),
+            rng=Rng(),
+            **self._hf_more,
+        )
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None:
+            self._hf_state["scaler"] = scaler
+        if self._hf_restored is not None:
+            assert self.checkpointer is not None
+            generation = f"{self._hf_restored.generation}"
+            self._hf_restored = self.checkpointer.restore(generation)
+        return model, loader
+
+    def _run_epoch(self, **given: Any) -> Any:
+        loop = self._hf_loop
+        loop.epoch = given["epoch"]
+        if self._hf_restored is not None:
+            given["resume_from_checkpoint"] = _RESUMED
+        return super()._run_epoch(**given)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint != _RESUMED:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif self._hf_restored is not None:
+            self._hf_restored.rewind()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        assert self.checkpointer is not None
+        loop = self._hf_loop
+        if loop.passes_step(self.state.global_step, self.control):
+            self.checkpointer.step(self.state.global_step)
+
+
+class _Loop:
+    """The Trainer's counters, the place in its loop, and the state of its callbacks."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.epoch = 0
+        self._updates_an_epoch = 1
+        self._first_step, self._updates_before = 0, 0
+        self._last_step = -1
+        self._saved: dict[str, Any] = {}
+        self._log: list[Any] = []
+        self._log_bytes = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self, updates_an_epoch: int, epoch: int, batches: int) -> None:
+        """Begins at this epoch, after so many batches of it."""
+        self.epoch, self._updates_an_epoch = epoch, updates_an_epoch
+        self._updates_before = batches // self._trainer.args.gradient_accumulation_steps
+        self._first_step = self._last_step = self._trainer.state.global_step
+        self._saved = {}
+
+    def passes_step(self, step: int, control: Any) -> bool:
+        """Notes a call at the end of a step or of an epoch; True when the step is whole.
+
+        The last step of an epoch is whole when the epoch is: the Trainer logs and evaluates then.
+        """
+        if step != self._last_step:
+            self._last_step = step
+            updates = self._updates()
+            is_over = updates >= self._updates_an_epoch
+            return not (is_over or control.should_epoch_stop or control.should_training_stop)
+        self.epoch, self._first_step, self._updates_before = self.epoch + 1, step, 0
+        return step > 0
+
+    def _updates(self) -> int:
+        step: int = self._trainer.state.global_step
+        return self._updates_before + step - self._first_step
+
+    def place(self) -> tuple[int, int]:
+        """Returns the epoch to go on with, and the batches of it that were trained on."""
+        trainer = self._trainer
+        if trainer.args.ignore_data_skip:
+            self._updates_before = 0
+            return self.epoch, 0
+        return self.epoch, self._updates_before * trainer.args.gradient_accumulation_steps
+
+    # ── as a part of the state ───────────────────────────────────────────────────────────────────
+
+    def _terms(self) -> dict[str, int]:
+        trainer = self._trainer
+        return {
+            "total batch size": trainer.get_total_train_batch_size(trainer.args),
+            "updates an epoch": self._updates_an_epoch,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as plain values, and the log as one tensor."""
+        trainer = self._trainer
+        plain = {
+            field.name: getattr(trainer.state, field.name)
+            for field in dataclasses.fields(trainer.state)
+            if field.name not in ("log_history", "stateful_callbacks")
+        }
+        if trainer.state.log_history != self._log:
+            self._log = list(trainer.state.log_history)
+            text = json.dumps(self._log).encode()
+            self._log_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        loss = getattr(trainer, "_tr_loss", None)
+        return {
+            "state": plain,
+            "callbacks": _callback_states(trainer),
+            "log": self._log_bytes,
+            "epoch": self.epoch,
+            "updates": self._updates(),
+            "terms": self._terms(),
+            "loss": torch.zeros(()) if loss is None else loss.detach(),
+            "losses_before": getattr(trainer, "_total_loss_scalar", 0.0),
+            "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
+            "first_step": getattr(trainer, "_initial_global_step", 0),
+            "first_tokens": getattr(trainer, "_initial_num_input_tokens_seen", 0),
+            "flos": getattr(trainer, "current_flos", 0.0),
+        }
+
+    def load_state_dict(self, found: Mapping[str, Any]) -> None:
+        """Takes up counters and place; ``resume`` sets what the loop makes anew."""
+        trainer = self._trainer
+        self._saved = dict(found)
+        history = json.loads(bytes(found["log"].tolist()) or b"[]")
+        trainer.state = TrainerState(**found["state"], log_history=history)
+        _set_callback_states(trainer, found["callbacks"])
+        self.epoch, self._updates_before = found["epoch"], found["updates"]
+        self._first_step = self._last_step = trainer.state.global_step
+
+    def check_fits(self) -> None:
+        """Raises UsageError where the place in the data would be another one."""
+        then, now = self._saved["terms"], self._terms()
+        others = [
+            f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]
+        ]
+        if others and self._updates_before and not self._trainer.args.ignore_data_skip:
+            raise UsageError(
+                f"the run was saved in the middle of an epoch with {'; '.join(others)}: its place "
+                "in the data cannot be found. Use the same batch size, accumulation and data, or "
+                "ignore_data_skip=True to begin the epoch again"
+            )
+
+    def resume(self) -> None:
+        """Sets what the Trainer makes anew at the begin of its loop."""
+        if not self._saved:
+            return
+        trainer, saved = self._trainer, self._saved
+        trainer._tr_loss = saved["loss"].to(trainer.args.device).clone()
+        trainer._total_loss_scalar = saved["losses_before"]
+        trainer._globalstep_last_logged = saved["last_logged"]
+        trainer._initial_global_step = saved["first_step"]
+        trainer._initial_num_input_tokens_seen = saved["first_tokens"]
+        trainer.current_flos = saved["flos"]
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    return [one for one in callbacks if isinstance(one, ExportableState)]
+
+
+def _callback_states(trainer: Any) -> list[list[Any]]:
+    """Returns the attributes of callbacks that have a state, and of the control, by class."""
+    return [[type(one).__name__, one.state().get("attributes", {})] for one in _exportable(trainer)]
+
+
+def _set_callback_states(trainer: Any, found: list[list[Any]]) -> None:
+    """Gives callbacks their attributes again: those of one class in their order."""
+    waiting = list(_exportable(trainer))
+    for kind, attributes in found:
+        one = next((each for each in waiting if type(each).__name__ == kind), None)
+        if one is not None:
+            waiting.remove(one)
+            for name, value in attributes.items():
+                setattr(one, name, value)
+
+
+class _Begin(TrainerCallback):  # type: ignore[misc]
+    """Called when the Trainer has made its counters anew."""
+
+    def __init__(self, trainer: HoldfastMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._hf_loop.resume()
+
+
+def _check_version(kind: type) -> None:
+    """Raises UsageError for a Trainer without the methods that the mixin goes around."""
+    import transformers
+
+    lacking = []
+    for name, needed in _NEEDED.items():
+        method = _below(kind, name)
+        if method is None or not needed <= set(inspect.signature(method).parameters):
+            lacking.append(name)
+    if lacking:
+        raise UsageError(
+            f"{kind.__qualname__} of transformers {transformers.__version__} has no "
+            f"{', '.join(lacking)} as Holdfast knows it: put HoldfastMixin before a Trainer of "
+            "transformers 5.23 or later, `class MyTrainer(HoldfastMixin, Trainer)`"
+        )
+
+
+def _below(kind: type, name: str) -> Any:
+    """Returns the method of the first class behind the mixin that has it."""
+    order = kind.__mro__
+    behind = order[order.index(HoldfastMixin) + 1 :]
+    return next((vars(one)[name] for one in behind if name in vars(one)), None)
+
+
+class HoldfastTrainer(HoldfastMixin, Trainer):  # type: ignore[misc]
+    """The Trainer of transformers with a Checkpointer in it; see ``HoldfastMixin``."""

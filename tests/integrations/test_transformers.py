@@ -1,0 +1,217 @@
+"""The Trainer of transformers in real processes: killed anywhere, what it says is what an unbroken
+run says, to the bit. Without transformers, which `make integrations` installs, these are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.observe.report_builder import read_report
+
+HAS_IT = importlib.util.find_spec("transformers") is not None
+needs_it = pytest.mark.skipif(not HAS_IT, reason="needs transformers: make integrations")
+RUN = Path(__file__).with_name("trainer_run.py")
+PLACES = ("begin", "end", "log", "evaluate", "epoch begin", "epoch end")
+#: 60 samples, 8 an update: 8 updates an epoch, 24 in all, logged every third.
+STEPS = {"log": (3, 9, 24), "evaluate": (8, 16, 24), "epoch begin": (8, 16), "epoch end": (8, 24)}
+SETTINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def run(
+    root: Path,
+    step: int = -1,
+    place: str = "none",
+    *,
+    ranks: int = 1,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(RUN), str(root), str(step), place, json.dumps(options)]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1"]
+        meeting = ["--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command[1:1] = [*launcher, *meeting]
+    env = os.environ | SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+
+
+def said(root: Path) -> list[str]:
+    return Path(f"{root}.log").read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("unbroken") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_ARENA_DIR", str(root.parent))
+        done = run(root)
+    assert done.returncode == 0, done.stderr
+    return said(root)
+
+
+def killed_and_resumed(root: Path, step: int, place: str, **options: Any) -> list[str]:
+    done = run(root, step, place, **options)
+    if options.get("ranks", 1) == 1:
+        assert done.returncode == -9, done.stderr
+        done = run(root, step, place, **options)
+    assert done.returncode == 0, done.stderr
+    return said(root)
+
+
+def check_same(found: list[str], unbroken: list[str]) -> None:
+    """What was said twice was said alike; nothing is said that an unbroken run does not say."""
+    assert [line for line in unbroken if line not in found] == []
+    assert [line for line in found if line not in unbroken] == []
+
+
+@needs_it
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_trainer_goes_on_as_if_nothing_had_been(
+    place: str, tmp_path: Path, unbroken: list[str]
+) -> None:
+    chance = random.Random(place)
+    for step in STEPS.get(place, (1, chance.randrange(2, 24), 24)):
+        root = tmp_path / f"run-{step}"
+        check_same(killed_and_resumed(root, step, place), unbroken)
+        starts = read_report(root).starts
+        assert len(starts) == 2 and (starts[1].lost_steps or 0) <= 1
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_from_storage_when_shared_memory_is_gone(
+    tmp_path: Path, arena_dir: Path, unbroken: list[str]
+) -> None:
+    root = tmp_path / "run"
+    assert run(root, 13, "end").returncode == -9
+    for left in arena_dir.iterdir():
+        shutil.rmtree(left)
+    done = run(root, 13, "end")
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
+    assert {source for each in read_report(root).restores for source in each.sources} == {"storage"}
+
+
+@needs_it
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_ranks_that_torchrun_starts_again(sharding: str, tmp_path: Path) -> None:
+    fsdp = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}} if sharding == "fsdp2" else {}
+    whole = run(tmp_path / "whole", ranks=2, args=fsdp)
+    assert whole.returncode == 0, whole.stderr
+    for step, place in ((7, "end"), (4, "epoch begin")):
+        found = killed_and_resumed(tmp_path / f"run-{step}", step, place, ranks=2, args=fsdp)
+        check_same(found, said(tmp_path / "whole"))
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_workers_and_steps_that_end_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    args = {"dataloader_num_workers": 2, "max_steps": 13}
+    whole = run(tmp_path / "whole", args=args)
+    assert whole.returncode == 0, whole.stderr
+    check_same(killed_and_resumed(tmp_path / "run", 10, "end", args=args), said(tmp_path / "whole"))
+    again = run(tmp_path / "run", args=args)
+    assert again.returncode == 0, "a run that is over is over"
+    assert said(tmp_path / "run")[-1] == said(tmp_path / "whole")[-1]
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_another_batch_size_in_the_middle_of_an_epoch_is_refused_by_name(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert run(root, 11, "end").returncode == -9
+    smaller = {"per_device_train_batch_size": 2}
+    refused = run(root, args=smaller)
+    assert refused.returncode != 0
+    assert "total batch size 8, now 4" in refused.stderr
+    assert "ignore_data_skip=True" in refused.stderr
+    taken = run(root, args=smaller | {"ignore_data_skip": True})
+    assert taken.returncode == 0, taken.stderr
+    same_total = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    root = tmp_path / "same"
+    assert run(root, 11, "end").returncode == -9
+    assert run(root, args=same_total).returncode == 0
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_the_words_of_resume_from_checkpoint(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    empty = run(root, resume=True)
+    assert empty.returncode != 0 and "has none" in empty.stderr
+    assert run(root, 13, "end", resume=None).returncode == -9
+    number = read_report(root).starts[-1].incarnation
+    done = run(root, resume=f"{root}@{number}-10")
+    assert done.returncode == 0, done.stderr
+    assert read_report(root).restores[-1].step == 10
+    check_same(said(root), unbroken)
+    unknown = run(root, resume=f"{root}@{number}-7")
+    assert unknown.returncode != 0 and "NotFound" in unknown.stderr
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_a_run_begins_at_a_checkpoint_of_the_trainer_and_then_goes_on_from_its_own(
+    tmp_path: Path,
+) -> None:
+    """What the Trainer makes of its own checkpoint is its affair: two runs make the same of it."""
+    first = run(tmp_path / "first", args={"save_strategy": "steps", "save_steps": 8})
+    assert first.returncode == 0, first.stderr
+    begin = str(tmp_path / "first-hf" / "checkpoint-8")
+    assert run(tmp_path / "whole", resume=begin).returncode == 0
+    check_same(
+        killed_and_resumed(tmp_path / "run", 13, "end", resume=begin), said(tmp_path / "whole")
+    )
+    assert read_report(tmp_path / "run").restores[0].step in (12, 13)
+    assert said(tmp_path / "whole")[0].startswith("0: step 9 ")
+
+
+@needs_it
+def test_mistakes_are_named() -> None:
+    from transformers import PretrainedConfig, Trainer
+
+    from holdfast.errors import UsageError
+    from holdfast.integrations.transformers import HoldfastMixin, HoldfastTrainer
+
+    assert PretrainedConfig is not None
+    with pytest.raises(UsageError, match="state= has the keys model, rng"):
+        HoldfastTrainer(holdfast="runs/x", state={"rng": 1, "model": 2, "mine": 3})
+
+    class Old(HoldfastMixin):
+        def _run_epoch(self, **given: Any) -> None: ...
+
+    with pytest.raises(UsageError, match=r"has no .*_run_epoch.* put HoldfastMixin before"):
+        Old(holdfast="runs/x")
+
+    class Behind(Trainer, HoldfastMixin):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(TypeError):
+        Behind(holdfast="runs/x")
+
+
+@pytest.mark.skipif(HAS_IT, reason="transformers is there")
+def test_without_transformers_the_error_says_what_to_install() -> None:
+    code = "import holdfast.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "UsageError" in done.stderr and "pip install 'holdfast[transformers]'" in done.stderr
+
+
+def test_the_package_itself_imports_no_other_library() -> None:
+    code = (
+        "import sys, holdfast, holdfast.integrations; "
+        "print([n for n in ('transformers', 'accelerate', 'torch') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

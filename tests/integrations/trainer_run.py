@@ -1,0 +1,137 @@
+"""Trains a small GPT-2 by the Trainer, writes down what it sees, and is killed once at a place.
+
+usage: trainer_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_transformers.py``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import holdfast
+from holdfast.integrations.transformers import HoldfastTrainer
+
+ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+TIMED = ("runtime", "per_second")
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 50, (16,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def note(line: str) -> None:
+    with Path(f"{ROOT}.log").open("a") as file:
+        file.write(f"{line}\n")
+
+
+def untimed(logs: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in logs.items() if not any(t in name for t in TIMED)}
+
+
+class Witness(TrainerCallback):  # type: ignore[misc]
+    """Every rank notes, and one is killed: the others lose it in the next collective."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+
+    def _pass(self, place: str, step: int) -> None:
+        died = Path(f"{ROOT}.died")
+        if (place, step, self.rank) == (PLACE, STEP, 0) and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pass("begin", state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        whole = (
+            p.full_tensor() if hasattr(p, "full_tensor") else p
+            for p in kwargs["model"].parameters()
+        )
+        data = b"".join(tensor.detach().numpy().tobytes() for tensor in whole)
+        rate = kwargs["lr_scheduler"].get_last_lr()[0]
+        digest = hashlib.sha256(data).hexdigest()[:12]
+        note(f"{self.rank}: step {state.global_step} {digest} {rate!r} {state.epoch!r}")
+        self._pass("end", state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        note(f"{self.rank}: log {state.global_step} {json.dumps(untimed(logs))}")
+        self._pass("log", state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pass("evaluate", state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pass("epoch begin", state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pass("epoch end", state.global_step)
+
+
+def main() -> None:
+    set_seed(0)
+    config = GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        vocab_size=50,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 3,
+        "logging_steps": 3,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "warmup_steps": 3,
+        "learning_rate": 1e-3,
+    }
+    trainer = HoldfastTrainer(
+        model=GPT2LMHeadModel(config),
+        args=TrainingArguments(
+            output_dir=f"{ROOT}-hf",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            **(settings | OPTIONS.get("args", {})),
+        ),
+        train_dataset=Tokens(60),
+        eval_dataset=Tokens(8),
+        callbacks=[Witness()],
+        holdfast=ROOT,
+        holdfast_options={"storage": holdfast.Every(steps=OPTIONS.get("durable", 5))},
+    )
+    out = trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
+    history = [untimed(logs) for logs in trainer.state.log_history]
+    note(f"end {out.global_step} {out.training_loss!r} {json.dumps(history)}")
+
+
+if __name__ == "__main__":
+    main()
