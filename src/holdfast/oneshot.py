@@ -83,11 +83,41 @@ def save(
     refuse_rank_without_group()
     store, world = open_store(path), current_world(timeout_s=timeout_s)
     rest = Rest(timeout_s)
+
+    def describe() -> tuple[Description, bytes]:
+        if not isinstance(state, dict) or not state:
+            raise UsageError("the state is a dict from names to objects, and not empty")
+        check_rules("rules", rules)
+        describer = Describer(state, world.rank, world.size, rules=rules)
+        usage = describer.usage()
+        return describer.describe(), usage
+
+    try:
+        save_described(store, world, describe, step, timeout_s=timeout_s, check=rest.check)
+    finally:
+        world.close()
+
+
+def save_described(
+    store: Store,
+    world: World,
+    describe: Callable[[], tuple[Description, bytes]],
+    step: int,
+    *,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+    published: Callable[[Generation], None] = lambda _: None,
+) -> Generation:
+    """Store what ``describe`` describes on each rank, durable on return; all ranks call it.
+
+    ``describe``: also returns which rules it used. ``check``: called when this rank's image is
+    written; what it raises ends the save. ``published``: called on rank 0 under the root's lock.
+    """
     lock: list[Lock] = []
     is_publishing = False
     try:
         described, layout, begun = _agree_layout(
-            world, state, rules, timeout_s, lambda: _begin(world, store, step, lock)
+            world, describe, timeout_s, lambda: _begin(world, store, step, lock)
         )
         incarnation = msgspec.json.decode(begun, type=Incarnation)
         attempt = incarnation.nonce[:8]
@@ -96,7 +126,7 @@ def save(
         def write() -> tuple[bytes]:
             _require_same_root(world, store, incarnation.run_id)
             ref = _write_image(world, store, described, layout, incarnation, generation, attempt)
-            rest.check()
+            check()
             return (msgspec.json.encode(ref),)
 
         def publish(columns: Sequence[Sequence[Said]]) -> bytes:
@@ -111,6 +141,7 @@ def save(
             commit.record_incarnation(store, incarnation)
             commit.write_layout(store, layout.hash, layout.to_json())
             commit.publish(store, _manifest_of(incarnation, step, layout, images, described))
+            published(generation)
             return b""
 
         try:
@@ -122,10 +153,10 @@ def save(
                 # Before the lock is released; what another rank still writes stays.
                 _clear(store, generation, attempt)
             raise
+        return generation
     finally:
         for held in lock:
             held.release()
-        world.close()
 
 
 def _manifest_of(
@@ -201,7 +232,10 @@ def _clear(store: Store, generation: Generation, attempt: str) -> None:
 
 
 def _agree_layout(
-    world: World, state: State, rules: Rules | None, timeout_s: float, begin: Callable[[], bytes]
+    world: World,
+    describe_state: Callable[[], tuple[Description, bytes]],
+    timeout_s: float,
+    begin: Callable[[], bytes],
 ) -> tuple[Description, Layout, bytes]:
     """Returns this rank's leaves, and all ranks' together. One rank's error is raised on all.
 
@@ -211,13 +245,9 @@ def _agree_layout(
     layouts: list[Layout] = []
 
     def describe() -> tuple[bytes, bytes]:
-        if not isinstance(state, dict) or not state:
-            raise UsageError("the state is a dict from names to objects, and not empty")
-        check_rules("rules", rules)
-        describer = Describer(state, world.rank, world.size, rules=rules)
-        usage = describer.usage()
-        described.append(describer.describe())
-        return described[0].table, usage
+        found, usage = describe_state()
+        described.append(found)
+        return found.table, usage
 
     def begin_if_agreed(columns: Sequence[Sequence[Said]]) -> bytes:
         try:
