@@ -75,7 +75,7 @@ class Reader(StorageReader):
             _, step = root_and_step(checkpoint_id, self.root)
             self.step = self.step if step is None else step
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """See torch: what DCP would have written, from the manifest, the layout and the values."""
         self._close()
         reader = self._reader = CheckpointReader(open_source(self.root), self.step)

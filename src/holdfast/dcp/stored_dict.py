@@ -47,6 +47,8 @@ class StoredDict:
         self._aliases = dict(reader.aliases)
         self._optimizers: dict[str, StoredOptimizer] = {}
         self._values: dict[Path, Any] = {}
+        self._whole: dict[str, Any] = {}
+        """Values by key, for state dicts that are not flattened."""
         found = [_Reading(document["shared"]) for document in documents]
         self._referred = {name for one in found for name in one.referred}
         self._free = [name for name in reader.leaves if name not in self._referred]
@@ -63,7 +65,8 @@ class StoredDict:
             elif any(name.startswith(f"{key}.") for name in self._free):  # a module's extra state
                 self._add_extra(key, read.value(encoded))
             else:
-                self._flatten((key,), read.value(encoded))
+                value = self._whole[key] = read.value(encoded)
+                self._flatten((key,), value)
 
     def _add_extra(self, key: str, parts: Any) -> None:
         for prefix, value in parts.items() if isinstance(parts, dict) else ():
@@ -121,6 +124,8 @@ class StoredDict:
                     found = optimizer.find(rest, is_numbered=numbered)
                     if found:
                         return found
+        if name in self._whole:
+            return (self._whole[name],)
         for other in (f"{MODEL}.{name}", name.removeprefix(f"{MODEL}.")):
             if other in self.items:
                 return (self.items[other][1],)
