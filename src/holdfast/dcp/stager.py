@@ -6,6 +6,7 @@ in its place is a note of the save: they wait until the keeper has published it.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import uuid
@@ -23,7 +24,7 @@ from holdfast.dcp.dcp_writer import Writer
 from holdfast.dcp.forms import form_of
 from holdfast.dcp.plan_state import RankPart, describe_part, items_of
 from holdfast.dcp.staged_saves import STAGED, StagedSave, add, sessions
-from holdfast.errors import HoldfastError, SnapshotSkipped, UsageError
+from holdfast.errors import HoldfastError, PersistFailed, SnapshotSkipped, UsageError
 from holdfast.format.manifest import Generation
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
@@ -210,6 +211,7 @@ class _Session:
     def close(self) -> None:
         try:
             self._saver.end_capture(timeout_s=self._timeout_s)
-            self._saver.close(timeout_s=self._timeout_s, say_goodbye=True)
+            with contextlib.suppress(PersistFailed):  # each save's future tells of its own
+                self._saver.close(timeout_s=self._timeout_s, say_goodbye=True)
         finally:
             self._world.close()
