@@ -48,6 +48,7 @@ from holdfast.state.saved_values import group_names
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
+from holdfast.storage.direct import aligned_memory
 from holdfast.storage.open import open_store
 from holdfast.transport.wire.rank_tree import Said, by_rank
 from holdfast.world import World, all_said_or_raise, current_world, refuse_rank_without_group
@@ -305,7 +306,7 @@ def _write_image(
     id_ = AttemptId(incarnation.n, generation.step, attempt, world.size, layout.hash)
     metadata = id_.image_metadata(incarnation.run_id, world.rank)
     image = fill_in(plan.image, metadata, len(described.values))
-    memory = memoryview(bytearray(image.size_bytes))
+    memory = memoryview(aligned_memory(image.size_bytes))  # written past the page cache
     stage(described.bindings.volatile)
     path = image_path(generation, attempt, world.rank)
     arrival = Arrival()
