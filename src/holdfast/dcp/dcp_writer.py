@@ -34,7 +34,7 @@ from holdfast.policy.when import Keep
 from holdfast.restore.reading.stored import catalogue_of
 from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store
-from holdfast.world import TorchWorld, World
+from holdfast.world import TorchWorld, World, refuse_rank_without_group
 
 
 class _Ticket(NamedTuple):
@@ -106,6 +106,7 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch."""
+        refuse_rank_without_group()
         if kwargs.get("use_collectives") is False:
             raise UsageError(
                 "use_collectives=False: the ranks of a checkpoint agree on what each writes; "
