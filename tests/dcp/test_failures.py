@@ -182,6 +182,15 @@ def test_a_planner_that_caches_its_plan_is_refused_by_name(tmp_path: Path) -> No
         way.save({"w": torch.ones(2)}, 2, planner=DefaultSavePlanner(enable_plan_caching=True))
 
 
+def test_a_rank_without_a_group_is_refused_not_saved_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CheckpointException, match="call init_process_group"):
+        Way("holdfast", tmp_path).save({"w": torch.ones(2)}, 1)
+
+
 def test_wrong_arguments_have_one_clear_error(tmp_path: Path) -> None:
     Writer, Reader, Stager = holdfast.dcp.Writer, holdfast.dcp.Reader, holdfast.dcp.Stager
     for wrong in (lambda: Writer(7), lambda: Reader(""), lambda: Stager(tmp_path)):  # type: ignore[arg-type]

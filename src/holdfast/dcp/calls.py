@@ -66,7 +66,9 @@ def async_save(
     """Save a state dict as ``dcp.async_save`` does: a copy of it, behind the training.
 
     ``async_checkpointer_type``: what writes, a thread or a process. ``async_stager``: what copies;
-    a ``Stager`` copies into shared memory, from which the keeper writes. Others: as for ``save``.
+    a ``Stager`` copies into shared memory, from which the keeper writes. ``state_dict``,
+    ``checkpoint_id``, ``storage_writer``, ``planner``, ``process_group``, ``no_dist``,
+    ``use_collectives``: as for ``save``.
 
     The state dict may be changed when it returns. The future is done when the checkpoint is
     durable, and raises what ``save`` would.

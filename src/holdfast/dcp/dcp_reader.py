@@ -65,11 +65,17 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See torch: always False, because torch would have to choose between two formats."""
+        """See torch: always False, because torch would have to choose between two formats.
+
+        ``checkpoint_id``: a path.
+        """
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step of the next load from the number that ``checkpoint_id`` ends with."""
+        """Take the step of the next load from an id.
+
+        ``checkpoint_id``: a text that ends with the number; None changes nothing.
+        """
         self._close()
         if checkpoint_id is not None:
             _, step = root_and_step(checkpoint_id, self.root)
@@ -87,15 +93,24 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """See torch."""
+        """See torch, which calls it.
+
+        ``metadata``, ``is_coordinator``, ``args``, ``kwargs``: as torch gives them.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """See torch: every rank tells which checkpoint it reads."""
+        """See torch, which calls it: every rank tells which checkpoint it reads.
+
+        ``plan``: what this rank wants.
+        """
         plan.storage_data = str(self._open().manifest.generation)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See torch. RestoreError when the ranks read different checkpoints."""
+        """See torch, which calls it. RestoreError when the ranks read different checkpoints.
+
+        ``plans``: what each rank wants.
+        """
         seen = sorted({str(plan.storage_data) for plan in plans})
         if len(seen) > 1:
             raise RestoreError(
@@ -105,7 +120,10 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See torch."""
+        """See torch, which calls it.
+
+        ``plan``: what this rank wants. ``planner``: gives the tensors to fill, and takes values.
+        """
         assert self._stored is not None
         try:
             numbered = {

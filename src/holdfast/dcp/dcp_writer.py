@@ -22,7 +22,7 @@ from holdfast.catalogue import is_root
 from holdfast.dcp.checkpoint_ids import root_and_step
 from holdfast.dcp.dcp_reader import Reader
 from holdfast.dcp.forms import DictForm, PlanItem, form_of
-from holdfast.dcp.plan_state import RankPart, describe_part, items_of
+from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
 from holdfast.dcp.staged_saves import STAGED, StagedSave, close_session, wait_durable
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
@@ -91,7 +91,10 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """See torch: always False, because a directory does not say by whom it is to be written."""
+        """See torch: always False, because a directory does not say by whom it is to be written.
+
+        ``checkpoint_id``: a path.
+        """
         return False
 
     def storage_meta(self) -> StorageMeta | None:
@@ -99,13 +102,19 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=self.root)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step of the next save from the number that ``checkpoint_id`` ends with."""
+        """Take the step of the next save from an id.
+
+        ``checkpoint_id``: a text that ends with the number; None changes nothing.
+        """
         if checkpoint_id is not None:
             _, step = root_and_step(checkpoint_id, self.root)
             self.step = self.step if step is None else step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See torch."""
+        """See torch, which calls it. UsageError for a rank without its group.
+
+        ``is_coordinator``, ``args``, ``kwargs``: as torch gives them.
+        """
         refuse_rank_without_group()
         if kwargs.get("use_collectives") is False:
             raise UsageError(
@@ -114,7 +123,10 @@ class Writer(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """See torch."""
+        """See torch, which calls it.
+
+        ``plan``: what this rank has.
+        """
         if not plan.usable:
             raise UsageError(
                 "the planner sends no plan because it has cached one (enable_plan_caching=True): "
@@ -127,7 +139,10 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: names the leaves, and tells each rank its place."""
+        """See torch, which calls it on rank 0: names the leaves, and tells each rank its place.
+
+        ``plans``: what each rank writes.
+        """
         from dataclasses import replace
 
         items = dict(self._own_items)
@@ -151,7 +166,10 @@ class Writer(StorageWriter):
         return max((one.step for one in found.lineage), default=-1) + 1
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """See torch: everything is durable, and published, when it returns."""
+        """See torch, which calls it: everything is durable, and published, when it returns.
+
+        ``plan``: what this rank writes. ``planner``: gives the tensors and values.
+        """
         ticket = plan.storage_data
         if not isinstance(ticket, _Ticket):
             raise UsageError("the planner leaves out storage_data of a plan: hand it on")
@@ -159,7 +177,7 @@ class Writer(StorageWriter):
             return self._wait_staged(self._staged, planner)
         close_session(self.root)
         items = self._own_items | items_of(plan)
-        part = RankPart(
+        part = PlannedPart(
             plan,
             self._own_values,
             {name: item.path for name, item in items.items()},
@@ -209,7 +227,11 @@ class Writer(StorageWriter):
             emit(Warned(message=f"older checkpoints in {store.url} were not pruned: {error}"))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See torch. The manifest is published by then; what was staged is described by it."""
+        """See torch, which calls it on rank 0. The manifest is published by then.
+
+        ``metadata``: of the checkpoint; of what was staged they are filled in. ``results``: of all
+        ranks.
+        """
         if self._staged is not None:
             with contextlib.suppress(HoldfastError):
                 found = Reader(self.root, step=self._staged_step).read_metadata()

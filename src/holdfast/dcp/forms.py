@@ -265,23 +265,23 @@ def _encode_optimizer(key: str, found: _Optimizer, tensor: codec.FindTensor) -> 
 
 def nest(items: Mapping[Path, Any]) -> dict[Any, Any]:
     """The nested dictionary of items by path; numbers from 0 on are the places of a list."""
-    top: _Branch = _Branch()
+    top: _FlattenedBranch = _FlattenedBranch()
     for path, value in items.items():
         at = top
         for key in path[:-1]:
-            at = at.setdefault(key, _Branch())
-            if not isinstance(at, _Branch):
+            at = at.setdefault(key, _FlattenedBranch())
+            if not isinstance(at, _FlattenedBranch):
                 raise UsageError(f"{joined(path)!r:.200} of the state dict lies inside of a value")
         at[path[-1]] = value
     return {key: _closed(value) for key, value in top.items()}
 
 
-class _Branch(dict[Any, Any]):
+class _FlattenedBranch(dict[Any, Any]):
     """A dictionary or list that was flattened."""
 
 
 def _closed(value: Any) -> Any:
-    if not isinstance(value, _Branch):
+    if not isinstance(value, _FlattenedBranch):
         return value
     if value and set(value) == set(range(len(value))):
         return [_closed(value[number]) for number in range(len(value))]

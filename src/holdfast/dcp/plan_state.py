@@ -46,7 +46,7 @@ def items_of(plan: SavePlan) -> dict[str, PlanItem]:
     return found
 
 
-class RankPart(NamedTuple):
+class PlannedPart(NamedTuple):
     """One rank's part of a save: what it writes by ``plan``, and the values it has by ``values``.
 
     A value that all ranks have is in one final plan and in all images.
@@ -61,7 +61,7 @@ class RankPart(NamedTuple):
 
 
 def describe_part(
-    part: RankPart, planner: SavePlanner, staging: dict[str, torch.Tensor] | None = None
+    part: PlannedPart, planner: SavePlanner, staging: dict[str, torch.Tensor] | None = None
 ) -> Description:
     """Describe the leaves and values of one rank. UnsupportedState names what cannot be stored.
 

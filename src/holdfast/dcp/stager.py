@@ -22,7 +22,7 @@ from holdfast.capture.handles import SaveHandle
 from holdfast.capture.save_turns import StepBegan
 from holdfast.dcp.dcp_writer import Writer
 from holdfast.dcp.forms import form_of
-from holdfast.dcp.plan_state import RankPart, describe_part, items_of
+from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
 from holdfast.dcp.staged_saves import STAGED, StagedSave, add, sessions
 from holdfast.errors import HoldfastError, PersistFailed, SnapshotSkipped, UsageError
 from holdfast.format.manifest import Generation
@@ -63,6 +63,8 @@ class Stager(AsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state dict, which may change when this returns; what stands for it is returned.
+
+        ``state_dict``: what is saved.
 
         UsageError without a new step. Any other error is raised by the future of the save.
         """
@@ -132,7 +134,7 @@ class _StateDictDescriber(Describer):
         items = items_of(plan)
         form = form_of(items, is_apart=self.world > 1)
         paths = {name: item.path for name, item in items.items()}
-        part = RankPart(plan, (), paths, form, self.rank, self.world)
+        part = PlannedPart(plan, (), paths, form, self.rank, self.world)
         found = describe_part(part, planner, self._memory)
         last = self._described
         if last is not None and _are_alike(last, found):

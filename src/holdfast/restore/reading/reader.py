@@ -136,7 +136,10 @@ class CheckpointReader:
         return read_values(self._checkpoint, rank)
 
     def read_into(self, wants: Sequence[Want], destinations: Mapping[int, Destination]) -> int:
-        """Fill carrier arrays by the key of each want, verified; returns the bytes read.
+        """Read boxes of leaves into memory, verified; returns the bytes read.
+
+        ``wants``: a ``Want`` for each box. ``destinations``: for the key of each, an array of its
+        shape, of integers of the elements' size.
 
         Nothing of them may be used before it returns, nor after an error.
         """
