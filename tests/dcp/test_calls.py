@@ -220,7 +220,7 @@ class Halving(DefaultSavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        found = super().resolve_data(write_item)
+        found: Any = super().resolve_data(write_item)
         is_value = write_item.type is WriteItemType.BYTE_IO
         return found if is_value else found.to(torch.float16)
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 
 import holdfast
 from holdfast.cli import main
-from holdfast.errors import NotFound, UsageError
+from holdfast.errors import NotFound, RestoreError, UsageError
 from support.checkpoints.dcp_ways import Way, differs, quietly
 from support.runs.launch import run_ranks
 from support.runs.mishaps import small_disk
@@ -119,7 +119,8 @@ class Lying(DefaultSavePlanner):
     """Gives other elements than it planned."""
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        return super().resolve_data(write_item)[1:]
+        found: Any = super().resolve_data(write_item)
+        return found[1:]
 
 
 class Raw(DefaultSavePlanner):
@@ -149,7 +150,8 @@ class Partial(DefaultSavePlanner):
         return dataclasses.replace(plan, items=found)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        return super().resolve_data(write_item)[:2]
+        found: Any = super().resolve_data(write_item)
+        return found[:2]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,19 @@ def test_a_planner_that_caches_its_plan_is_refused_by_name(tmp_path: Path) -> No
     way.save({"w": torch.ones(2)}, 1, planner=DefaultSavePlanner(enable_plan_caching=True))
     with pytest.raises(CheckpointException, match="enable_plan_caching"):
         way.save({"w": torch.ones(2)}, 2, planner=DefaultSavePlanner(enable_plan_caching=True))
+
+
+def test_ranks_that_see_different_checkpoints_load_none(tmp_path: Path) -> None:
+    way = Way("holdfast", tmp_path)
+    plans = []
+    for step in (1, 2):
+        way.save({"w": torch.ones(2)}, step)
+        reader = holdfast.dcp.Reader(tmp_path)
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    with pytest.raises(RestoreError, match=r"see different checkpoints.*1-1, 2-2"):
+        reader.prepare_global_plan(plans)
+    reader.reset()
 
 
 def test_a_rank_without_a_group_is_refused_not_saved_alone(

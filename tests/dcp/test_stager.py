@@ -176,7 +176,7 @@ def _on_two(rank: int, world: int, root: str) -> None:
         save(writer, stager, bad, 3).result()
     stager.close()
     way, other = Way("holdfast", root), 1 - rank
-    wanted = {
+    wanted: dict[str, Any] = {
         "model": {
             "w": distribute_tensor(torch.zeros(7, 5), mesh, [Shard(1)]),
             "r": torch.zeros(7, 5),
@@ -185,7 +185,7 @@ def _on_two(rank: int, world: int, root: str) -> None:
         "loader": {f"rank{other}": {"at": 0}},
     }
     way.load(wanted, 2)
-    assert torch.equal(wanted["model"]["w"].full_tensor(), whole * 2)  # type: ignore[attr-defined]
+    assert torch.equal(wanted["model"]["w"].full_tensor(), whole * 2)
     assert torch.equal(wanted["model"]["r"], whole + 2)
     assert torch.equal(wanted["model"]["b"], torch.full((3,), 2.0))
     assert wanted["loader"] == {f"rank{other}": {"at": other + 2}}
