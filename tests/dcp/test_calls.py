@@ -303,6 +303,31 @@ def test_tensors_at_the_top_stay_there_and_are_the_model(tmp_path: Path) -> None
     assert differs(nested, {"model": dict(weights)}) == []
 
 
+def test_keys_that_look_like_names_below_others_stay_apart(way: Way) -> None:
+    state = {
+        "net": {"x.w": torch.ones(3), "x._extra_state": {"k": 2}},
+        "net.x": 5,
+        "model.layer": {"w": torch.zeros(2)},
+        "optimizer.state": {"a": 1, "b": torch.tensor(2.0)},
+    }
+    way.save(state, 1)
+    assert differs(way.load(emptied(state), 1), state) == []
+
+
+def test_directories_that_dcp_wrote_are_read_through_the_reader_too(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "n": {"epoch": 3}}
+    Way("torch", tmp_path).save(state, 4)
+    other = get_state_dict(*trained(1))
+    found = {"model": other[0], "optimizer": other[1], "n": {"epoch": 0}}
+    quietly(dcp.load, found, storage_reader=holdfast.dcp.Reader(tmp_path / "step-4"))
+    assert differs(found, state) == []
+    found["n"]["epoch"] = 0
+    quietly(holdfast.dcp.load, found, checkpoint_id=tmp_path / "step-4")
+    assert differs(found, state) == []
+
+
 def test_metadata_describe_what_was_saved(way: Way) -> None:
     way.save({"a": torch.ones(3, 4, dtype=torch.float16), "n": {"x": 1}}, 1)
     found = way.reader(1).read_metadata()
@@ -365,6 +390,8 @@ def test_a_checkpoint_of_a_checkpointer_is_read_in_each_form(tmp_path: Path) -> 
     other_model, numbered = trained(1)
     found = way.load({"model": other_model.state_dict(), "optimizer": numbered.state_dict()}, 5)
     assert differs(found["optimizer"], optimizer.state_dict()) == []
+    bare_numbered = way.load(trained(1)[1].state_dict(), 5)
+    assert differs(bare_numbered, optimizer.state_dict()) == []
     bare = way.load(dict(get_state_dict(*trained(1))[1]), 5)
     assert differs(bare, dict(get_state_dict(model, optimizer)[1])) == []
 

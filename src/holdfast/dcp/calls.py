@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from holdfast.dcp.checkpoint_ids import root_and_step
 from holdfast.dcp.dcp_reader import Reader
 from holdfast.dcp.dcp_writer import Writer
 from holdfast.errors import UsageError
+from holdfast.interop.dcp import METADATA
 
 CheckpointId = str | os.PathLike[str]
 
@@ -97,9 +99,9 @@ def load(
 ) -> None:
     """Fill a state dict as ``dcp.load`` does, from a checkpoint of a root here.
 
-    ``checkpoint_id``: a root and a step, as ``runs/gpt/step-500``, or a root alone, of which the
-    newest is loaded. ``storage_reader``: a Reader, in its place. ``state_dict``, ``planner``,
-    ``process_group``, ``no_dist``: as for torch.
+    ``checkpoint_id``: a root and a step, as ``runs/gpt/step-500``; or a root alone, of which the
+    newest is loaded; or a directory that DCP itself wrote. ``storage_reader``: a Reader, in its
+    place. ``state_dict``, ``planner``, ``process_group``, ``no_dist``: as for torch.
 
     Raises what torch's call raises with a ``Reader``.
     """
@@ -128,7 +130,10 @@ def _writer(checkpoint_id: CheckpointId | None, writer: StorageWriter | None) ->
 
 def _reader(checkpoint_id: CheckpointId | None, reader: StorageReader | None) -> StorageReader:
     if reader is None:
-        root, step = root_and_step(_given(checkpoint_id, "storage_reader"))
+        given = _given(checkpoint_id, "storage_reader")
+        if Path(os.fsdecode(given), METADATA).is_file():  # a directory that DCP wrote
+            return Reader(given)
+        root, step = root_and_step(given)
         return Reader(root, step=step)
     if not isinstance(reader, Reader):
         raise UsageError(

@@ -126,9 +126,8 @@ class Reader(StorageReader):
         """
         assert self._stored is not None
         try:
-            numbered = {
-                key for item in plan.items if (key := self._stored.is_numbered(_name(item)))
-            }
+            prefixes = map(self._stored.numbered_prefix, map(_name, plan.items))
+            numbered = {prefix for prefix in prefixes if prefix is not None}
             loading = _Loading(self._open(), self._stored, planner, numbered)
             loading.load(plan.items)
         finally:
@@ -226,7 +225,7 @@ class _Loading:
 
     def _found(self, item: ReadItem) -> Any:
         name = _name(item)
-        numbered = any(name.startswith(f"{key}.") for key in self._numbered)
+        numbered = name.startswith(tuple(self._numbered))
         found = self._stored.find(name, numbered=numbered)
         if not found:
             raise NotFound(f"{self._reader.manifest.generation} has no {name!r}")

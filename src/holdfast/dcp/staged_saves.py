@@ -54,6 +54,7 @@ def add(save: StagedSave, handle: SaveHandle | None, error: HoldfastError | None
             part.rename(save.outcome)
         except OSError:  # the stager is closed: nobody waits any more
             return
+        _handles.pop(save.token, None)
 
     if error is not None:
         tell()

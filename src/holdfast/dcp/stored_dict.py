@@ -41,6 +41,7 @@ class StoredDict:
         self._reader = reader
         first = reader.document(0)
         self.form = _form_in(first)
+        self._has_form = FORM in first.get("own", {})
         world = reader.manifest.world
         ranks = range(world) if self.form.is_apart else range(1)
         documents = [first, *(reader.document(rank) for rank in ranks if rank)]
@@ -62,11 +63,17 @@ class StoredDict:
         for key, encoded in read.shared.items():
             if is_optimizer(encoded):
                 self._optimizers.setdefault(key, read.optimizer(encoded))
-            elif any(name.startswith(f"{key}.") for name in self._free):  # a module's extra state
+            elif self._is_module(key):
                 self._add_extra(key, read.value(encoded))
             else:
                 value = self._whole[key] = read.value(encoded)
                 self._flatten((key,), value)
+
+    def _is_module(self, key: str) -> bool:
+        """True if a value is the extra state of a module: keys of DCP may be called like leaves."""
+        if self._has_form:
+            return key in self.form.modules or (self.form.is_bare and key == MODEL)
+        return any(name.startswith(f"{key}.") for name in self._free)
 
     def _add_extra(self, key: str, parts: Any) -> None:
         for prefix, value in parts.items() if isinstance(parts, dict) else ():
@@ -131,11 +138,11 @@ class StoredDict:
                 return (self.items[other][1],)
         return ()
 
-    def is_numbered(self, name: str) -> str:
-        """The key of the optimizer that a name counts a parameter of; "" for none."""
-        head, _, rest = name.partition(".state.")
-        number = rest.partition(".")[0]
-        return head if number.isdecimal() and name not in self.items else ""
+    def numbered_prefix(self, name: str) -> str | None:
+        """What names of an optimizer begin with, if this one counts a parameter of it by number."""
+        head, found, rest = f".{name}".partition(".state.")
+        is_number = bool(found) and rest.partition(".")[0].isdecimal() and name not in self.items
+        return f"{head}.param_groups.".removeprefix(".") if is_number else None
 
     def _synonyms(self, key: str) -> Iterator[str]:
         if len(self._optimizers) == 1 and key in _OPTIMIZER_KEYS:
