@@ -320,7 +320,7 @@ def test_directories_that_dcp_wrote_are_read_through_the_reader_too(tmp_path: Pa
     state = {"model": weights, "optimizer": moments, "n": {"epoch": 3}}
     Way("torch", tmp_path).save(state, 4)
     other = get_state_dict(*trained(1))
-    found = {"model": other[0], "optimizer": other[1], "n": {"epoch": 0}}
+    found: dict[str, Any] = {"model": other[0], "optimizer": other[1], "n": {"epoch": 0}}
     quietly(dcp.load, found, storage_reader=holdfast.dcp.Reader(tmp_path / "step-4"))
     assert differs(found, state) == []
     found["n"]["epoch"] = 0
