@@ -64,6 +64,7 @@ USAGE = {
     "Shard": "holdfast.Shard((4, 8), offsets=(2, 0))",
     "SplitList": "holdfast.SplitList(tokens)",
     "__version__": "holdfast.__version__",
+    "dcp": "holdfast.dcp.Writer('runs/gpt', step=500)",
     "declare": "holdfast.declare(tensor, holdfast.Shard((4, 8), offsets=(2, 0)))",
     "events": "holdfast.events.CheckpointPublished",
     "load": "holdfast.load('runs/gpt', {'model': model}, only=['model.*'])",
@@ -108,6 +109,12 @@ USAGE = {
     "rules.turned": "rules.turned({'w': seen})",
     "rules.unique": "('experts.{e}', rules.unique)",
     "rules.unstack": "('experts', rules.unstack(0, 'experts.{n}'))",
+    "dcp.Reader": "dcp.Reader('runs/gpt', step=500)",
+    "dcp.Stager": "dcp.Stager(writer)",
+    "dcp.Writer": "dcp.Writer('runs/gpt', step=500)",
+    "dcp.async_save": "dcp.async_save(state_dict, checkpoint_id='runs/gpt/step-500')",
+    "dcp.load": "dcp.load(state_dict, checkpoint_id='runs/gpt')",
+    "dcp.save": "dcp.save(state_dict, checkpoint_id='runs/gpt/step-500')",
     "offload.HybridAdamW": "offload.HybridAdamW(model.parameters(), lr=3e-4, device_share=0.2)",
     "offload.HybridOptimizer": "offload.HybridOptimizer(params, {'lr': 1e-4}, kernel, options)",
     "offload.HybridSGD": "offload.HybridSGD(model.parameters(), lr=0.1, momentum=0.9)",
@@ -143,6 +150,12 @@ PAGES = {
         "Every name of `holdfast.offload`. "
         "The guide is "
         "[the optimizer's state in host memory](../guides/optimizer-in-host-memory.md).",
+    ),
+    "dcp.md": (
+        "holdfast.dcp",
+        "dcp.",
+        "Every name of `holdfast.dcp`, for code that calls `torch.distributed.checkpoint`: see "
+        "[checkpoints of other writers](../foreign-checkpoints.md).",
     ),
     "events.md": (
         "holdfast.events",

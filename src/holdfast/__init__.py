@@ -60,6 +60,7 @@ __all__ = [
     "UnsupportedState",
     "UsageError",
     "__version__",
+    "dcp",
     "declare",
     "events",
     "load",
@@ -74,7 +75,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import events, offload, rules
+    from . import dcp, events, offload, rules
     from .capture.handles import SaveHandle
     from .checkpointer import Checkpointer
     from .data.planning.order import SplitList
@@ -135,6 +136,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "SaveHandle": ".capture.handles",
         "Shard": ".state.mapped.shards",
         "SplitList": ".data.planning.order",
+        "dcp": ".dcp",
         "declare": ".state.mapped.shards",
         "events": ".events",
         "load": ".oneshot",
@@ -153,7 +155,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         if name not in __all__:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
         home = importlib.import_module(_HOME.get(name, ".errors"), __name__)
-        value = home if name in ("events", "offload", "rules") else getattr(home, name)
+        value = home if name in ("dcp", "events", "offload", "rules") else getattr(home, name)
         globals()[name] = value
         return value
 

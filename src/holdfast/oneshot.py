@@ -48,6 +48,7 @@ from holdfast.state.saved_values import group_names
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
+from holdfast.storage.direct import aligned_memory
 from holdfast.storage.open import open_store
 from holdfast.transport.wire.rank_tree import Said, by_rank
 from holdfast.world import World, all_said_or_raise, current_world, refuse_rank_without_group
@@ -83,11 +84,41 @@ def save(
     refuse_rank_without_group()
     store, world = open_store(path), current_world(timeout_s=timeout_s)
     rest = Rest(timeout_s)
+
+    def describe() -> tuple[Description, bytes]:
+        if not isinstance(state, dict) or not state:
+            raise UsageError("the state is a dict from names to objects, and not empty")
+        check_rules("rules", rules)
+        describer = Describer(state, world.rank, world.size, rules=rules)
+        usage = describer.usage()
+        return describer.describe(), usage
+
+    try:
+        save_described(store, world, describe, step, timeout_s=timeout_s, check=rest.check)
+    finally:
+        world.close()
+
+
+def save_described(
+    store: Store,
+    world: World,
+    describe: Callable[[], tuple[Description, bytes]],
+    step: int,
+    *,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
+    published: Callable[[Generation], None] = lambda _: None,
+) -> Generation:
+    """Store what ``describe`` describes on each rank, durable on return; all ranks call it.
+
+    ``describe``: also returns which rules it used. ``check``: called when this rank's image is
+    written; what it raises ends the save. ``published``: called on rank 0 under the root's lock.
+    """
     lock: list[Lock] = []
     is_publishing = False
     try:
         described, layout, begun = _agree_layout(
-            world, state, rules, timeout_s, lambda: _begin(world, store, step, lock)
+            world, describe, timeout_s, lambda: _begin(world, store, step, lock)
         )
         incarnation = msgspec.json.decode(begun, type=Incarnation)
         attempt = incarnation.nonce[:8]
@@ -96,7 +127,7 @@ def save(
         def write() -> tuple[bytes]:
             _require_same_root(world, store, incarnation.run_id)
             ref = _write_image(world, store, described, layout, incarnation, generation, attempt)
-            rest.check()
+            check()
             return (msgspec.json.encode(ref),)
 
         def publish(columns: Sequence[Sequence[Said]]) -> bytes:
@@ -111,6 +142,7 @@ def save(
             commit.record_incarnation(store, incarnation)
             commit.write_layout(store, layout.hash, layout.to_json())
             commit.publish(store, _manifest_of(incarnation, step, layout, images, described))
+            published(generation)
             return b""
 
         try:
@@ -122,10 +154,10 @@ def save(
                 # Before the lock is released; what another rank still writes stays.
                 _clear(store, generation, attempt)
             raise
+        return generation
     finally:
         for held in lock:
             held.release()
-        world.close()
 
 
 def _manifest_of(
@@ -201,7 +233,10 @@ def _clear(store: Store, generation: Generation, attempt: str) -> None:
 
 
 def _agree_layout(
-    world: World, state: State, rules: Rules | None, timeout_s: float, begin: Callable[[], bytes]
+    world: World,
+    describe_state: Callable[[], tuple[Description, bytes]],
+    timeout_s: float,
+    begin: Callable[[], bytes],
 ) -> tuple[Description, Layout, bytes]:
     """Returns this rank's leaves, and all ranks' together. One rank's error is raised on all.
 
@@ -211,13 +246,9 @@ def _agree_layout(
     layouts: list[Layout] = []
 
     def describe() -> tuple[bytes, bytes]:
-        if not isinstance(state, dict) or not state:
-            raise UsageError("the state is a dict from names to objects, and not empty")
-        check_rules("rules", rules)
-        describer = Describer(state, world.rank, world.size, rules=rules)
-        usage = describer.usage()
-        described.append(describer.describe())
-        return described[0].table, usage
+        found, usage = describe_state()
+        described.append(found)
+        return found.table, usage
 
     def begin_if_agreed(columns: Sequence[Sequence[Said]]) -> bytes:
         try:
@@ -275,7 +306,7 @@ def _write_image(
     id_ = AttemptId(incarnation.n, generation.step, attempt, world.size, layout.hash)
     metadata = id_.image_metadata(incarnation.run_id, world.rank)
     image = fill_in(plan.image, metadata, len(described.values))
-    memory = memoryview(bytearray(image.size_bytes))
+    memory = memoryview(aligned_memory(image.size_bytes))  # written past the page cache
     stage(described.bindings.volatile)
     path = image_path(generation, attempt, world.rank)
     arrival = Arrival()

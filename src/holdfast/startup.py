@@ -77,10 +77,21 @@ class StartedRun:
     offers: RestoreSources
 
 
-def start_run(world: World, store: Store, state: State, options: RunOptions) -> StartedRun:
-    """Agrees with the other ranks on run, host and incarnation, and joins it at the keeper."""
+def start_run(
+    world: World,
+    store: Store,
+    state: State,
+    options: RunOptions,
+    describer: Describer | None = None,
+) -> StartedRun:
+    """Agrees with the other ranks on run, host and incarnation, and joins it at the keeper.
+
+    ``describer``: of the state, where it is not one of objects.
+    """
     timeout_s = options.timeout_s
-    describer = Describer(state, world.rank, world.size, mark_frozen=True, rules=options.rules)
+    describer = describer or Describer(
+        state, world.rank, world.size, mark_frozen=True, rules=options.rules
+    )
     run_id, seen, hosts, listed = _agree(world, store, state, describer, options)
     root_id = _root_of_host(seen, hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)

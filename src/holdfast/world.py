@@ -81,11 +81,18 @@ class World:
 class TorchWorld(World):
     """The ranks of torch.distributed's default process group, connected within ``timeout_s``.
 
-    ``fan_out``: the most hosts that speak to one.
+    ``fan_out``: the most hosts that speak to one. ``among``: this rank's number among the ranks
+    that meet, their number, and a name that no other meeting has; None: all of the group.
     """
 
-    def __init__(self, *, timeout_s: float = MEET_S, fan_out: int = FAN_OUT) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self,
+        *,
+        timeout_s: float = MEET_S,
+        fan_out: int = FAN_OUT,
+        among: tuple[int, int, str] | None = None,
+    ) -> None:
+        self.rank, self.size = among[:2] if among else (dist.get_rank(), dist.get_world_size())
         self._count = 0
         self._entered = 0
         """The phase in which this rank is; 0 between two."""
@@ -95,6 +102,7 @@ class TorchWorld(World):
         weakref.finalize(self, self._channels.end).atexit = False
         try:
             store = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"holdfast/{among[2]}", store) if among else store
             meeting = RankMeeting(self.rank, self.size, self._channels, store)
             self.nonce = meeting.meet(timeout_s, fan_out)
             self.address = meeting.address

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from holdfast.accelerator.devices import is_on_device, is_streamed
 from holdfast.accelerator.pinnable_pages import allocate
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.geometry.layout import table_hash, table_to_json
+from holdfast.geometry.layout import LeafEntry, table_hash, table_to_json
 from holdfast.rules import Rules
 from holdfast.state import optimizers
 from holdfast.state.bindings import (
@@ -165,9 +165,7 @@ class Describer:
         self._declarations = declarations()
         self._staged = {b.name: b.staged for b in bindings if b.staged is not None}
         entries = declare_all(bindings)
-        for entry in entries:
-            if _LIKE_A_PIECE.search(entry.name):
-                raise UsageError(f"{entry.name!r} ends like the name of a part: rename it")
+        refuse_names_of_pieces(entries)
         twice = sorted(walk.stored_aliases().keys() & {entry.name for entry in entries})
         if twice:
             raise UsageError(f"two tensors of the state are both called {twice[0]!r}")
@@ -299,6 +297,13 @@ class Describer:
             return torch.device("cpu")
         self._clones_bytes += local.nbytes
         return local.device
+
+
+def refuse_names_of_pieces(entries: Iterable[LeafEntry]) -> None:
+    """Raises UsageError for a leaf that is called like a part of another one."""
+    for entry in entries:
+        if _LIKE_A_PIECE.search(entry.name):
+            raise UsageError(f"{entry.name!r} ends like the name of a part: rename it")
 
 
 def _allocate_like(local: torch.Tensor, device: torch.device) -> torch.Tensor:

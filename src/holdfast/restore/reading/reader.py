@@ -26,6 +26,7 @@ from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import (
     CARRIERS,
     Array,
+    Destination,
     plan_reads,
     read_aliases,
     read_values,
@@ -129,6 +130,20 @@ class CheckpointReader:
     def aliases(self) -> Mapping[str, str]:
         """Further names of tied tensors, mapped to the leaf they are stored as."""
         return read_aliases(self._checkpoint, read_values(self._checkpoint, 0))
+
+    def document(self, rank: int) -> dict[str, Any]:
+        """The values in the image of ``rank``, as encoded: ``shared``, ``own`` and ``aliases``."""
+        return read_values(self._checkpoint, rank)
+
+    def read_into(self, wants: Sequence[Want], destinations: Mapping[int, Destination]) -> int:
+        """Read boxes of leaves into memory, verified; returns the bytes read.
+
+        ``wants``: a ``Want`` for each box. ``destinations``: for the key of each, an array of its
+        shape, of integers of the elements' size.
+
+        Nothing of them may be used before it returns, nor after an error.
+        """
+        return read_wants(self._checkpoint, wants, destinations)
 
     def read(self, name: str, box: Box | Sequence[slice] | None = None) -> Any:
         """Read a leaf, or a box of it, verified: a torch tensor or numpy array of the box's shape.
