@@ -1,4 +1,4 @@
-"""What is written opcode by opcode is what pickle and torch read, and what our interpreter reads."""
+"""What is written opcode by opcode is what pickle reads, and what our interpreter reads."""
 
 from __future__ import annotations
 
@@ -59,14 +59,7 @@ def test_pickle_reads_what_is_written(value: Any) -> None:
 @given(VALUES)
 @settings(max_examples=200, deadline=None)
 def test_our_interpreter_reads_what_is_written(value: Any) -> None:
-    try:
-        pickle.loads(data := write_pickle(value))
-        read = interpret(data, "here").value
-    except Exception as error:
-        # Integers of more words than torch's have are refused by the reader alone.
-        assert "integer" in str(error) or "number" in str(error), error
-        return
-    assert read == value
+    assert interpret(write_pickle(value), "here").value == value
 
 
 def test_long_lists_and_dictionaries_are_written_in_batches() -> None:

@@ -32,6 +32,7 @@ COMMANDS = (
     "copy",
     "sync",
     "repair",
+    "export",
     "doctor",
     "report",
     "demo",

@@ -163,12 +163,12 @@ class _Writer:
             self.write(item)
         self.parts.append(_TUPLES.get(len(items), _TUPLE) if items else _EMPTY_TUPLE)
 
-    def tuple(self, value: tuple[Any, ...]) -> None:
+    def row(self, value: tuple[Any, ...]) -> None:
         self._tuple_of(*value)
         if value:
             self._put(id(value), value)
 
-    def list(self, value: list[Any]) -> None:
+    def items(self, value: list[Any]) -> None:
         self.parts.append(_EMPTY_LIST)
         self._put(id(value), value)
         self._batches(value, self.write, _APPENDS)
@@ -252,8 +252,8 @@ _PLAIN: dict[type, Callable[[_Writer, Any], None]] = {
     GlobalName: _Writer.name,
 }
 _CONTAINERS: dict[type, Callable[[_Writer, Any], None]] = {
-    tuple: _Writer.tuple,
-    list: _Writer.list,
+    tuple: _Writer.row,
+    list: _Writer.items,
     dict: _Writer.mapping,
     OrderedDict: _Writer.ordered,
     Counter: _Writer.counter,
