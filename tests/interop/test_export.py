@@ -460,3 +460,14 @@ def test_no_torch_is_loaded(root: Path, tmp_path: Path) -> None:
     for to in FORMATS:
         done = run_alone("export", str(root), str(tmp_path / to), "--to", to)
         assert done.returncode == 0, done.stderr
+
+
+def test_rules_that_leave_a_hole_are_refused(tmp_path: Path, capsys: Out) -> None:
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.randn(2, 3))})
+    holdfast.save(tmp_path / "root", {"model": model})
+    (tmp_path / "r.py").write_text(
+        "from holdfast import rules as r\nrules = [('w', r.part_of('v', 0, at=1, whole=4))]\n"
+    )
+    argv = ("--to", "torch", "--rules", tmp_path / "r.py")
+    said = error_of(capsys, "export", tmp_path / "root", tmp_path / "out", *argv, code=2)
+    assert "model.v: the rules give nothing for its elements [" in said

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import ITEMSIZE, Box
-from holdfast.geometry.leaf_maps import Seen, Shape, Table
+from holdfast.geometry.box import ITEMSIZE, Box, cover_fault
+from holdfast.geometry.leaf_maps import Seen, Shape, Table, ranges
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf, LeafReader, leaves_of
 from holdfast.interop.writing.state_tree import SavedState
 from holdfast.restore.reading.images import Checkpoint
@@ -112,6 +112,13 @@ class _MappedModule:
                 raise UsageError(
                     f"{key}.{name} would be made of {' and '.join(sorted(dtypes))}, and a tensor "
                     "has one type",
+                    leaf=name,
+                )
+            fault = cover_fault(Box.whole(seen.shape), (patch.here for patch in seen.patches))
+            if fault is not None:
+                raise UsageError(
+                    f"{key}.{name}: the rules give nothing for its elements {ranges(fault.box)}: "
+                    "give rules for all its parts",
                     leaf=name,
                 )
             full = f"{key}.{name}"

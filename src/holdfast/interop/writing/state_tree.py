@@ -16,6 +16,8 @@ from holdfast.interop.arrange import is_extra
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf
 
 MODEL = "model"
+#: The value by which an import names its source. It is no part of the state.
+IMPORTED = "imported_from"
 _EXTRA = "_extra_state"
 _OPTIMIZER = frozenset({"class", "groups", "state"})
 
@@ -91,6 +93,8 @@ def state_tree(saved: SavedState, *, numbered: bool) -> StateTree:
         for key, names in saved.module_names().items()
     }
     for key, value in saved.values.items():
+        if key == IMPORTED:
+            continue
         if is_optimizer(value):
             tree = _optimizer(saved, key, value)
             state[key] = _numbered(tree) if numbered else tree
