@@ -53,7 +53,7 @@ def choose_only(saved: SavedState, only: Sequence[str]) -> SavedState:
 
 
 def read_rules(path: str | os.PathLike[str]) -> Rules:
-    """The rules that a Python file defines as ``rules``: a ``holdfast.Rules``, or a list for one.
+    """The rules that a Python file defines as ``rules``, or makes of a list of that name.
 
     The file is run. Raises UsageError when there is none, or it defines none.
     """
@@ -67,8 +67,8 @@ def read_rules(path: str | os.PathLike[str]) -> Rules:
         found = Rules(found)
     if not isinstance(found, Rules):
         raise UsageError(
-            f"--rules {path} defines no `rules`: make it `rules = holdfast.Rules([...])`, or a "
-            "list, such as holdfast.rules.llama(config)"
+            f"--rules {path} defines no `rules`: make it a holdfast.rules.Rules, or a list of "
+            "rules, such as holdfast.rules.llama(config)"
         )
     return found
 
