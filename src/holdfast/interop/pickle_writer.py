@@ -58,12 +58,12 @@ def write_pickle(value: Any, replace: Callable[[Any], Any] | None = None) -> byt
     ``replace``: called with each value that is not plain; returns what is written instead. One
     object that is met again is written as the same one.
     """
-    writer = _Writer(replace)
+    writer = _PickleWriter(replace)
     writer.write(value)
     return b"".join((_PROTOCOL, *writer.parts, _STOP))
 
 
-class _Writer:
+class _PickleWriter:
     """One pickle; ``memo`` has the number of each object by its id, and of texts and names."""
 
     def __init__(self, replace: Callable[[Any], Any] | None) -> None:
@@ -241,29 +241,29 @@ def _length(data: bytes) -> bytes:
     return struct.pack("<I", len(data))
 
 
-_PLAIN: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): _Writer.nothing,
-    bool: _Writer.truth,
-    int: _Writer.integer,
-    float: _Writer.real,
-    complex: _Writer.complex_number,
-    str: _Writer.text,
-    bytes: _Writer.raw,
-    GlobalName: _Writer.name,
+_PLAIN: dict[type, Callable[[_PickleWriter, Any], None]] = {
+    type(None): _PickleWriter.nothing,
+    bool: _PickleWriter.truth,
+    int: _PickleWriter.integer,
+    float: _PickleWriter.real,
+    complex: _PickleWriter.complex_number,
+    str: _PickleWriter.text,
+    bytes: _PickleWriter.raw,
+    GlobalName: _PickleWriter.name,
 }
-_CONTAINERS: dict[type, Callable[[_Writer, Any], None]] = {
-    tuple: _Writer.row,
-    list: _Writer.items,
-    dict: _Writer.mapping,
-    OrderedDict: _Writer.ordered,
-    Counter: _Writer.counter,
-    defaultdict: _Writer.default,
-    set: _Writer.unordered,
-    frozenset: _Writer.unordered,
-    bytearray: _Writer.raw_array,
-    PickledCall: _Writer.called,
-    PickledObject: _Writer.made,
-    PersistentId: _Writer.outside,
+_CONTAINERS: dict[type, Callable[[_PickleWriter, Any], None]] = {
+    tuple: _PickleWriter.row,
+    list: _PickleWriter.items,
+    dict: _PickleWriter.mapping,
+    OrderedDict: _PickleWriter.ordered,
+    Counter: _PickleWriter.counter,
+    defaultdict: _PickleWriter.default,
+    set: _PickleWriter.unordered,
+    frozenset: _PickleWriter.unordered,
+    bytearray: _PickleWriter.raw_array,
+    PickledCall: _PickleWriter.called,
+    PickledObject: _PickleWriter.made,
+    PersistentId: _PickleWriter.outside,
 }
 
 
