@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import warnings
 from pathlib import Path
@@ -280,3 +281,50 @@ def test_every_type_comes_in_as_it_was(tmp_path: Path, capsys: Out) -> None:
 def raw(tensor: torch.Tensor) -> bytes:
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def test_numbered_parameters_need_names(tmp_path: Path, capsys: Out) -> None:
+    model, optimizer = trained(2)
+    source, root = tmp_path / "state.pt", tmp_path / "root"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n": 2}, source)
+    said = error_of(capsys, "import", source, root, code=2)
+    assert "--parameters FILE" in said and not root.exists()
+    text_of(capsys, "import", source, tmp_path / "part", "--only", "model.**")
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps([[name for name, _ in model.named_parameters()]]))
+    text_of(capsys, "import", source, root, "--parameters", names)
+    assert_is(restored(root)[1], 2)
+    names.write_text(json.dumps([["0.weight"]]))
+    said = error_of(capsys, "import", source, root, "--parameters", names, code=2)
+    assert "groups of [4] parameters" in said
+    names.write_text("[1]")
+    said = error_of(capsys, "import", source, root, "--parameters", names, code=2)
+    assert "is no list of lists of names" in said
+
+
+def test_numbered_parameters_leave_by_numbers(tmp_path: Path, capsys: Out) -> None:
+    model, optimizer = trained(2)
+    source = tmp_path / "state.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    text_of(capsys, "export", source, tmp_path / "again.pt", "--to", "torch")
+    read = torch.load(tmp_path / "again.pt", weights_only=True)["optimizer"]
+    wanted = optimizer.state_dict()
+    assert read["param_groups"] == wanted["param_groups"]
+    for number, kinds in wanted["state"].items():
+        assert all(torch.equal(one, read["state"][number][kind]) for kind, one in kinds.items())
+    said = error_of(capsys, "export", source, tmp_path / "dcp", "--to", "dcp", code=2)
+    assert "by numbers" in said
+
+
+def test_a_root_of_ours_and_a_bucket_are_no_sources(
+    steps: Path, tmp_path: Path, capsys: Out
+) -> None:
+    text_of(capsys, "import", steps, tmp_path / "root")
+    said = error_of(capsys, "import", tmp_path / "root", tmp_path / "other", code=2)
+    assert "`holdfast copy`" in said
+    assert "copy it first" in error_of(capsys, "import", "s3://a/b", tmp_path / "other", code=2)
+    argv = ("export", tmp_path / "root", "s3://a/b", "--to", "dcp")
+    assert "goes to a directory" in error_of(capsys, *argv, code=2)
+    assert "no place for" in error_of(
+        capsys, "export", tmp_path / "root", "/", "--to", "dcp", code=2
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from holdfast.cli.checkpoints import STEP_HELP, ChosenCheckpoint, hold_checkpoin
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.cli.portion import add_portion, memory_bytes, portion
+from holdfast.errors import UsageError
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.export import (
     DEFAULT_MEMORY_BYTES,
@@ -25,6 +27,7 @@ from holdfast.interop.writing.formats import FORMATS, plan_format
 from holdfast.interop.writing.planned_files import FormatPlan
 from holdfast.interop.writing.saved_state import saved_state
 from holdfast.observe.text import count_text, size_text
+from holdfast.storage.open import is_bucket
 
 #: As transformers cuts its files.
 SHARD_BYTES = 5_000_000_000
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the files; returns 2 where there are files already, 5 when storage refuses."""
     memory = memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES)
     window_bytes(memory)
-    out = Path(args.out)
+    out = _place(args.out)
     opened = open_readable(args.root)
     chosen = hold_checkpoint(opened, args.step)
     saved = portion(args, saved_state(chosen.checkpoint), chosen.checkpoint)
@@ -83,6 +86,16 @@ def run(args: argparse.Namespace) -> int:
             )
     _print(args, chosen, plan, report)
     return 0
+
+
+def _place(out: str) -> Path:
+    """The path that is written to. UsageError for one that nothing can be written to."""
+    if is_bucket(out):
+        raise UsageError(f"{out}: an export goes to a directory, which can be copied to a bucket")
+    path = Path(os.path.abspath(out))
+    if not path.name:
+        raise UsageError(f"{out} is no place for an export: name a new directory")
+    return path
 
 
 def _print(

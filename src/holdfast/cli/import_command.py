@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import NotFound, UsageError
+from holdfast.interop.arrange import Orders
 from holdfast.interop.directories import FORMATS
 from holdfast.interop.writing.export import DEFAULT_MEMORY_BYTES, window_bytes
 from holdfast.interop.writing.import_state import (
@@ -48,6 +50,12 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--step", metavar="STEP", type=int, action="append", help="only this step; may be repeated"
     )
+    command.add_argument(
+        "--parameters",
+        metavar="FILE",
+        help="JSON with the names of the parameters in each group of an optimizer that numbers "
+        'them: [["a.weight", "a.bias"], ["b.weight"]], or such lists by the optimizer\'s key',
+    )
     add_portion(command)
     command.set_defaults(run=run)
 
@@ -70,9 +78,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plans(args: argparse.Namespace) -> list[ImportPlan]:
+    orders = None if args.parameters is None else _orders(args.parameters)
     sources = [
-        open_import(path, args.format, lambda saved, opened: portion(args, saved, opened))
-        for path in find_sources(Path(args.source), args.format)
+        open_import(path, args.format, lambda saved, opened: portion(args, saved, opened), orders)
+        for path in find_sources(args.source, args.format)
     ]
     steps = sorted(source.step for source in sources)
     wanted = set(args.step or steps)
@@ -90,6 +99,22 @@ def _plans(args: argparse.Namespace) -> list[ImportPlan]:
                 "themselves, each to a root of its own"
             )
     return [plan_import(source) for source in chosen]
+
+
+def _orders(path: str) -> Orders:
+    """The names of parameters by the keys of optimizers, and by group."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(f"--parameters {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--parameters {path} is no JSON: {error}") from None
+    orders = found if isinstance(found, dict) else {"optimizer": found}
+    for key, groups in orders.items():
+        is_list = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+        if not is_list or any(type(name) is not str for group in groups for name in group):
+            raise UsageError(f"--parameters {path}: {key} is no list of lists of names")
+    return orders
 
 
 def _record(

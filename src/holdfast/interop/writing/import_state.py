@@ -18,6 +18,7 @@ import xxhash
 
 from holdfast.catalogue import (
     LOCK,
+    ROOT,
     Catalogue,
     catalogue,
     copy_note_path,
@@ -40,6 +41,7 @@ from holdfast.format.manifest import (
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import HolderBoxes, Layout, LeafEntry, merge
+from holdfast.interop.arrange import Orders
 from holdfast.interop.directories import read_directory, recognize
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.source_files import SourceFiles
@@ -52,7 +54,7 @@ from holdfast.interop.writing.planned_files import (
     fill_window,
 )
 from holdfast.interop.writing.saved_state import saved_state
-from holdfast.interop.writing.state_tree import IMPORTED, SavedState
+from holdfast.interop.writing.state_tree import IMPORTED, SavedState, unnamed_optimizers
 from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.protocol.image_plan import plan_rank
@@ -61,6 +63,7 @@ from holdfast.restore.reading.read import in_parallel, verify_blocks
 from holdfast.restore.reading.stored import run_id_of
 from holdfast.storage.base import ImageSink, Store, unfinished
 from holdfast.storage.direct import aligned_memory
+from holdfast.storage.open import is_bucket
 
 _MAX_SHOWN_BYTES = 1 << 20
 
@@ -81,11 +84,16 @@ class ImportSource:
     notes: tuple[str, ...]
 
 
-def find_sources(path: Path, format_: str | None) -> list[Path]:
+def find_sources(source: str, format_: str | None) -> list[Path]:
     """The checkpoints at a path: itself, or those in the directories below it.
 
-    Raises NotFound where there is none.
+    Raises NotFound where there is none, UsageError for a bucket or a root of ours.
     """
+    path = Path(source)
+    if is_bucket(source):
+        raise UsageError(f"{source}: checkpoints of others in buckets can't be read: copy it first")
+    if (path / ROOT).exists():
+        raise UsageError(f"{path} is a root of ours already: `holdfast copy` brings it elsewhere")
     if not path.exists():
         raise NotFound(f"{path} is not there")
     if format_ is not None or recognize(SourceFiles(path)) is not None:
@@ -100,16 +108,30 @@ def find_sources(path: Path, format_: str | None) -> list[Path]:
     return found
 
 
-def open_import(path: Path, format_: str | None, portion: Portion) -> ImportSource:
-    """Read everything of a checkpoint but its tensors. Raises as the readers do."""
+def open_import(
+    path: Path, format_: str | None, portion: Portion, orders: Orders | None = None
+) -> ImportSource:
+    """Read everything of a checkpoint but its tensors. Raises as the readers do.
+
+    ``orders``: the parameters of optimizers that number them, as in ``arrange``.
+    """
     files = SourceFiles(path)
-    found = read_directory(files, format_)
+    found = read_directory(files, format_, orders)
     if found is None:
         raise UsageError(f"{path} is no checkpoint of a kind that is read")
+    for key in orders or {}:
+        if key not in found.values:  # the names given do not fit it, or there is no such key
+            why = next((note for note in found.notes if note.startswith(key)), f"no {key} is there")
+            raise UsageError(f"{path}: {why}")
     store = ForeignStore(files, found)
     (manifest,) = catalogue(store).manifests
     checkpoint = from_manifest(store, manifest)
     saved = portion(saved_state(checkpoint), checkpoint)
+    if unnamed := unnamed_optimizers(saved):
+        raise UsageError(
+            f"{path}: {unnamed[0]} has its state by numbers, without the names of their "
+            "parameters: give these with --parameters FILE, or leave it out with --only 'model.**'"
+        )
     return ImportSource(path, files, found.format, found.step, checkpoint, saved, store.notes)
 
 

@@ -15,7 +15,7 @@ from holdfast.interop.writing.planned_files import (
     PlannedFile,
     require_types,
 )
-from holdfast.interop.writing.state_tree import IMPORTED, MODEL, SavedState
+from holdfast.interop.writing.state_tree import MODEL, SavedState, names_its_source
 
 TYPES = frozenset(ITEMSIZE) - STORED_AS_BYTES
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,8 @@ def plan_safetensors(saved: SavedState, file_bytes: int) -> FormatPlan:
     ]
     if len(shards) > 1:
         files.append(_index(shards))
-    left = sorted({*modules, *saved.values, *saved.own} - {key, IMPORTED})
+    others = {one for one, value in saved.values.items() if not names_its_source(one, value)}
+    left = sorted({*modules, *others, *saved.own} - {key})
     notes = [f"{', '.join(left)} left out: only the model goes to safetensors"] if left else []
     if key in saved.values:
         notes.append(f"the extra state of {key} is left out: safetensors have tensors only")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, UsageError
 from holdfast.format import values as codec
 from holdfast.interop.arrange import is_extra
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf
@@ -57,6 +57,21 @@ class SavedState:
         return found
 
 
+def names_its_source(key: str, value: Any) -> bool:
+    """True for the value that an import adds, which is no part of a state."""
+    form = {"source", "format", "step"}
+    return key == IMPORTED and isinstance(value, dict) and value.keys() == form
+
+
+def unnamed_optimizers(saved: SavedState) -> list[str]:
+    """The keys of optimizers whose writer has numbered the parameters, and named none."""
+    named = {
+        key: [p for g in saved.values[key]["groups"] for p in g["params"]]
+        for key in saved.optimizers
+    }
+    return [key for key, names in named.items() if names and all(map(str.isdecimal, names))]
+
+
 def is_optimizer(value: Any) -> bool:
     """True for the encoded value of an optimizer."""
     return isinstance(value, dict) and value.keys() == _OPTIMIZER
@@ -88,16 +103,22 @@ def state_tree(saved: SavedState, *, numbered: bool) -> StateTree:
     ``numbered``: optimizers have their state by the numbers of their parameters, as
     ``state_dict()`` of torch does; otherwise by names, as ``get_state_dict`` of DCP does.
     """
+    unnamed = unnamed_optimizers(saved)
+    if unnamed and not numbered:
+        raise UsageError(
+            f"{unnamed[0]} has its state by numbers, without the names of their parameters, which "
+            "this format needs: leave it out with --only, or take --to torch"
+        )
     state: dict[str, Any] = {
         key: {name: codec.LeafRef(leaf) for name, leaf in names.items()}
         for key, names in saved.module_names().items()
     }
     for key, value in saved.values.items():
-        if key == IMPORTED:
+        if names_its_source(key, value):
             continue
         if is_optimizer(value):
             tree = _optimizer(saved, key, value)
-            state[key] = _numbered(tree) if numbered else tree
+            state[key] = _numbered(tree, is_named=key not in unnamed) if numbered else tree
         elif isinstance(state.get(key), dict) and isinstance(value, dict):  # extra state
             for prefix, extra in value.items():
                 name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
@@ -135,12 +156,13 @@ def _optimizer(saved: SavedState, key: str, value: Mapping[str, Any]) -> dict[st
     return {"state": state, "param_groups": groups}
 
 
-def _numbered(tree: dict[str, Any]) -> dict[str, Any]:
+def _numbered(tree: dict[str, Any], *, is_named: bool) -> dict[str, Any]:
     numbers: dict[str, int] = {}
     groups = []
     for group in tree["param_groups"]:
         names = group["params"]
         places = [numbers.setdefault(name, len(numbers)) for name in names]
-        groups.append({**group, "params": places, "param_names": list(names)})
+        named = {"param_names": list(names)} if is_named else {}
+        groups.append({**group, "params": places, **named})
     state = {numbers[name]: kinds for name, kinds in tree["state"].items()}
     return {"state": dict(sorted(state.items())), "param_groups": groups}
