@@ -156,6 +156,22 @@ def test_a_full_disk_is_one_error_and_the_place_is_as_it_was(
     assert export_to(root, tmp_path / "out", "dcp").resumed_bytes > 0
 
 
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_all_files_get_their_names_by_one_call(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", fail)
+        with pytest.raises(Killed):
+            export_to(root, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+    report = export_to(root, tmp_path / "out", to)
+    assert report.resumed_bytes > 0
+
+
 @pytest.mark.usefixtures("small_windows")
 def test_two_exports_to_one_place_do_not_mix(root: Path, tmp_path: Path) -> None:
     said: list[str] = []
