@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Generated from the docstrings of src/holdfast by `make docs`: change them there. -->"
 #: Methods that other modules of Holdfast call and users do not.
 INTERNAL = {
+    "CheckpointReader": {"checkpoint"},
     "SaveHandle": {"reach", "fail", "not_protected", "renew", "move_to"},
     "ResumableSampler": {"watch_generators", "problems_with"},
     "Rng": {"loads", "derive"},

@@ -29,6 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.events import RunEnded, RunStarted, Warned, emit
 from holdfast.format.manifest import Generation
+from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
 from holdfast.observe.sinks import follow_run
 from holdfast.observe.text import restart_warning
@@ -45,6 +46,7 @@ from holdfast.policy.arguments import (
 from holdfast.policy.when import DueTimer, Every, Keep, Pace
 from holdfast.preemption import Preemption, grace, leave
 from holdfast.protocol import messages as m
+from holdfast.restore.from_storage import restore_stored
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.rules import Rules
@@ -52,6 +54,7 @@ from holdfast.startup import RunOptions, start_run
 from holdfast.state.mapped.mapper import check_rules
 from holdfast.state.objects import State
 from holdfast.state.optimizers import fence_replays
+from holdfast.state.saved_values import names_in_groups
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import listeners
 from holdfast.storage.open import normal_cache, normal_root, open_store
@@ -210,6 +213,7 @@ class Checkpointer:
         only: Sequence[str] | None = None,
         allow_missing: Sequence[str] = (),
         stored_rules: Rules | None = None,
+        start_from: str | os.PathLike[str] | None = None,
     ) -> Restored | None:
         """Fill the state with the newest generation all ranks can have; None when there is none.
 
@@ -217,6 +221,8 @@ class Checkpointer:
         abandoned. ``only``: patterns of the names to restore; everything else stays as it is.
         ``allow_missing``: patterns of names that need not be stored. ``stored_rules``: the rules
         that generations should have been saved with, where they were saved without.
+        ``start_from``: what is read when this run has nothing to restore, and never after: another
+        root, or a checkpoint of another writer, as in ``holdfast.load``.
 
         All ranks call it, with the same arguments, before the first save, whose step must be beyond
         the restored one; of several calls, as with ``only``, the last decides the step that the run
@@ -253,6 +259,16 @@ class Checkpointer:
             self._offers.let_go()
         self._saver.restart()
         if restored is None:
+            if start_from is not None and step is None:
+                restored = restore_stored(
+                    self.world,
+                    self.state,
+                    open_source(start_from, orders=partial(names_in_groups, self.state)),
+                    request,
+                    timeout_s=self.timeout_s,
+                    incarnation=self.incarnation,
+                    on_poison=self._poison,
+                )
             self._begin_anew()
         self._offers.close()
         self._offers.forget()

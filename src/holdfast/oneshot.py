@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -34,17 +35,17 @@ from holdfast.meeting import host_id
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
+from holdfast.restore.from_storage import restore_stored
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.reading.reader import CheckpointReader
 from holdfast.restore.reading.stored import catalogue_of, run_id_of
-from holdfast.restore.restore import Restored, restore_first
-from holdfast.restore.sources import StoredSources
+from holdfast.restore.restore import Restored
 from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
 from holdfast.state.mapped.mapper import check_rules, require_all_used
-from holdfast.state.objects import State, sort_objects
-from holdfast.state.saved_values import group_names
+from holdfast.state.objects import State
+from holdfast.state.saved_values import names_in_groups
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
@@ -378,26 +379,12 @@ def load(
     request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
-    store = open_source(path, format, lambda: group_names(sort_objects(state)))
+    store = open_source(path, format, partial(names_in_groups, state))
     world = current_world(timeout_s=timeout_s)
-    sources = StoredSources(store, world.rank)
     try:
-        restored = restore_first(
-            world,
-            state,
-            sources.first(world, step, timeout_s=timeout_s),
-            sources.open,
-            incarnation=0,
-            timeout_s=timeout_s * _IO_PATIENCE,
-            on_poison=lambda _: None,
-            request=request,
-            plan_again=sources.plan_again(),
-        )
+        return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
     finally:
-        sources.let_go()
         world.close()
-    assert restored is not None  # there was a candidate, and no error
-    return restored
 
 
 def open(

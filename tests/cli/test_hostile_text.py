@@ -166,6 +166,10 @@ def foreign_calls(root: str, foreign: str) -> Iterator[tuple[str, ...]]:
         ("verify", foreign),
         ("verify", foreign, "--deep"),
         ("copy", foreign, root),
+        ("import", foreign, f"{root}-new", "--dry-run"),
+        ("import", foreign, f"{root}-new"),
+        ("export", foreign, f"{root}.pt", "--to", "torch"),
+        ("export", foreign, f"{root}-dcp", "--to", "dcp", "--dry-run"),
         ("completion", "--words", "show", foreign, ""),
     )
 
@@ -199,6 +203,11 @@ def calls(root: str, other: str, out: str) -> Iterator[tuple[str, ...]]:
         ("copy", root, leaf, "--step", leaf),
         ("sync", root, other),
         ("sync", root, f"{out}/synced"),
+        ("export", root, f"{out}/o.pt", "--to", "torch", "--step", "1-10"),
+        ("export", root, f"{out}/o", "--to", "safetensors", "--only", leaf),
+        ("export", root, leaf, "--to", leaf),
+        ("import", leaf, root, "--format", leaf),
+        ("import", root, f"{out}/imported", "--cast", leaf),
         ("repair", root, "--from", other),
         ("repair", root, "--dry-run"),
         ("repair", root, "--step", leaf),

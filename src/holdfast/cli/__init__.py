@@ -32,11 +32,16 @@ COMMANDS = (
     "copy",
     "sync",
     "repair",
+    "export",
+    "import",
     "doctor",
     "report",
     "demo",
     "completion",
 )
+
+#: Where the module of a command cannot be called as the command is.
+MODULES = {"import": "import_command"}
 
 #: The exit code of a program error (sysexits.h); a 1 would read as "they differ".
 BUG = 70
@@ -74,7 +79,7 @@ def parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     root.add_argument("--version", action="store_true", help="print the version and stop")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     for name in names:
-        importlib.import_module(f"holdfast.cli.{name}").add_to(commands)
+        importlib.import_module(f"holdfast.cli.{MODULES.get(name, name)}").add_to(commands)
     return root
 
 

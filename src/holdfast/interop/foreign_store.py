@@ -172,6 +172,10 @@ class ForeignStore:
         )
         return (*self.found.notes, *some)
 
+    def require_unchanged(self) -> None:
+        """Raise ForeignFormatError when a file that was read is another one by now."""
+        self._files.require_unchanged()
+
     def identity(self) -> str:
         """See ``Store``."""
         return f"foreign {self._run_id}"

@@ -25,6 +25,8 @@ class SourceFiles:
         self._is_file = path.is_file()
         self._top = path.parent if self._is_file else path
         self._sizes: dict[str, int] = {}
+        #: Of each file that was opened: its number, size and when it was changed.
+        self._facts: dict[str, tuple[int, int, int]] = {}
 
     def names(self) -> list[str]:
         """The sorted names of all files; hidden ones too."""
@@ -83,6 +85,23 @@ class SourceFiles:
                 return os.fstat(file).st_mtime
         except (NotFound, StorageError, ForeignFormatError):
             return 0.0
+
+    def facts(self) -> dict[str, tuple[int, int, int]]:
+        """Of each file that was opened so far: its inode, size and time of change then."""
+        return dict(self._facts)
+
+    def require_unchanged(self) -> None:
+        """Raise ForeignFormatError when a file that was read is another one by now."""
+        for name, before in self.facts().items():
+            with self._opened(name) as file:
+                now = _facts_of(os.fstat(file))
+            if now != before:
+                raise ForeignFormatError(
+                    f"{self.where(name)} was changed while it was read: what was made of it may be "
+                    "a mixture, and is not used. Start again when nothing writes there",
+                    path=self.where(name),
+                    offset=0,
+                )
 
     def read(self, name: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         """Exactly these bytes (None: all of a document); ForeignFormatError for fewer."""
@@ -164,11 +183,17 @@ class SourceFiles:
                 errno=error.errno,
             ) from error
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
                 raise ForeignFormatError(f"{path} is no plain file", path=str(path), offset=0)
+            self._facts.setdefault(name, _facts_of(found))
             yield file
         finally:
             os.close(file)
+
+
+def _facts_of(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def refuse_hollow(document: bytes, where: str) -> bytes:

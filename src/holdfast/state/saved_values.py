@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from holdfast.format import values as codec
 from holdfast.state.modules import extra_state_names
-from holdfast.state.objects import Objects
+from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.optimizers import class_of, named
 from holdfast.state.param_groups import (
     MergedGroups,
@@ -108,6 +108,11 @@ def group_names(objects: Objects) -> dict[str, list[list[str]]]:
         name_of = {id(p): n for n, p in _parameters(objects, key).items()}
         found[key] = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     return found
+
+
+def names_in_groups(state: State) -> dict[str, list[list[str]]]:
+    """Returns the same for the optimizers of a state, as it is now."""
+    return group_names(sort_objects(state))
 
 
 def _parameters(objects: Objects, key: str) -> dict[str, Any]:

@@ -114,6 +114,11 @@ class CheckpointReader:
         }
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        """Its images, for reads of several boxes at once."""
+        return self._checkpoint
+
+    @property
     def _shared(self) -> dict[str, Any]:
         shared: dict[str, Any] = read_values(self._checkpoint, 0).get("shared", {})
         return shared
@@ -210,8 +215,17 @@ def box_in(box: Box | Sequence[slice] | None, leaf: LeafInfo) -> Box:
 
 
 def _of_small(small: codec.SmallTensor) -> Any:
-    array: Array = np.frombuffer(bytearray(small.data), dtype=CARRIERS[ITEMSIZE[small.dtype]])
-    return _as_array(array.reshape(small.shape), small.dtype)
+    return _as_array(_carriers(bytearray(small.data), small.dtype, small.shape), small.dtype)
+
+
+def tensor_of(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Return a torch tensor whose elements are the bytes of ``memory``, row by row."""
+    return _as_tensor(_carriers(memory, dtype, shape), dtype)
+
+
+def _carriers(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Array:
+    array: Array = np.frombuffer(memory, dtype=CARRIERS[ITEMSIZE[dtype]])
+    return array.reshape(shape)
 
 
 def _as_array(array: Array, dtype: str) -> Any:

@@ -1,0 +1,169 @@
+"""Runs ``holdfast import``: makes checkpoints of ours of what another writer left."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.output import SlowProgress, stdout
+from holdfast.cli.portion import add_portion, memory_bytes, portion
+from holdfast.errors import NotFound, UsageError
+from holdfast.interop.arrange import Orders
+from holdfast.interop.directories import FORMATS
+from holdfast.interop.writing.export import DEFAULT_MEMORY_BYTES, window_bytes
+from holdfast.interop.writing.import_state import (
+    ImportPlan,
+    ImportReport,
+    find_sources,
+    import_all,
+    open_import,
+    plan_import,
+)
+from holdfast.observe.text import count_text, size_text
+from holdfast.storage.open import open_store
+
+
+def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Declares the command."""
+    command = add_command(
+        commands,
+        "import",
+        "make checkpoints of what another writer left, each verified by checksums from then on",
+        "holdfast import outputs/checkpoint-500 runs/gpt",
+        "holdfast import torchtitan/checkpoint runs/gpt --step 1000 --step 2000",
+        "holdfast import model.safetensors runs/base --cast BF16 --dry-run",
+    )
+    command.add_argument(
+        "source", metavar="SOURCE", help="a checkpoint of another writer, or a directory of several"
+    )
+    command.add_argument("root", metavar="ROOT", help="the root to make them in; it may be new")
+    command.add_argument(
+        "--format", metavar="FORMAT", help=f"where content does not tell it: {', '.join(FORMATS)}"
+    )
+    command.add_argument(
+        "--step", metavar="STEP", type=int, action="append", help="only this step; may be repeated"
+    )
+    command.add_argument(
+        "--parameters",
+        metavar="FILE",
+        help="JSON with the names of the parameters in each group of an optimizer that numbers "
+        'them: [["a.weight", "a.bias"], ["b.weight"]], or such lists by the optimizer\'s key',
+    )
+    add_portion(command)
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes the checkpoints; returns 3 where there is none, 4 for one that is damaged or changes
+    meanwhile, 5 while a run writes to the root.
+    """
+    window = window_bytes(memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES))
+    plans = _plans(args)
+    report = ImportReport()
+    if not args.dry_run:
+        with SlowProgress("importing") as progress:
+            report = import_all(plans, open_store(args.root), progress, window)
+    if args.json:
+        print_json(_record(args, plans, report))
+    else:
+        _print(args, plans, report)
+    return 0
+
+
+def _plans(args: argparse.Namespace) -> list[ImportPlan]:
+    orders = None if args.parameters is None else _orders(args.parameters)
+    sources = [
+        open_import(path, args.format, lambda saved, opened: portion(args, saved, opened), orders)
+        for path in find_sources(args.source, args.format)
+    ]
+    steps = sorted(source.step for source in sources)
+    wanted = set(args.step or steps)
+    if missing := wanted.difference(steps):
+        raise NotFound(
+            f"no step {min(missing)} in {args.source}; there are: {', '.join(map(str, steps))}"
+        )
+    chosen = sorted(
+        (source for source in sources if source.step in wanted), key=lambda source: source.step
+    )
+    for one, other in itertools.pairwise(chosen):
+        if one.step == other.step:
+            raise UsageError(
+                f"{one.path} and {other.path} are both of step {one.step}: import them by "
+                "themselves, each to a root of its own"
+            )
+    return [plan_import(source) for source in chosen]
+
+
+def _orders(path: str) -> Orders:
+    """The names of parameters by the keys of optimizers, and by group."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise UsageError(f"--parameters {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--parameters {path} is no JSON: {error}") from None
+    orders = found if isinstance(found, dict) else {"optimizer": found}
+    for key, groups in orders.items():
+        is_list = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+        if not is_list or any(type(name) is not str for group in groups for name in group):
+            raise UsageError(f"--parameters {path}: {key} is no list of lists of names")
+    return orders
+
+
+def _record(
+    args: argparse.Namespace, plans: Sequence[ImportPlan], report: ImportReport
+) -> dict[str, Any]:
+    return {
+        "source": args.source,
+        "root": args.root,
+        "dry_run": args.dry_run,
+        "checkpoints": [
+            {
+                "source": str(plan.source.path),
+                "format": plan.source.format,
+                "step": plan.source.step,
+                "images": plan.world,
+                "leaves": sorted(plan.source.saved.leaves),
+                "values": sorted(plan.source.saved.values),
+                "size_bytes": plan.size_bytes,
+                "notes": list(plan.source.notes),
+            }
+            for plan in plans
+        ],
+        "imported": [str(generation) for generation in report.imported],
+        "there": [str(generation) for generation in report.there],
+        "plan_bytes": sum(plan.size_bytes for plan in plans),
+        "resumed_bytes": report.resumed_bytes,
+    }
+
+
+def _print(args: argparse.Namespace, plans: Sequence[ImportPlan], report: ImportReport) -> None:
+    console = stdout()
+    verb = "would be imported" if args.dry_run else "imported"
+    for plan in plans:
+        source = plan.source
+        console.print(
+            f"{escape(str(source.path))}  {source.format}  step {source.step}  "
+            f"{count_text(len(source.saved.leaves), 'tensor')}  {size_text(plan.size_bytes)}",
+            soft_wrap=True,
+        )
+        if args.dry_run:
+            for name, leaf in sorted(source.saved.leaves.items()):
+                shape = " x ".join(map(str, leaf.shape)) or "scalar"
+                console.print(f"    {escape(name)}  {leaf.dtype} {shape}", soft_wrap=True)
+        for note in source.notes:
+            console.print(f"    [yellow]{escape(note)}[/]", soft_wrap=True)
+    there = f", {len(report.there)} there already" if report.there else ""
+    resumed = f", {size_text(report.resumed_bytes)} there already" if report.resumed_bytes else ""
+    count = len(plans) - len(report.there)
+    console.print(
+        f"{count_text(count, 'checkpoint')} {verb} to {escape(args.root)}{there}{resumed}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,55 @@
+"""Gives the model of a checkpoint to ``from_pretrained(..., state_dict=)``, without a copy on disk.
+
+safetensors files have no references to others, so a view of a checkpoint cannot be made on disk.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from holdfast.errors import NotFound
+from holdfast.geometry.box import Box
+from holdfast.interop.opening import open_source
+from holdfast.interop.writing.chosen_leaves import LeafReader
+from holdfast.interop.writing.saved_state import map_state, saved_state
+from holdfast.interop.writing.state_tree import MODEL
+from holdfast.restore.reading.reader import CheckpointReader, tensor_of
+from holdfast.rules import Rules
+
+
+def state_dict(
+    root: str | os.PathLike[str],
+    step: int | str | None = None,
+    *,
+    rules: Rules | None = None,
+    key: str = MODEL,
+    format: str | None = None,
+) -> dict[str, Any]:
+    """Return the tensors of a model by the names that transformers has for them, verified.
+
+    ``root`` and ``step``: as for ``holdfast.open``. ``rules``: how the names and tensors that were
+    saved correspond to those of transformers, as ``holdfast.rules.llama`` gives them; None where
+    they are the same. ``key``: that of the model in the state. ``format``: as for
+    ``holdfast.open``.
+
+    Tied tensors are one tensor under several names. Raises NotFound where there is no such model.
+    """
+    with CheckpointReader(open_source(root, format), step) as opened:
+        saved = saved_state(opened.checkpoint)
+        if rules is not None:
+            saved = map_state(saved, rules, opened.checkpoint)
+        names = saved.module_names().get(key)
+        if names is None:
+            raise NotFound(
+                f"{root} has no model called {key!r}; it has "
+                f"{', '.join(sorted(saved.module_names())) or 'none'}"
+            )
+        reader = LeafReader(opened.checkpoint, saved.leaves)
+        tensors: dict[str, Any] = {}
+        for leaf in dict.fromkeys(names.values()):
+            known = saved.leaves[leaf]
+            memory = bytearray(known.size_bytes)
+            reader.fill([(leaf, Box.whole(known.shape), memoryview(memory))])
+            tensors[leaf] = tensor_of(memory, known.dtype, known.shape)
+    return {name: tensors[leaf] for name, leaf in names.items()}

@@ -1,0 +1,168 @@
+"""The state dict that a checkpoint stands for: its leaves and values as others nest them.
+
+The inverse of ``interop.arrange``: modules are dictionaries of tensors, optimizers have ``state``
+and ``param_groups``. What cannot leave is noted by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import FormatError, UsageError
+from holdfast.format import values as codec
+from holdfast.interop.arrange import is_extra
+from holdfast.interop.writing.chosen_leaves import ChosenLeaf
+
+MODEL = "model"
+#: The value by which an import names its source. It is no part of the state.
+IMPORTED = "imported_from"
+_EXTRA = "_extra_state"
+_OPTIMIZER = frozenset({"class", "groups", "state"})
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What is in a checkpoint: leaves, further names of them, and the values as encoded.
+
+    ``own``: the keys of values that each rank has its own of.
+    """
+
+    leaves: Mapping[str, ChosenLeaf]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    own: tuple[str, ...] = ()
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """The keys that are optimizers."""
+        return tuple(key for key, value in self.values.items() if is_optimizer(value))
+
+    def module_names(self) -> dict[str, dict[str, str]]:
+        """By the key of each module: the names in it, and the leaf that each is."""
+        named = {name: name for name in self.leaves}
+        named |= {name: of for name, of in self.aliases.items() if of in self.leaves}
+        for key, value in self.values.items():
+            if key in self.optimizers:
+                inside = {name for name in named if name.startswith(f"{key}.")}
+            else:
+                inside = set(_references(value))
+            for name in inside:
+                named.pop(name, None)
+        found: dict[str, dict[str, str]] = {}
+        for name, leaf in sorted(named.items()):
+            key, _, rest = name.partition(".")
+            found.setdefault(key, {})[rest] = leaf
+        return found
+
+
+def names_its_source(key: str, value: Any) -> bool:
+    """True for the value that an import adds, which is no part of a state."""
+    form = {"source", "format", "step"}
+    return key == IMPORTED and isinstance(value, dict) and value.keys() == form
+
+
+def unnamed_optimizers(saved: SavedState) -> list[str]:
+    """The keys of optimizers whose writer has numbered the parameters, and named none."""
+    named = {
+        key: [p for g in saved.values[key]["groups"] for p in g["params"]]
+        for key in saved.optimizers
+    }
+    return [key for key, names in named.items() if names and all(map(str.isdecimal, names))]
+
+
+def is_optimizer(value: Any) -> bool:
+    """True for the encoded value of an optimizer."""
+    return isinstance(value, dict) and value.keys() == _OPTIMIZER
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if value.keys() == {"$leaf"}:
+            yield value["$leaf"]
+            return
+        for item in value.values():
+            yield from _references(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _references(item)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTree:
+    """A state dict: LeafRef and SmallTensor for tensors. ``notes``: what is not in it."""
+
+    state: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def state_tree(saved: SavedState, *, numbered: bool) -> StateTree:
+    """The state dict of a checkpoint.
+
+    ``numbered``: optimizers have their state by the numbers of their parameters, as
+    ``state_dict()`` of torch does; otherwise by names, as ``get_state_dict`` of DCP does.
+    """
+    unnamed = unnamed_optimizers(saved)
+    if unnamed and not numbered:
+        raise UsageError(
+            f"{unnamed[0]} has its state by numbers, without the names of their parameters, which "
+            "this format needs: leave it out with --only, or take --to torch"
+        )
+    state: dict[str, Any] = {
+        key: {name: codec.LeafRef(leaf) for name, leaf in names.items()}
+        for key, names in saved.module_names().items()
+    }
+    for key, value in saved.values.items():
+        if names_its_source(key, value):
+            continue
+        if is_optimizer(value):
+            tree = _optimizer(saved, key, value)
+            state[key] = _numbered(tree, is_named=key not in unnamed) if numbered else tree
+        elif isinstance(state.get(key), dict) and isinstance(value, dict):  # extra state
+            for prefix, extra in value.items():
+                name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
+                if is_extra(name):
+                    state[key][name] = codec.decode(extra)
+        else:
+            state[key] = codec.decode(value)
+    notes = tuple(
+        f"{key} is left out: each rank has its own, and there is one place for it"
+        for key in saved.own
+        if key not in state
+    )
+    return StateTree(state, notes)
+
+
+def _optimizer(saved: SavedState, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    groups, state = [], {}
+    rest = codec.decode(value["state"])
+    if not isinstance(rest, dict) or not isinstance(value["groups"], list):
+        raise FormatError(f"the value of {key} is not that of an optimizer")
+    params = [name for group in value["groups"] for name in group["params"]]
+    kinds: dict[str, dict[str, Any]] = {name: dict(rest.get(name, {})) for name in params}
+    longest = sorted(params, key=len, reverse=True)
+    for leaf in (name for name in saved.leaves if name.startswith(f"{key}.")):
+        inner = leaf.removeprefix(f"{key}.")
+        name = inner.rpartition(".")[0]
+        if name not in kinds:  # a kind with a dot, or an option that is a tensor
+            name = next((one for one in longest if inner.startswith(f"{one}.")), "")
+        if name:
+            kinds[name][inner.removeprefix(f"{name}.")] = codec.LeafRef(leaf)
+    for group in value["groups"]:
+        options = codec.decode(group["options"])
+        groups.append({**options, "params": list(group["params"])})
+    state = {name: dict(sorted(found.items())) for name, found in kinds.items() if found}
+    return {"state": state, "param_groups": groups}
+
+
+def _numbered(tree: dict[str, Any], *, is_named: bool) -> dict[str, Any]:
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in tree["param_groups"]:
+        names = group["params"]
+        places = [numbers.setdefault(name, len(numbers)) for name in names]
+        named = {"param_names": list(names)} if is_named else {}
+        groups.append({**group, "params": places, **named})
+    state = {numbers[name]: kinds for name, kinds in tree["state"].items()}
+    return {"state": dict(sorted(state.items())), "param_groups": groups}

@@ -1,0 +1,49 @@
+"""Restores a state from a store alone: no keeper is asked, and no run goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.restore.match import RestoreRequest
+from holdfast.restore.restore import Restored, restore_first
+from holdfast.restore.sources import StoredSources
+from holdfast.state.objects import State
+from holdfast.storage.base import Store
+from holdfast.world import World
+
+#: Reading may take this many times as long as meeting the other ranks.
+_IO_PATIENCE = 10
+
+
+def restore_stored(
+    world: World,
+    state: State,
+    store: Store,
+    request: RestoreRequest,
+    step: int | str | None = None,
+    *,
+    timeout_s: float,
+    incarnation: int = 0,
+    on_poison: Callable[[bool], None] = lambda _: None,
+) -> Restored:
+    """Fill the state from the newest checkpoint of a store, or that of ``step``; all ranks call it.
+
+    Raises as ``holdfast.load`` does.
+    """
+    sources = StoredSources(store, world.rank)
+    try:
+        restored = restore_first(
+            world,
+            state,
+            sources.first(world, step, timeout_s=timeout_s),
+            sources.open,
+            incarnation=incarnation,
+            timeout_s=timeout_s * _IO_PATIENCE,
+            on_poison=on_poison,
+            request=request,
+            plan_again=sources.plan_again(),
+        )
+    finally:
+        sources.let_go()
+    assert restored is not None  # there was a candidate, and no error
+    return restored

@@ -1,0 +1,14 @@
+"""The benchmark of checkpoints of others still runs, and every way does its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+
+def test_the_quick_benchmark_of_other_formats_runs(
+    bench: Callable[..., CompletedProcess[str]],
+) -> None:
+    ended = bench("foreign", "--quick")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "`holdfast export --to dcp`" in ended.stdout and "`dcp.load`" in ended.stdout
