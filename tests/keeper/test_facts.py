@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.facts import Fact
 
 
 def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_hand() -> None:

@@ -7,9 +7,12 @@ See docs/design/0018-tiers.md.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple, Protocol
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -17,6 +20,7 @@ from holdfast.catalogue import (
     MANIFESTS,
     ROOT,
     catalogue,
+    drained_path,
     find_manifest,
     layout_path,
     manifest_path,
@@ -33,20 +37,24 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.events import PersistBroke, Warned, emit
-from holdfast.format.manifest import Generation, Incarnation, Manifest, Root
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
+from holdfast.keeper.image_writer import ImageWriter, PersistJob
+from holdfast.keeper.jobs import RemoteImages, write_all
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
 from holdfast.persist import commit
 from holdfast.persist.pins import copy_pin
 from holdfast.persist.tiers import (
+    has_file,
     mark_all_drained,
     mark_drained,
     next_to_drain,
     pinned_in,
+    ranks_held,
     waiting,
 )
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, sync_names
+from holdfast.storage.base import Store, settle_s, sync_names
 from holdfast.storage.files import may_be_same
 from holdfast.storage.wrap import RateLimit
 
@@ -66,8 +74,31 @@ class Drained(NamedTuple):
     """The cache has it no more as its manifest names it, or another start has its number."""
 
 
+class OtherCaches(Protocol):
+    """The caches of the other hosts of a run; each has the images of its own ranks."""
+
+    def drain(self, manifest: Manifest) -> Sequence[RemoteImages]:
+        """Return one share for each host that can be asked to copy its images to the root."""
+        ...
+
+    def publish(self, job: PersistJob, manifest: Manifest) -> Sequence[RemoteImages]:
+        """Return one share for each host of ``job`` that is to publish the manifest."""
+        ...
+
+    def where(self, manifest: Manifest, ranks: Collection[int]) -> tuple[str, bool]:
+        """Say where the images of these ranks are, and whether they may yet come."""
+        ...
+
+    def drained(self, manifest: Manifest) -> None:
+        """Tell all hosts that the root has published this."""
+        ...
+
+
 class CacheTier:
-    """One cache, locked. Created and closed on any thread; raises StorageError or RootBusy."""
+    """One cache, locked. Created and closed on any thread; raises StorageError or RootBusy.
+
+    In a run on several hosts each has the images of its own ranks; see ``others``.
+    """
 
     def __init__(
         self,
@@ -93,7 +124,6 @@ class CacheTier:
         try:
             mark_all_drained(self.store, root)
             _copy_records(root, self.store)
-            self.found = tuple((m.generation, m.attempt) for m in waiting(self.store).values())
         except BaseException:
             self._lock.release()
             raise
@@ -101,9 +131,18 @@ class CacheTier:
         from holdfast.maintenance.tier_copy import TierCopy  # no keeper without a cache loads it
 
         self._copy_to = TierCopy
-        self._drain = TierCopy(self.store, root, limit or RateLimit(_rate()))
+        rate = limit or RateLimit(_rate())
+        self._draining, self._is_stopped, self._is_closed = threading.Lock(), False, False
+        self._drain = TierCopy(self.store, root, rate, gives_way=lambda: self._is_stopped)
         self._lost: set[Generation] = set()
         self._refused_s = float("-inf")
+        self.others: OtherCaches | None = None
+        """The caches of the other hosts, on the host that coordinates; None where there are none,
+        or another host coordinates.
+        """
+        self.writer = ImageWriter(self.store)
+        """Writes this host's images for a coordinator elsewhere."""
+        self.writer.is_told = False
 
     @property
     def is_taking(self) -> bool:
@@ -127,14 +166,19 @@ class CacheTier:
 
     def close(self) -> None:
         """Finish what was queued, and release the cache. Blocks."""
+        self._is_closed = True
+        self.stop_drain()
         self.persister.stop()
-        self._lock.release()
+        with self._draining:  # nobody else may drain these images meanwhile
+            self._lock.release()
 
-    def fill(self, generation: Generation) -> None:
-        """Have a checkpoint of the root that was restored copied here, until a save comes."""
-        self.persister.submit(lambda: self._fill(generation))
+    def fill(self, generation: Generation, ranks: Collection[int] | None = None) -> None:
+        """Have a checkpoint of the root that was restored copied here, until a save comes; or the
+        images of these ranks.
+        """
+        self.persister.submit(lambda: self._fill(generation, ranks))
 
-    def _fill(self, generation: Generation) -> None:
+    def _fill(self, generation: Generation, ranks: Collection[int] | None) -> None:
         """See ``fill``; on the cache's thread. It costs a restore from the root if it fails."""
         try:
             found = find_manifest(self._root, generation)
@@ -146,7 +190,13 @@ class CacheTier:
             copy = self._copy_to(self._root, self.store, gives_way=lambda: self.persister.has_jobs)
             sync_names(self._root, MANIFESTS)
             mark_drained(self.store, manifest)  # before it is there: the root has it
-            self.persister.publish_copy(manifest, record, layout, lambda: copy.copy_files(manifest))
+            self.persister.publish_copy(
+                manifest,
+                record,
+                layout,
+                lambda: copy.copy_files(manifest, ranks),
+                is_told=ranks is None,
+            )
         except PersistFailed:
             return
         except HoldfastError as error:
@@ -154,6 +204,100 @@ class CacheTier:
             emit(Warned(message=text))
         else:
             self.persister.prune_drained()
+
+    # ── for a coordinator on another host ────────────────────────────────────────────────────────
+
+    def share(self, others: OtherCaches | None, *, is_shared: bool) -> None:
+        """Set this host's part in the run from now on. ``is_shared``: one of several hosts."""
+        self.others = others
+        self.persister.share(is_shared=is_shared)
+        self.persister.spread = (lambda *_: ()) if others is None else others.publish
+        self.try_lost_again()
+
+    def try_lost_again(self) -> None:
+        """Drain again what could not be: another host's cache may have it."""
+        self._lost = set()
+
+    def expect(self, directories: Iterable[str]) -> None:
+        """Keep what is written here: a manifest names it later. Before anything is written."""
+        self.persister.unsettled.under_way.update(directories)
+
+    def give_up(self, directories: Collection[str]) -> None:
+        """Remove what was written: no manifest will name it."""
+
+        def remove() -> None:
+            named = {path for m in catalogue(self.store).manifests for path in m.directories}
+            for path in directories:
+                if path not in named:
+                    self.store.remove_tree(path)
+
+        self.persister.unsettled.under_way.difference_update(directories)
+        self.persister.submit(lambda: _try(remove))
+
+    def publish(self, manifest: Manifest, record: Incarnation, layout: bytes) -> None:
+        """Publish a checkpoint of which this host has its images, or none. On the cache's thread,
+        as all that follows; raises what a store raises.
+        """
+        self.persister.publish_copy(manifest, record, layout, lambda: None, is_told=False)
+        self.persister.unsettled.under_way.difference_update(manifest.directories)
+
+    def drain_own(self, manifest: Manifest, done: Callable[[int], None]) -> None:
+        """Copy the images that this host has to the root; ``done`` is called with each rank. On
+        one thread.
+        """
+        with self._draining:
+            self._is_stopped = self._is_closed
+            self._drain.copy_files(manifest, ranks_held(self.store, manifest), done)
+
+    def stop_drain(self) -> None:
+        """Have a drain of this host's images end soon."""
+        self._is_stopped = True
+
+    @property
+    def drain_lost(self) -> str:
+        """Return why no other try of the last drain can succeed; "" if one may."""
+        return self._drain.lost
+
+    def drained(self, generation: Generation, attempt: str) -> None:
+        """Mark what the root has published, and apply the retention."""
+        found = find_manifest(self.store, generation)
+        unsettled = self.persister.unsettled
+        unsettled.newest_drained = max(unsettled.newest_drained, generation)
+        if found is not None and found[0].attempt == attempt:
+            self._drain.forget(found[0])
+            self._mark(found[0])
+        self.persister.prune_drained()
+
+    def documents(self, generation: Generation) -> tuple[Manifest, Incarnation, bytes]:
+        """Return manifest, record and layout of a checkpoint here. NotFound, FormatError."""
+        found = find_manifest(self.store, generation)
+        if found is None:
+            raise NotFound(f"{self.store.url} has no {generation}", path=manifest_path(generation))
+        return found[0], *self._documents(found[0])
+
+    def waiting(self) -> tuple[tuple[Generation, str], ...]:
+        """Return what the root has not had yet. Blocks; StorageError."""
+        return tuple((m.generation, m.attempt) for m in waiting(self.store).values())
+
+    def is_drained(self, generation: Generation, attempt: str) -> bool:
+        """Return True if there is a mark that the root has had it. Blocks; StorageError."""
+        return self.store.exists(drained_path(generation, attempt))
+
+    def files(self) -> dict[str, int]:
+        """Return paths and sizes of what other hosts may read here: documents, and the files that
+        manifests name. Blocks; StorageError.
+        """
+        found = catalogue(self.store)
+        refs = {ref.path: ref for m in found.manifests for ref in (*m.images, *m.parts)}
+        paths = {path for path, ref in refs.items() if has_file(self.store, ref)}
+        paths |= {manifest_path(m.generation) for m in found.manifests}
+        paths |= {layout_path(m.layout) for m in found.manifests}
+        paths |= {f"{INCARNATIONS}/{one.n}.json" for one in found.incarnations}
+        sizes = {}
+        for path in paths:
+            with suppress(NotFound):
+                sizes[path] = self.store.size_bytes(path)
+        return sizes
 
     # ── on the root's thread ─────────────────────────────────────────────────────────────────────
 
@@ -192,14 +336,55 @@ class CacheTier:
             if is_lost:
                 self._lost.add(generation)
             return _not_drained(generation, attempt, reason, is_lost=is_lost)
+        self._drain.forget(manifest)
         self._mark(manifest)
+        if self.others is not None:
+            self.others.drained(manifest)
         persister.prune(generation, is_newest=False)  # something newer may be there already
         self.persister.submit(self.persister.prune_drained)
         return Drained(generation, attempt)
 
     def _copy(self, manifest: Manifest) -> None:
-        self._drain.copy_files(manifest)
+        if self.others is None:
+            self._drain.copy_files(manifest)
+        else:
+            self._copy_together(manifest, self.others)
         copy_pin(self.store, self._root, manifest)  # before retention can see it
+
+    def _copy_together(self, manifest: Manifest, others: OtherCaches) -> None:
+        """Have every host copy the images that it has; all must be in the root then."""
+        shares = others.drain(manifest)
+        here = ranks_held(self.store, manifest)
+        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain") as pool:
+            there = pool.submit(write_all, shares)
+            try:
+                self._drain.copy_files(manifest, here)
+            except BaseException as error:
+                for share in shares:
+                    share.abort(str(error))
+                raise
+            try:
+                receipts = {one.image for one in there.result()}
+            except PersistFailed as error:
+                if any(share.is_lost for share in shares):
+                    self._drain.lost = str(error)
+                raise
+        left = [ref for ref in manifest.images if ref.rank not in here and ref not in receipts]
+        ranks = sorted(ref.rank for ref in left if not self._is_in_bucket(ref))
+        if ranks:
+            where, may_come = others.where(manifest, ranks)
+            reason = f"the images of ranks {ranks} are {where}"
+            self._drain.lost = "" if may_come else reason
+            raise PersistFailed(reason)
+
+    def _is_in_bucket(self, ref: ImageRef) -> bool:
+        """Return True if an earlier try copied it: a bucket has an object whole, or not."""
+        if not settle_s(self._root):
+            return False
+        try:
+            return self._root.size_bytes(ref.path) == ref.size_bytes
+        except NotFound:
+            return False
 
     def _next(self, found: Mapping[Generation, Manifest]) -> Manifest | None:
         left = {g: m for g, m in found.items() if g not in self._lost}
@@ -236,6 +421,11 @@ class CacheTier:
             emit(
                 Warned(message=f"{manifest.generation} is durable, and stays in the cache: {error}")
             )
+
+
+def _try(act: Callable[[], None]) -> None:
+    with suppress(HoldfastError):  # it is swept later
+        act()
 
 
 def look_for(root: Store, generation: tuple[int, int], attempt: str) -> Drained:

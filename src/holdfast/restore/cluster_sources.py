@@ -21,8 +21,10 @@ from holdfast.parity.planning.record import ParityRecord
 from holdfast.protocol import messages as m
 from holdfast.restore.cluster.collect import InventoryCollector, decode_inventory, read_record
 from holdfast.restore.cluster.open import ClusterReach
+from holdfast.restore.cluster.peer_caches import PeerCaches
 from holdfast.restore.sources import Ask, KnownRecoveries, RestoreSources, slots_of
 from holdfast.storage.base import Store
+from holdfast.storage.tiered import TieredStore
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.http import INVENTORY
@@ -49,6 +51,9 @@ class ClusterSources(RestoreSources):
         self._hosts = hosts
         self._answers: dict[str, m.Inventory] = {}
         self._answered_s = 0.0
+        self._caches = PeerCaches(lambda: self._puller, self._other_peers)
+        if isinstance(store, TieredStore):
+            store.read_also(self._caches)
 
     @cached_property
     def _puller(self) -> Puller:
@@ -57,6 +62,14 @@ class ClusterSources(RestoreSources):
     @cached_property
     def _peers(self) -> dict[str, Peer]:  # known when all keepers listen
         return {one.id: Peer(one.id, one.address, one.port) for one in self._hosts.table}
+
+    def _other_peers(self) -> dict[str, Peer]:
+        return {name: peer for name, peer in self._peers.items() if name != self._hosts.own_id}
+
+    def forget(self) -> None:
+        """See ``RestoreSources``; caches are asked again, too."""
+        self._caches.forget()
+        super().forget()
 
     def close(self) -> None:
         """Close the connections to peers."""
