@@ -25,7 +25,7 @@ from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
-from holdfast.meeting import host_id
+from holdfast.meeting import given_host_id, host_id
 from holdfast.persist import commit
 from holdfast.policy.when import Every, Keep
 from holdfast.protocol import messages as m
@@ -87,7 +87,7 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     run_id, seen, hosts, listed = _agree(world, store, state, describer, options)
     root_id = _root_of_host(seen, hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)
-    cache = cache_place(options.cache, run_id, root_id) if options.cache else ""
+    cache = options.cache and cache_place(options.cache, run_id, root_id, given_host_id())
     if hosts.speaks_for(world.rank):
         _warn_of_copies(arena, options.root)
     place = RankIdentity(run_id, 0, world.nonce, world.rank, world.size, root_id)

@@ -5,6 +5,7 @@ A checkpoint has the same names and the same bytes in both. What is written goes
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,9 +22,20 @@ _DOCUMENTS = frozenset({"manifests", "incarnations", "pins", "readers", "holdfas
 _MANIFESTS, _INCARNATIONS = "manifests", "incarnations"
 
 
-def cache_place(directory: str, run_id: str, root_id: str) -> str:
-    """Returns the cache of one run on this host; ``root_id`` is the identity of its root."""
-    return os.path.join(directory, f"{run_id}+{text(checksum(root_id.encode()))}")
+def cache_place(directory: str, run_id: str, root_id: str, host: str = "") -> str:
+    """Returns the cache of one run on this host; ``root_id`` is the identity of its root.
+
+    ``host``: the name that this host was given, where several hosts share a machine.
+    """
+    name = f"{run_id}+{text(checksum(root_id.encode()))}"
+    return os.path.join(directory, f"{name}@{host}" if host else name)
+
+
+def cache_places(directory: str, run_id: str, root_id: str) -> list[str]:
+    """Returns the caches of one run on this machine: of several hosts, where they share it."""
+    place = cache_place(directory, run_id, root_id)
+    others = sorted(glob.glob(f"{glob.escape(place)}@*"))
+    return [place, *others] if os.path.isdir(place) or not others else others
 
 
 class TieredStore:
