@@ -135,6 +135,8 @@ class CacheTier:
         self._draining, self._is_stopped, self._is_closed = threading.Lock(), False, False
         self._drain = TierCopy(self.store, root, rate, gives_way=lambda: self._is_stopped)
         self._lost: set[Generation] = set()
+        self._unmarked: dict[Generation, Manifest] = {}
+        """What the root has had, and could not be marked."""
         self._refused_s = float("-inf")
         self.others: OtherCaches | None = None
         """The caches of the other hosts, on the host that coordinates; None where there are none,
@@ -216,7 +218,7 @@ class CacheTier:
 
     def try_lost_again(self) -> None:
         """Drain again what could not be: another host's cache may have it."""
-        self._lost = set()
+        self._lost = set(self._unmarked)
 
     def expect(self, directories: Iterable[str]) -> None:
         """Keep what is written here: a manifest names it later. Before anything is written."""
@@ -260,6 +262,7 @@ class CacheTier:
 
     def drained(self, generation: Generation, attempt: str) -> None:
         """Mark what the root has published, and apply the retention."""
+        self._mark_again()
         found = find_manifest(self.store, generation)
         unsettled = self.persister.unsettled
         unsettled.newest_drained = max(unsettled.newest_drained, generation)
@@ -309,6 +312,7 @@ class CacheTier:
         ``expected``: what was cached and is not known to be drained, with the attempts.
         """
         try:
+            self._mark_again()
             left = waiting(self.store)
             persister.spare(path for one in left.values() for path in one.directories)
             gone = [(Generation(*g), attempt) for g, attempt in expected.items() if g not in left]
@@ -413,11 +417,17 @@ class CacheTier:
             return False
         return str(error.fields.get("path", "")).startswith(f"{INCARNATIONS}/")
 
+    def _mark_again(self) -> None:
+        for manifest in list(self._unmarked.values()):
+            self._mark(manifest)
+
     def _mark(self, manifest: Manifest) -> None:
         try:
             mark_drained(self.store, manifest)
-        except HoldfastError as error:  # it is marked at the next start, and stays until then
+            self._unmarked.pop(manifest.generation, None)
+        except HoldfastError as error:  # it is marked later, and stays until then
             self._lost.add(manifest.generation)
+            self._unmarked[manifest.generation] = manifest
             emit(
                 Warned(message=f"{manifest.generation} is durable, and stays in the cache: {error}")
             )
