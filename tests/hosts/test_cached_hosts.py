@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,11 +85,15 @@ def test_each_host_caches_and_drains_its_own_images_and_all_are_durable(
             assert cache.read(ref.path) == LocalStore(root).read(ref.path)
 
 
-def cache_some(lives: Lives, tmp_path: Path, root: Path, arena_dir: Path) -> int:
+def cache_some(
+    lives: Lives, tmp_path: Path, root: Path, arena_dir: Path, *, durable: bool = False
+) -> int:
     """Train while the root refuses, then lose all memory; the newest step that is cached."""
     start(lives, tmp_path, 2, 100_000, hosts=HOSTS)
     lives.wait_restored(2)
     lives.wait_progress(2, 8)
+    if durable:
+        wait_until(lambda: steps_in(LocalStore(root)), timeout_s=60, what="a durable step")
     refuse(root)
     reached = lives.wait_progress(2, 10)
 
@@ -126,3 +131,71 @@ def wait_drained(lives: Lives, root: Path, step: int) -> None:
         return step in steps_in(LocalStore(root))
 
     wait_until(is_drained, timeout_s=90, what=f"step {step} in the root")
+
+
+def reasons(root: Path) -> str:
+    """All that the keepers said went wrong."""
+    text = "".join(file.read_text() for file in (root / "events").glob("keeper-*"))
+    return "".join(line for line in text.splitlines() if "PersistBroke" in line)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("lost", ["b", "a", "ab"])
+def test_hosts_that_are_lost_amid_a_drain_go_on_with_it_when_they_are_back_with_their_caches(
+    tmp_path: Path, arena_dir: Path, ending_keepers: None, lost: str
+) -> None:
+    root = tmp_path / "run"
+    slow = ({"HOLDFAST_DRAIN_BYTES_S": "2000000"},) * 2
+    with Lives(root, seed=33) as lives:
+        start(lives, tmp_path, 2, 100_000, hosts=HOSTS, settings=slow)
+        lives.wait_restored(2)
+
+        def is_draining() -> bool:
+            known = [set(steps_in(cache_of(tmp_path, host))) for host in HOSTS]
+            begun = {int(path.name.split("-")[1]) for path in root.glob("steps/*")}
+            left = begun - set(steps_in(LocalStore(root)))
+            return bool(left & known[0] & known[1])
+
+        lives.wait_progress(2, 12)
+        wait_until(is_draining, timeout_s=60, what="a drain")
+        lives.end(2)
+        Hosts(arena_dir).lose(*lost)
+        both = [set(steps_in(cache_of(tmp_path, host))) for host in HOSTS]
+        cached = max(both[0] & both[1])
+        start(lives, tmp_path, 2, 100_000, hosts=HOSTS, storage=1_000_000)
+        step, _ = lives.wait_restored(2)
+        assert step >= cached  # memory of a host alone has nothing newer
+        wait_drained(lives, root, cached)
+        lives.end(2)
+    assert whole(LocalStore(root))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", "a"), ("b", "b")])
+def test_without_the_cache_of_a_host_the_run_goes_on_from_what_is_durable_and_says_what_is_lost(
+    tmp_path: Path, arena_dir: Path, ending_keepers: None, hosts: tuple[str, ...]
+) -> None:
+    root = tmp_path / "run"
+    with Lives(root, seed=34) as lives:
+        cached = cache_some(lives, tmp_path, root, arena_dir, durable=True)
+        accept(root)
+        durable = steps_in(LocalStore(root))[-1]
+        assert durable < cached
+        if hosts == ("a", "b"):
+            shutil.rmtree(str(cache_of(tmp_path, "b").url).removeprefix("file://"))
+        start(lives, tmp_path, 2, 100_000, hosts=hosts)
+        assert lives.wait_restored(2) == (durable, "storage")
+        lives.wait_progress(2, durable + 10)
+        missing = 0 if hosts == ("b", "b") else 1
+        wait_until(
+            lambda: f"images of ranks [{missing}] are in no cache" in reasons(root),
+            timeout_s=30,
+            what="word of what is lost",
+        )
+        wait_until(
+            lambda: steps_in(LocalStore(root))[-1] > durable,
+            timeout_s=60,
+            what="a durable step",
+        )
+        lives.end(2)
+    assert whole(LocalStore(root))

@@ -349,15 +349,12 @@ class CacheTier:
         return Drained(generation, attempt)
 
     def _copy(self, manifest: Manifest) -> None:
-        if self.others is None:
-            self._drain.copy_files(manifest)
-        else:
-            self._copy_together(manifest, self.others)
+        self._copy_together(manifest)
         copy_pin(self.store, self._root, manifest)  # before retention can see it
 
-    def _copy_together(self, manifest: Manifest, others: OtherCaches) -> None:
+    def _copy_together(self, manifest: Manifest) -> None:
         """Have every host copy the images that it has; all must be in the root then."""
-        shares = others.drain(manifest)
+        shares = () if self.others is None else self.others.drain(manifest)
         here = ranks_held(self.store, manifest)
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain") as pool:
             there = pool.submit(write_all, shares)
@@ -376,7 +373,9 @@ class CacheTier:
         left = [ref for ref in manifest.images if ref.rank not in here and ref not in receipts]
         ranks = sorted(ref.rank for ref in left if not self._is_in_bucket(ref))
         if ranks:
-            where, may_come = others.where(manifest, ranks)
+            where, may_come = "in no cache of the hosts that are here", False
+            if self.others is not None:
+                where, may_come = self.others.where(manifest, ranks)
             reason = f"the images of ranks {ranks} are {where}"
             self._drain.lost = "" if may_come else reason
             raise PersistFailed(reason)
