@@ -14,10 +14,11 @@ import pytest
 from holdfast.catalogue import attempt_dir, catalogue, manifest_path, part_dir
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Generation, ImageRef, Manifest
+from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import HostWrite, PersistJob
 from holdfast.keeper.jobs import RemoteImages
 from holdfast.keeper.persister import Persister
-from holdfast.keeper.tiers import CacheTier, Drained
+from holdfast.keeper.tiers import CacheTier
 from holdfast.persist import commit
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.removal import plan, remove

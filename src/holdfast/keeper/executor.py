@@ -32,6 +32,7 @@ from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
+from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
 from holdfast.keeper.hosts.facts import Fact
@@ -42,7 +43,6 @@ from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
-from holdfast.keeper.tiers import Drained
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 from holdfast.protocol.replica_events import difference_events
@@ -391,7 +391,11 @@ class Executor:
             self._direct.add(drained.attempt)
         self.carry_out(
             self._coordinator.lifecycle.drained(
-                drained.generation, drained.attempt, drained.reason, is_lost=drained.is_lost
+                drained.generation,
+                drained.attempt,
+                drained.reason,
+                is_lost=drained.is_lost,
+                is_superseded=drained.is_superseded,
             )
         )
 

@@ -30,13 +30,12 @@ from holdfast.errors import (
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.drain_queue import Drained, DrainQueue
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
 from holdfast.keeper.tiers import (
     REFUSED_S,
     CacheTier,
-    Drained,
-    DrainQueue,
     OtherCaches,
     look_for,
 )
@@ -67,6 +66,8 @@ class Caching(NamedTuple):
     found: Callable[[Iterable[tuple[Generation, str]]], None] = lambda _: None
     expected: Callable[[], Mapping[tuple[int, int], str]] = dict
     """Returns what the cache is known to have, and the root not."""
+    exact: Callable[[], Collection[tuple[int, int]]] = tuple
+    """Returns those of them that must be durable themselves."""
     forgotten: Callable[[], None] = lambda: None
     """Called when another cache is used, or none."""
     opened: Callable[[], Awaitable[None]] = _wait_for_nothing
@@ -279,7 +280,7 @@ class RootAccess:
         if persister is None:
             return None
         if cache is not None:
-            return cache.drain_one(persister, expected)
+            return cache.drain_one(persister, expected, frozenset(self._caching.exact()))
         return next((look_for(self.store, *one) for one in expected.items()), None)
 
     def lock_anew_if_lost(self) -> None:

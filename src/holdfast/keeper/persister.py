@@ -398,6 +398,21 @@ class Persister:
         self._images.parts.learn(stays)
         self._holding = held_by
 
+    def would_remove(self, manifest: Manifest) -> bool:
+        """Return True if retention would remove this as soon as it was published. On this object's
+        thread; StorageError.
+        """
+        if self.keep == Keep() or (settle_s(self.store) and not self._is_known()):
+            return False
+        found = self._known if settle_s(self.store) else catalogue(self.store)
+        newest = found.latest
+        if found.broken or newest is None or newest <= manifest.generation:
+            return False
+        if found.find(manifest.generation) is not None:
+            return False
+        with_it = replace(found, manifests=(*found.manifests, manifest))
+        return manifest.generation in self._condemned(with_it, {newest} | pinned(self.store))
+
     def _spared(self, found: Catalogue) -> set[Generation]:
         """Return what stays whatever the policy says."""
         return set()

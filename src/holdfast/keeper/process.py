@@ -223,6 +223,7 @@ class Keeper:
                 self.executor.drained,
                 self.coordinator.lifecycle.found_cached,
                 lambda: self.coordinator.durability.draining,
+                lambda: self.coordinator.durability.exact.copy(),
                 self.coordinator.durability.forget_cached,
                 lambda: self.executor.agent.caches.opened(),
             ),

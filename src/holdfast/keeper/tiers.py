@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -39,6 +39,7 @@ from holdfast.errors import (
 from holdfast.events import PersistBroke, Warned, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
+from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import ImageWriter, PersistJob
 from holdfast.keeper.jobs import RemoteImages, write_all
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
@@ -54,24 +55,13 @@ from holdfast.persist.tiers import (
     waiting,
 )
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, settle_s, sync_names
+from holdfast.storage.base import Store, free_bytes, settle_s, sync_names
 from holdfast.storage.files import may_be_same
 from holdfast.storage.wrap import RateLimit
 
 RATE = "HOLDFAST_DRAIN_BYTES_S"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 #: Seconds for which a cache is not asked again after it refused.
 REFUSED_S = 60.0
-
-
-class Drained(NamedTuple):
-    """What came of one generation. ``reason``: why it is not in the root; "" if it is."""
-
-    generation: Generation
-    attempt: str
-    reason: str = ""
-    is_lost: bool = False
-    """The cache has it no more as its manifest names it, or another start has its number."""
 
 
 class OtherCaches(Protocol):
@@ -135,6 +125,7 @@ class CacheTier:
         self._draining, self._is_stopped, self._is_closed = threading.Lock(), False, False
         self._drain = TierCopy(self.store, root, rate, gives_way=lambda: self._is_stopped)
         self._lost: set[Generation] = set()
+        self._is_exact_next = True
         self._unmarked: dict[Generation, Manifest] = {}
         """What the root has had, and could not be marked."""
         self._refused_s = float("-inf")
@@ -187,6 +178,7 @@ class CacheTier:
             if found is None or self.store.exists(manifest_path(generation)):
                 return
             manifest = found[0]
+            self._require_room(manifest, ranks)
             layout = read_bounded(self._root, layout_path(manifest.layout), MAX_BYTES)
             record = read_incarnation(self._root, generation.incarnation)
             copy = self._copy_to(self._root, self.store, gives_way=lambda: self.persister.has_jobs)
@@ -206,6 +198,22 @@ class CacheTier:
             emit(Warned(message=text))
         else:
             self.persister.prune_drained()
+
+    def _require_room(self, manifest: Manifest, ranks: Collection[int] | None) -> None:
+        """Raise StorageError unless there is room for these files, and for as many after them:
+        what is to be stored comes first.
+        """
+        refs = (*manifest.images, *manifest.parts)
+        needed = 2 * sum(one.size_bytes for one in refs if ranks is None or one.rank in ranks)
+        free = free_bytes(self.store)
+        if free is not None and free < needed:
+            raise StorageError(
+                f"{needed} bytes are needed, with room for the next save, and {free} are free in "
+                f"{self.store.url}",
+                operation="fill",
+                path=manifest_path(manifest.generation),
+                url=self.store.url,
+            )
 
     # ── for a coordinator on another host ────────────────────────────────────────────────────────
 
@@ -305,11 +313,15 @@ class CacheTier:
     # ── on the root's thread ─────────────────────────────────────────────────────────────────────
 
     def drain_one(
-        self, persister: Persister, expected: Mapping[tuple[int, int], str]
+        self,
+        persister: Persister,
+        expected: Mapping[tuple[int, int], str],
+        exact: Collection[tuple[int, int]] = (),
     ) -> Drained | None:
         """Drain what is next; None when nothing waits. Handles every storage error.
 
-        ``expected``: what was cached and is not known to be drained, with the attempts.
+        ``expected``: what was cached and is not known to be drained, with the attempts; ``exact``:
+        those that must be durable themselves.
         """
         try:
             self._mark_again()
@@ -318,7 +330,10 @@ class CacheTier:
             gone = [(Generation(*g), attempt) for g, attempt in expected.items() if g not in left]
             if gone:
                 return look_for(self._root, *gone[0])
-            manifest = self._next(left)
+            pins = pinned_in(self.store, self._root) if left else set[Generation]()
+            manifest = self._next(left, pins, exact)
+            if manifest is not None and self._is_superseded(persister, manifest, pins, exact):
+                return self._pass_over(manifest)
         except HoldfastError as error:
             return Drained(Generation(0, -1), "", str(error))
         if manifest is None:
@@ -340,13 +355,39 @@ class CacheTier:
             if is_lost:
                 self._lost.add(generation)
             return _not_drained(generation, attempt, reason, is_lost=is_lost)
+        self._note_drained(manifest)
+        persister.prune(generation, is_newest=False)  # something newer may be there already
+        return Drained(generation, attempt)
+
+    def _note_drained(self, manifest: Manifest) -> None:
         self._drain.forget(manifest)
         self._mark(manifest)
         if self.others is not None:
             self.others.drained(manifest)
-        persister.prune(generation, is_newest=False)  # something newer may be there already
         self.persister.submit(self.persister.prune_drained)
-        return Drained(generation, attempt)
+
+    def _is_superseded(
+        self,
+        persister: Persister,
+        manifest: Manifest,
+        pins: Collection[Generation],
+        exact: Collection[tuple[int, int]],
+    ) -> bool:
+        if manifest.generation in pins or manifest.generation in exact:
+            return False
+        try:
+            n = manifest.incarnation
+            is_known = persister.would_remove(manifest) and (
+                read_incarnation(self._root, n).nonce == read_incarnation(self.store, n).nonce
+            )
+        except (FormatError, NotFound):
+            return False
+        return is_known
+
+    def _pass_over(self, manifest: Manifest) -> Drained:
+        """Let the cache drop what the root would drop at once."""
+        self._note_drained(manifest)
+        return Drained(manifest.generation, manifest.attempt, is_superseded=True)
 
     def _copy(self, manifest: Manifest) -> None:
         self._copy_together(manifest)
@@ -389,9 +430,18 @@ class CacheTier:
         except NotFound:
             return False
 
-    def _next(self, found: Mapping[Generation, Manifest]) -> Manifest | None:
+    def _next(
+        self,
+        found: Mapping[Generation, Manifest],
+        pins: Collection[Generation],
+        exact: Collection[tuple[int, int]],
+    ) -> Manifest | None:
+        """Return what is drained next: of those that must be durable themselves the oldest, by
+        turns with the newest, so that none waits for ever while newer ones keep coming.
+        """
         left = {g: m for g, m in found.items() if g not in self._lost}
-        return next_to_drain(left, pinned_in(self.store, self._root)) if left else None
+        self._is_exact_next = not self._is_exact_next
+        return next_to_drain(left, pins, exact if self._is_exact_next else ())
 
     def _documents(self, manifest: Manifest) -> tuple[Incarnation, bytes]:
         """Return the record of its start and its layout, as the cache has them."""
@@ -475,69 +525,3 @@ def _rate() -> float:
     except ValueError:
         emit(Warned(message=f"{RATE} is no number of bytes a second: there is no limit"))
         return 0.0
-
-
-class DrainQueue:
-    """Has the root's thread drain one generation after the other. On the keeper's loop."""
-
-    def __init__(
-        self,
-        submit: Callable[[Callable[[], None]], None],
-        drain: Callable[[Mapping[tuple[int, int], str]], Drained | None],
-        expected: Callable[[], Mapping[tuple[int, int], str]],
-        told: Callable[[Drained], None],
-        call_on_loop: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self._submit, self._drain, self._told = submit, drain, told
-        self._expected = expected
-        self._call_on_loop = call_on_loop
-        self._is_running, self._is_woken = False, True
-        self._pause_s, self._next_s = _FIRST_PAUSE_S, 0.0
-        self.is_failing = False
-        """True after storage refused, until it has taken something again."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Return True while something is drained, or is about to be."""
-        return self._is_running or (self._is_woken and not self.is_failing)
-
-    def wake(self) -> None:
-        """Look for something to drain at the next tick."""
-        self._is_woken = True
-
-    def tick(self, now_s: float) -> None:
-        """Begin with the next generation, unless storage refused one a moment ago."""
-        if self._is_running or not self._is_woken or now_s < self._next_s:
-            return
-        self._is_running, self._is_woken = True, False
-        expected = self._expected()
-        self._submit(lambda: self._run(expected))
-
-    def reset(self) -> None:
-        """Begin anew: the thread that was to drain has ended, and there is another."""
-        self._is_running, self._is_woken, self._next_s = False, True, 0.0
-
-    def rest(self) -> None:
-        """Handle that nothing can be drained now."""
-        self._is_running = False
-
-    def _run(self, expected: Mapping[tuple[int, int], str]) -> None:
-        try:
-            drained = self._drain(expected)
-        except Exception as error:  # the next one may succeed; this thread must go on
-            drained = Drained(Generation(0, -1), "", str(error))
-        self._call_on_loop(lambda: self._ended(drained))
-
-    def _ended(self, drained: Drained | None) -> None:
-        self._is_running = False
-        if drained is None:
-            self.is_failing = False
-            return
-        self._is_woken = True
-        self.is_failing = bool(drained.reason) and not drained.is_lost
-        if self.is_failing:
-            self._next_s = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        else:
-            self._pause_s = _FIRST_PAUSE_S
-        self._told(drained)

@@ -34,10 +34,15 @@ def waiting(cache: Store, found: Catalogue = EMPTY) -> dict[Generation, Manifest
 
 
 def next_to_drain(
-    waiting: Mapping[Generation, Manifest], pinned: Collection[Generation]
+    waiting: Mapping[Generation, Manifest],
+    pinned: Collection[Generation],
+    exact: Collection[tuple[int, int]] = (),
 ) -> Manifest | None:
-    """Returns the oldest pinned one, else the newest; None when nothing waits."""
+    """Returns the oldest pinned one, else the oldest of ``exact``, else the newest; None when
+    nothing waits.
+    """
     first = min((g for g in waiting if g in pinned), key=_age, default=None)
+    first = first or min((g for g in waiting if g in exact), key=_age, default=None)
     first = first or max(waiting, key=_age, default=None)
     return None if first is None else waiting[first]
 

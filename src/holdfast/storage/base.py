@@ -236,6 +236,13 @@ def read_at_most(store: ReadableStore, path: str, limit_bytes: int) -> bytes | i
     return size_bytes if size_bytes > limit_bytes else store.read(path)
 
 
+def free_bytes(store: Store) -> int | None:
+    """Returns the bytes that are free for a user where the store is; None where nobody can say."""
+    found = getattr(store, "free_bytes", None)
+    result: int | None = None if found is None else found()
+    return result
+
+
 def unfinished(store: Store) -> list[str]:
     """Returns images that were begun and never finished, where no listing of files shows them.
 
