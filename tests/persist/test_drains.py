@@ -437,6 +437,19 @@ def test_what_the_retention_of_the_root_would_remove_at_once_is_not_sent(kept: s
 
 
 @pytest.mark.promise
+def test_what_the_root_would_keep_is_sent_though_something_newer_is_there() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1, 2)
+    with open_tiers(root, cache, Keep(last=2)) as (tier, persister):
+        found = drain_all(tier, persister)
+    assert [(one.generation.step, one.is_superseded) for one in found] == [
+        (2, False),
+        (1, False),
+        (0, True),
+    ]
+    assert whole(root) == ["1-1", "1-2"]
+
+
+@pytest.mark.promise
 def test_what_another_start_left_in_the_cache_is_not_dropped_for_what_the_root_has() -> None:
     root, cache = MemoryStore("root"), cached(0)
     save_steps(root, [], 1)

@@ -237,11 +237,30 @@ def test_what_only_the_other_hosts_cache_knows_of_is_learned_and_drained() -> No
     root, near, far = three_stores()
     near.remove(manifest_path(Generation(1, 1)))  # as if it had died before the last manifest
     with open_pair(root, near, far) as pair:
-        pair.near.persister.prune_drained()  # what is newer than all that was drained stays
+        images = set(paths_in(near, "steps"))
+        pair.near.persister.prune(Generation(1, 0))
+        assert set(paths_in(near, "steps")) == images  # newer than all that was drained
         assert pair.drain_all() == []
         pair.meet()
         assert [one.reason for one in pair.drain_all()] == [""]
     assert whole(root) == ["1-1"]
+
+
+@pytest.mark.promise
+def test_what_a_host_has_written_and_no_manifest_names_yet_is_not_swept() -> None:
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair:
+        job = job_at(0, 2, (1, 1))
+        share = pair.other.write(job)
+        pair.far.persister.unsettled.newest_drained = Generation(9, 9)  # whatever is drained
+        ended: list[RemoteImages] = []
+        share.write(ended.append)
+        written = set(paths_in(far, attempt_dir(job.generation, job.directory)))
+        assert ended and written
+        pair.far.persister.prune(Generation(1, 1))
+        assert written <= set(paths_in(far))
+        pair.far.give_up([attempt_dir(job.generation, job.directory)])
+        assert not written & set(paths_in(far))
 
 
 def test_a_mark_that_a_host_did_not_hear_of_is_made_when_the_hosts_meet() -> None:
