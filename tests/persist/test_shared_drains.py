@@ -58,7 +58,8 @@ class OtherHost:
             else:
                 share.end()
 
-        share = RemoteImages("b", frozenset(ranks), begin, share_stops, must_have_all=False)
+        share = RemoteImages("b", frozenset(ranks), begin, share_stops)
+        share.must_have_all = False
         return share
 
     def drain(self, manifest: Manifest) -> Sequence[RemoteImages]:
@@ -79,8 +80,8 @@ class OtherHost:
 
         return [self.share(act, ())]
 
-    def where(self, manifest: Manifest, ranks: Collection[int]) -> tuple[str, bool]:
-        return "on host b", self.is_away
+    def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
+        return f"the images of ranks {ranks} are on host b", self.is_away
 
     def drained(self, manifest: Manifest) -> None:
         with suppress(Stopped, HoldfastError):

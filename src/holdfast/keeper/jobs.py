@@ -44,15 +44,15 @@ class RemoteImages:
         *,
         stall_s: float = STALL_S,
         end_s: float = END_S,
-        must_have_all: bool = True,
     ) -> None:
-        """``must_have_all``: without a receipt for each of ``ranks`` the write has failed."""
         self.host, self.ranks = host, ranks
         self.stored: dict[int, StoredPart] = {}
         self.values = b""
         """Values of rank 0's image, if it is among them."""
         self._begin, self._stop = begin, stop
-        self._stall_s, self._end_s, self._must_have_all = stall_s, end_s, must_have_all
+        self._stall_s, self._end_s = stall_s, end_s
+        self.must_have_all = True
+        """Without a receipt for each of ``ranks`` the write has failed."""
         self.is_lost = False
         """True if no other try can succeed."""
         self._moved_s = time.monotonic()
@@ -74,7 +74,7 @@ class RemoteImages:
 
     def failure(self) -> str:
         """Return why the write that ended is incomplete, "" if it is complete."""
-        is_enough = not self._must_have_all or self.stored.keys() == self.ranks
+        is_enough = not self.must_have_all or self.stored.keys() == self.ranks
         if self._failure or is_enough:
             return self._failure
         return (

@@ -62,6 +62,7 @@ from holdfast.storage.wrap import RateLimit
 RATE = "HOLDFAST_DRAIN_BYTES_S"
 #: Seconds for which a cache is not asked again after it refused.
 REFUSED_S = 60.0
+NOWHERE = "are in no cache of the hosts that are here"
 
 
 class OtherCaches(Protocol):
@@ -75,8 +76,8 @@ class OtherCaches(Protocol):
         """Return one share for each host of ``job`` that is to publish the manifest."""
         ...
 
-    def where(self, manifest: Manifest, ranks: Collection[int]) -> tuple[str, bool]:
-        """Say where the images of these ranks are, and whether they may yet come."""
+    def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
+        """Say why the images of these ranks were not drained, and whether they may yet be."""
         ...
 
     def drained(self, manifest: Manifest) -> None:
@@ -414,10 +415,9 @@ class CacheTier:
         left = [ref for ref in manifest.images if ref.rank not in here and ref not in receipts]
         ranks = sorted(ref.rank for ref in left if not self._is_in_bucket(ref))
         if ranks:
-            where, may_come = "in no cache of the hosts that are here", False
+            reason, may_come = f"the images of ranks {ranks} {NOWHERE}", False
             if self.others is not None:
-                where, may_come = self.others.where(manifest, ranks)
-            reason = f"the images of ranks {ranks} are {where}"
+                reason, may_come = self.others.explain(manifest, ranks)
             self._drain.lost = "" if may_come else reason
             raise PersistFailed(reason)
 

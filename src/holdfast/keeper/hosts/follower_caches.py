@@ -25,7 +25,7 @@ from holdfast.keeper.hosts.followers import FollowerRegistry, HostSession
 from holdfast.keeper.hosts.messages import CancelWrite
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
-from holdfast.keeper.tiers import CacheTier
+from holdfast.keeper.tiers import NOWHERE, CacheTier
 
 #: A manifest is published at once, or its host hangs.
 _PUBLISH_S = 120.0
@@ -96,20 +96,25 @@ class FollowerCaches:
             cancel = CancelWrite(directory=directory, reason=reason)
             self._background.from_thread(lambda: self._followers.send_to_host(host, cancel))
 
-        share = RemoteImages(name, ranks, begin, stop, must_have_all=False, **patience)
+        share = RemoteImages(name, ranks, begin, stop, **patience)
+        share.must_have_all = False
         return share
 
-    def where(self, manifest: Manifest, ranks: Collection[int]) -> tuple[str, bool]:
+    def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
         """See ``OtherCaches``."""
         away = self._followers.away()
         holders = self._holders.get(manifest.attempt, {})
         gone = [name for name in away if not holders.get(name, set(ranks)).isdisjoint(ranks)]
         if gone:
             hosts = ", ".join(gone)
-            return f"in no cache within reach, and the keeper of {hosts} is out of reach", True
+            why = (
+                f"the images of ranks {ranks} are in no cache within reach, and the keeper of "
+                f"{hosts} is out of reach"
+            )
+            return why, True
         known = [name for name, theirs in holders.items() if not theirs.isdisjoint(ranks)]
         lost = f": that of {', '.join(known)} had them" if known else ""
-        return f"in no cache of the hosts that are here{lost}", False
+        return f"the images of ranks {ranks} {NOWHERE}{lost}", False
 
     def drained(self, manifest: Manifest) -> None:
         """See ``OtherCaches``."""
