@@ -198,6 +198,7 @@ def three_stores() -> tuple[MemoryStore, MemoryStore, MemoryStore]:
 def test_each_host_drains_its_own_images_and_the_root_is_published_once_all_are_there() -> None:
     root, near, far = (MemoryStore(name) for name in ("root", "near", "far"))
     with open_pair(root, near, far) as pair:
+        pair.near.stop_drain()  # of when another host coordinated
         pair.cache(0)
         assert pair.cached == [Generation(1, 0)]
         assert images_in(near) == {0} and images_in(far) == {1} and not whole_of(root)

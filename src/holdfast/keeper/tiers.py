@@ -256,9 +256,17 @@ class CacheTier:
         """Copy the images that this host has to the root; ``done`` is called with each rank. On
         one thread.
         """
-        with self._draining:
+        self._copy_own(manifest, ranks_held(self.store, manifest), done)
+
+    def _copy_own(
+        self,
+        manifest: Manifest,
+        ranks: Collection[int],
+        done: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        with self._draining:  # an earlier coordinator may have ordered one that goes on
             self._is_stopped = self._is_closed
-            self._drain.copy_files(manifest, ranks_held(self.store, manifest), done)
+            self._drain.copy_files(manifest, ranks, done)
 
     def stop_drain(self) -> None:
         """Have a drain of this host's images end soon."""
@@ -401,7 +409,7 @@ class CacheTier:
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain") as pool:
             there = pool.submit(write_all, shares)
             try:
-                self._drain.copy_files(manifest, here)
+                self._copy_own(manifest, here)
             except BaseException as error:
                 for share in shares:
                     share.abort(str(error))
