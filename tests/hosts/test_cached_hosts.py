@@ -118,9 +118,9 @@ def test_what_only_the_caches_have_is_restored_and_drained_wherever_the_ranks_ar
         assert cached not in steps_in(LocalStore(root))
         start(lives, tmp_path, len(hosts), 100_000, hosts=hosts, storage=1_000_000)
         step, source = lives.wait_restored(len(hosts))  # the root refuses still
-        assert (step, source) == (cached, "storage")
+        assert step >= cached and source == "storage"
         accept(root)
-        wait_drained(lives, root, cached)
+        wait_drained(lives, root, step)
         lives.end(len(hosts))
     assert whole(LocalStore(root))
 
@@ -183,7 +183,7 @@ def test_without_the_cache_of_a_host_the_run_goes_on_from_what_is_durable_and_sa
         assert durable < cached
         if hosts == ("a", "b"):
             shutil.rmtree(str(cache_of(tmp_path, "b").url).removeprefix("file://"))
-        start(lives, tmp_path, 2, 100_000, hosts=hosts)
+        start(lives, tmp_path, 2, 100_000, hosts=hosts, storage=50)
         assert lives.wait_restored(2) == (durable, "storage")
         lives.wait_progress(2, durable + 10)
         missing = 0 if hosts == ("b", "b") else 1

@@ -311,7 +311,7 @@ def check(mode: Mode, n: int, k: int) -> None:
     # What was told cached is whole in both caches and the root together, unless something newer
     # is durable.
     together = TieredStore(inner_near, inner_root)
-    together.read_also(inner_far)
+    together.read_also(MemoryStore("none"), inner_far)
     there = set(whole_ones(together))
     for generation in told:
         assert generation in there or max(in_root) > generation, f"{generation} was told cached"

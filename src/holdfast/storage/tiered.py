@@ -44,14 +44,18 @@ class TieredStore:
     def __init__(self, cache: Store, root: Store) -> None:
         self._root = root
         self._caches: tuple[ReadableStore, ...] = (cache,)
+        self._last: tuple[ReadableStore, ...] = ()
         self._distrusted: set[str] = set()
         self._foreign: dict[tuple[str, str], bool] = {}
         self._warned: set[str] = set()
         self.settle_s = settle_s(root)
 
-    def read_also(self, caches: ReadableStore) -> None:
-        """Read these, too: the caches of other hosts, which have the images of other ranks."""
-        self._caches += (caches,)
+    def read_also(self, near: ReadableStore, far: ReadableStore) -> None:
+        """Read these, too, the one before the root, the other after it: the caches of other hosts,
+        which have the images of other ranks.
+        """
+        self._caches += (near,)
+        self._last += (far,)
 
     @property
     def url(self) -> str:
@@ -71,7 +75,7 @@ class TieredStore:
             return False
         self._distrusted.add(directory)
         try:
-            is_cached = any(cache.exists(path) for cache in self._caches)
+            is_cached = any(cache.exists(path) for cache in (*self._caches, *self._last))
             return is_cached and self._root.exists(path)
         except HoldfastError:
             return False
@@ -98,31 +102,36 @@ class TieredStore:
 
     def exists(self, path: str) -> bool:
         """See ``Store``."""
-        return any(self._exists(store, path) for store in self._order(path))
 
-    def _exists(self, store: ReadableStore, path: str) -> bool:
+        def look(store: ReadableStore) -> bool:
+            if not store.exists(path):
+                raise NotFound(f"{store.url} has no {path}", path=path)
+            return True
+
         try:
-            return store.exists(path)
-        except StorageError as error:
-            if store is self._root:
-                raise
-            self._warn(store, error)
+            return self._first(path, look)
+        except NotFound:
             return False
 
     def _first(self, path: str, read: Callable[[ReadableStore], R]) -> R:
-        """Read from the first tier that has it; what a cache cannot read now, from the next."""
+        """Read from the first tier that has it; what one cannot read now, from the next. Of
+        documents the root's word counts, or its error.
+        """
         missing: HoldfastError | None = None
+        failed: StorageError | None = None
         for store in self._order(path):
             try:
                 return read(store)
             except NotFound as error:
                 missing = error if missing is None or store is self._root else missing
             except StorageError as error:
-                if store is self._root:
+                if store is not self._root:
+                    self._warn(store, error)
+                elif path.partition("/")[0] in _DOCUMENTS:
                     raise
-                self._warn(store, error)
-        assert missing is not None  # the root is among them
-        raise missing
+                else:
+                    failed = error
+        raise failed or missing or NotFound(f"no tier has {path}", path=path)
 
     def _warn(self, store: ReadableStore, error: StorageError) -> None:
         if store.url not in self._warned:
@@ -135,7 +144,7 @@ class TieredStore:
         one that descends from another.
         """
         found = set(self._root.list(prefix))
-        for cache in self._caches:
+        for cache in (*self._caches, *self._last):
             found |= self._names_in(cache, prefix)
         return sorted(found)
 
@@ -154,7 +163,9 @@ class TieredStore:
     def _order(self, path: str) -> tuple[ReadableStore, ...]:
         head = path.partition("/")[0]
         is_root_first = head in _DOCUMENTS or path.rpartition("/")[0] in self._distrusted
-        return (self._root, *self._caches) if is_root_first else (*self._caches, self._root)
+        if is_root_first:
+            return (self._root, *self._caches, *self._last)
+        return (*self._caches, self._root, *self._last)
 
     def _is_foreign(self, cache: ReadableStore, n: str) -> bool:
         """Return True if the cache knows another start of this number than the root, or of an

@@ -17,7 +17,7 @@ import msgspec
 from holdfast.catalogue import attempt_dir, part_dir
 from holdfast.errors import HoldfastError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Generation, Incarnation, Manifest, seal, unseal
+from holdfast.format.manifest import Generation, Incarnation, seal, unseal
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.cache_messages import (
@@ -29,6 +29,8 @@ from holdfast.keeper.hosts.cache_messages import (
     MarkDrained,
     PublishCached,
     TellCached,
+    deflate_manifest,
+    inflate_manifest,
 )
 from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
@@ -135,8 +137,8 @@ class CacheAgent:
             case PublishCached(directory=directory) if directory not in self._written:
                 self._end(directory, "its cache has lost what it had written")
             case PublishCached(directory=directory):
-                del self._written[directory]
-                tier.persister.submit(lambda: self._publish(tier, order))
+                written = self._written.pop(directory)
+                tier.persister.submit(lambda: self._publish(tier, order, written))
             case DrainImages(directory=directory):
                 self._under_way.add(directory)
                 self._drains.submit(self._drain, tier, order)
@@ -157,24 +159,26 @@ class CacheAgent:
     def _end_from_thread(self, directory: str, reason: str, *, is_lost: bool = False) -> None:
         self._background.from_thread(lambda: self._end(directory, reason, is_lost=is_lost))
 
-    def _publish(self, tier: CacheTier, order: PublishCached) -> None:
-        """Publish the manifest here; on the cache's thread."""
+    def _publish(self, tier: CacheTier, order: PublishCached, written: set[str]) -> None:
+        """Publish the manifest of what was written here; on the cache's thread."""
         reason = ""
         try:
-            manifest = unseal(Manifest, order.manifest, "a manifest of the coordinator")
+            manifest = inflate_manifest(order.manifest, "the coordinator")
             record = unseal(Incarnation, order.record, "a record of the coordinator")
             tier.publish(manifest, record, self._memory.layout(manifest.layout))
         except Exception as error:
             reason = str(error) or type(error).__name__
             tier.refused()
+            tier.give_up(written)
         self._end_from_thread(order.directory, reason)
 
     def _drain(self, tier: CacheTier, order: DrainImages) -> None:
         """Copy this host's images of a checkpoint to the root; on the thread that drains."""
-        reason, lost = "", ""
+        reason, is_begun = "", False
         try:
-            manifest = unseal(Manifest, order.manifest, "a manifest of the coordinator")
+            manifest = inflate_manifest(order.manifest, "the coordinator")
             images = {ref.rank: ref for ref in manifest.images}
+            is_begun = True
 
             def done(rank: int) -> None:
                 written = messages.ImageWritten(directory=order.directory, image=images[rank])
@@ -183,12 +187,15 @@ class CacheAgent:
             tier.drain_own(manifest, done)
         except Exception as error:
             reason = str(error) or type(error).__name__
-            lost = tier.drain_lost
-        self._end_from_thread(order.directory, reason, is_lost=bool(lost))
+        is_lost = bool(reason) and is_begun and bool(tier.drain_lost)
+        self._end_from_thread(order.directory, reason, is_lost=is_lost)
 
     def _tell_documents(self, tier: CacheTier, generation: Generation) -> None:
         manifest, record, layout = tier.documents(generation)
-        self._tell(CacheDocuments(manifest=seal(manifest), record=seal(record), layout=layout))
+        documents = CacheDocuments(
+            manifest=deflate_manifest(manifest), record=seal(record), layout=layout
+        )
+        self._tell(documents)
 
     # ── ranks that restore ───────────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
+
+from holdfast.errors import FormatError
+from holdfast.format.manifest import MAX_DOCUMENT_BYTES, Manifest, seal, unseal
 from holdfast.keeper.hosts.facts import Fact
+
+
+def deflate_manifest(manifest: Manifest) -> bytes:
+    """Encode a manifest for a message: it names the images of all ranks, and goes to all hosts."""
+    return zlib.compress(seal(manifest), 1)
+
+
+def inflate_manifest(deflated: bytes, host: str) -> Manifest:
+    """Decode a manifest that ``host`` sent. Raises FormatError if it is invalid."""
+    inflating = zlib.decompressobj()
+    try:
+        data = inflating.decompress(deflated, MAX_DOCUMENT_BYTES)
+    except zlib.error as error:
+        raise FormatError(f"the manifest that {host} sent makes no sense: {error}") from None
+    return unseal(Manifest, data, f"the manifest that {host} sent")
+
 
 # ── coordinator to follower ──────────────────────────────────────────────────────────────────────
 
@@ -14,6 +34,7 @@ class PublishCached(Fact, frozen=True, kw_only=True):
 
     directory: str
     manifest: bytes
+    """See ``deflate_manifest``, here and below."""
     record: bytes
     """Record of the attempt's incarnation."""
 

@@ -19,6 +19,8 @@ from holdfast.keeper.hosts.cache_messages import (
     MarkDrained,
     PublishCached,
     TellCached,
+    deflate_manifest,
+    inflate_manifest,
 )
 from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry, HostSession
@@ -56,7 +58,7 @@ class FollowerCaches:
 
     def drain(self, manifest: Manifest) -> Sequence[RemoteImages]:
         """See ``OtherCaches``."""
-        directory, data = f"drain-{secrets.token_hex(4)}", seal(manifest)
+        directory, data = f"drain-{secrets.token_hex(4)}", deflate_manifest(manifest)
         order = DrainImages(directory=directory, manifest=data)
         ranks = frozenset(ref.rank for ref in manifest.images)
         return [
@@ -67,7 +69,9 @@ class FollowerCaches:
     def publish(self, job: PersistJob, manifest: Manifest) -> Sequence[RemoteImages]:
         """See ``OtherCaches``."""
         order = PublishCached(
-            directory=job.directory, manifest=seal(manifest), record=seal(job.incarnation)
+            directory=job.directory,
+            manifest=deflate_manifest(manifest),
+            record=seal(job.incarnation),
         )
         hosts = {share.host: frozenset(share.ranks) for share in job.shares}
         self._holders[job.attempt] = hosts
@@ -185,7 +189,7 @@ class FollowerCaches:
     def _learn(self, tier: CacheTier, told: CacheDocuments) -> None:
         """Publish what another host's cache has in this one; on its thread."""
         try:
-            manifest = unseal(Manifest, told.manifest, "a manifest of another host's cache")
+            manifest = inflate_manifest(told.manifest, "another host")
             record = unseal(Incarnation, told.record, "a record of another host's cache")
             tier.publish(manifest, record, told.layout)
         except HoldfastError as error:

@@ -5,8 +5,9 @@ A file has one name and the same bytes in every tier. A host that does not answe
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -19,62 +20,71 @@ from holdfast.transport.client_connection import Peer
 from holdfast.transport.resources import NO_GENERATION
 from holdfast.transport.wire.http import CACHE, cache_path
 
+_OF_RANK = re.compile(r"-([0-9]+)\.safetensors$")
 #: How many keepers are asked at the same time.
 _AT_ONCE = 256
 _files = msgspec.msgpack.Decoder(dict[str, int])
 
 
-class PeerCaches:
-    """The caches of other hosts as one place to read from; asked when something is first read.
+class CacheListings:
+    """What the caches of other hosts have; each keeper is asked once. Thread-safe."""
 
-    ``puller`` and ``peers`` return the client and the keepers, by host. Thread-safe.
-    """
-
-    url = "the caches of other hosts"
-
-    def __init__(
-        self, puller: Callable[[], Puller], peers: Callable[[], Mapping[str, Peer]]
-    ) -> None:
-        self._puller, self._peers = puller, peers
+    def __init__(self, puller: Callable[[], Puller]) -> None:
+        self.puller = puller
         self._lock = threading.Lock()
-        self._found: dict[str, tuple[Peer, int]] | None = None
+        self._files: dict[Peer, dict[str, int]] = {}
 
     def forget(self) -> None:
-        """Ask again at the next read."""
+        """Ask all anew at the next read."""
         with self._lock:
-            self._found = None
+            self._files.clear()
 
-    def _files(self) -> dict[str, tuple[Peer, int]]:
+    def drop(self, peer: Peer) -> None:
+        """Read nothing more from this host: each read would wait for it anew."""
         with self._lock:
-            if self._found is None:
-                self._found = self._ask()
-            return self._found
+            self._files[peer] = {}
 
-    def _ask(self) -> dict[str, tuple[Peer, int]]:
-        peers = list(self._peers().values())
-        found: dict[str, tuple[Peer, int]] = {}
-        if peers:
-            with ThreadPoolExecutor(min(len(peers), _AT_ONCE)) as pool:
-                for peer, files in zip(peers, pool.map(self._ask_host, peers), strict=True):
-                    found |= {path: (peer, size_bytes) for path, size_bytes in files.items()}
-        return found
+    def of(self, peers: Collection[Peer]) -> Mapping[Peer, dict[str, int]]:
+        """Return paths and sizes of the files of each, asking all at once that were not yet."""
+        with self._lock:
+            new = [peer for peer in peers if peer not in self._files]
+            if new:
+                with ThreadPoolExecutor(min(len(new), _AT_ONCE)) as pool:
+                    self._files |= zip(new, pool.map(self._ask, new), strict=True)
+            return {peer: self._files[peer] for peer in peers}
 
-    def _ask_host(self, peer: Peer) -> dict[str, int]:
+    def _ask(self, peer: Peer) -> dict[str, int]:
         try:
-            return _files.decode(self._puller().document(peer, CACHE))
+            return _files.decode(self.puller().document(peer, CACHE))
         except (HoldfastError, msgspec.MsgspecError) as error:
             emit(Warned(message=f"the cache of {peer.name} cannot be read: {error}"))
             return {}
 
+
+class PeerCaches:
+    """The caches of other hosts as one place to read from.
+
+    ``peers_of`` returns the keepers that are asked for a path, and for "" those whose files are
+    listed.
+    """
+
+    def __init__(
+        self, listings: CacheListings, peers_of: Callable[[str], Collection[Peer]], url: str
+    ) -> None:
+        self._listings, self._peers_of, self.url = listings, peers_of, url
+
     def _find(self, path: str) -> tuple[Peer, int]:
-        found = self._files().get(path)
-        if found is None:
-            raise NotFound(f"no other host's cache has {path}", path=path)
-        return found
+        for peer, files in self._listings.of(self._peers_of(path)).items():
+            if path in files:
+                return peer, files[path]
+        raise NotFound(f"{self.url} have no {path}", path=path)
 
     def exists(self, path: str) -> bool:
         """See ``Store``."""
-        return path in self._files()
+        try:
+            return self._find(path)[1] >= 0
+        except NotFound:
+            return False
 
     def size_bytes(self, path: str) -> int:
         """See ``Store``."""
@@ -83,8 +93,9 @@ class PeerCaches:
     def list(self, prefix: str) -> list[str]:
         """See ``Store``."""
         below = f"{prefix}/" if prefix else ""
-        inside = (path[len(below) :] for path in self._files() if path.startswith(below))
-        return sorted({path.partition("/")[0] for path in inside})
+        listings = self._listings.of(self._peers_of(""))
+        paths = (path for files in listings.values() for path in files if path.startswith(below))
+        return sorted({path[len(below) :].partition("/")[0] for path in paths})
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         """See ``Store``."""
@@ -102,15 +113,15 @@ class PeerCaches:
             raise short_read(path, self.url, offset_bytes, len(buffer), whole)
         wanted = WantedRange(peer, cache_path(path), NO_GENERATION, offset_bytes, buffer)
         try:
-            self._puller().pull([wanted])
+            self._listings.puller().pull([wanted])
         except PeerError as error:
-            self._drop(peer)
+            self._listings.drop(peer)
             raise StorageError(
                 f"{path} cannot be read from the cache of {peer.name}: {error}", path=path
             ) from error
 
-    def _drop(self, peer: Peer) -> None:
-        """Read nothing more from this host: each read would wait for it anew."""
-        with self._lock:
-            left = (self._found or {}).items()
-            self._found = {path: found for path, found in left if found[0] != peer}
+
+def rank_in(path: str) -> int | None:
+    """Return the rank whose image or frozen part has this path; None for other files."""
+    found = _OF_RANK.search(path)
+    return None if found is None else int(found[1])
