@@ -521,3 +521,51 @@ def test_a_cache_without_room_for_it_is_not_filled(
     with open_tiers(root, cache) as (tier, _):
         tier.fill(Generation(1, 0))
     assert whole(cache) == ["1-0"]
+
+
+class OutageStore(PassingStore):
+    """A root that answers nothing about images."""
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        if path.startswith("steps/"):
+            raise StorageError("no answer", operation="read", path=path, url=self.url)
+        return self.inner.read(path, offset_bytes, size_bytes)
+
+    def exists(self, path: str) -> bool:
+        if path.startswith("steps/"):
+            raise StorageError("no answer", operation="look-up", path=path, url=self.url)
+        return self.inner.exists(path)
+
+
+@pytest.mark.promise
+def test_what_another_hosts_cache_has_is_read_though_the_root_does_not_answer() -> None:
+    far = cached(0)
+    root, own, near = MemoryStore("root"), MemoryStore("own"), MemoryStore("near")
+    commit.open_root(root, "r")
+    tiered = TieredStore(own, OutageStore(root))
+    tiered.read_also(near, far)
+    (manifest,) = catalogue(tiered).manifests
+    ref = manifest.images[0]
+    assert tiered.exists(ref.path) and len(tiered.read(ref.path)) == ref.size_bytes
+    with pytest.raises(StorageError, match="no answer"):
+        tiered.read("steps/1-0-none/live-00000.safetensors")
+    with pytest.raises(StorageError, match="no answer"):
+        tiered.exists("steps/1-0-none/live-00000.safetensors")
+
+
+def test_a_host_asks_the_one_that_has_an_image_before_the_root_and_all_others_after_it() -> None:
+    asked: list[str] = []
+
+    class Asked(PassingStore):
+        def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+            asked.append(self.inner.url)
+            return self.inner.read(path, offset_bytes, size_bytes)
+
+    own, near, root, far = (Asked(MemoryStore(name)) for name in ("own", "near", "root", "far"))
+    tiered = TieredStore(own, root)
+    tiered.read_also(near, far)
+    for path in ("steps/1-0-a/live-00000.safetensors", "manifests/1-0.json"):
+        with pytest.raises(NotFound):
+            tiered.read(path)
+    names = [url.rpartition("/")[2] for url in asked]
+    assert names == ["own", "near", "root", "far", "root", "own", "near", "far"]
