@@ -17,12 +17,13 @@ from torch import nn
 import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.cli import main
+from holdfast.events import Warned
 from holdfast.observe.report_builder import read_report
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults import wait_until
 from support.checkpoints.roots import whole
 from support.runs.keepers import kill_keeper
-from support.runs.mishaps import small_disk
+from support.runs.mishaps import listening, remount, small_disk
 
 State = dict[str, Any]
 
@@ -411,3 +412,26 @@ def test_of_keepers_killed_while_they_drain_none_loses_what_was_cached(
     again = build(1)
     assert holdfast.load(tmp_path / "root", again) is not None
     assert same(content(again), content(state))
+
+
+@pytest.mark.promise
+def test_a_cache_on_a_disk_that_is_read_only_costs_a_warning_and_no_start(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "40m") as disk, listening() as heard:
+        remount(disk, "ro")
+        state = build()
+        with open_run(tmp_path, state, cache=disk / "cache") as checkpointer:
+            checkpointer.restore()
+            train(state, 0)
+            handle = checkpointer.save(0, durable=True)
+            handle.wait_cached(60)  # where nothing is cached, until it is durable
+            handle.wait_durable(60)
+        warned = [e.message for e in heard if isinstance(e, Warned) and str(disk) in e.message]
+        assert len(warned) == 1 and "Read-only" in warned[0]
+        assert whole(LocalStore(tmp_path / "root")) == ["1-0"]
+        remount(disk, "rw")
+        again = build(1)
+        with open_run(tmp_path, again, cache=disk / "cache") as checkpointer:
+            assert checkpointer.restore() is not None
+            train(again, 1)
+            checkpointer.save(1, durable=True).wait_durable(60)
+        assert 1 in steps_in(cache_of(disk / "cache"))

@@ -57,6 +57,8 @@ def tell(options: argparse.Namespace, expected: Reference, losses: list[Loss]) -
                 reference=expected,
                 chance=chance,
                 say=partial(say, number),
+                root=f"{options.root}/{directory.name}" if options.root else "",
+                cache=options.cache,
             )
             try:
                 found = story.tell(most, is_time)
@@ -103,6 +105,8 @@ def shown(losses: Sequence[Loss], options: argparse.Namespace) -> str:
     ]
     return (
         f"{results.today()}: the demo's GPT on {options.hosts} hosts, parity {options.parity}, "
+        f"{'a bucket' if options.root else 'a directory'} as root"
+        f"{' and a cache on each host' * options.cache}, "
         f"seed {options.seed}; {len(losses)} losses of "
         f"{sum(len(one.lost) for one in losses)} hosts in all.\n\n{markdown.table(head, rows)}"
     )
@@ -129,6 +133,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=0, help="stop after so many losses")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no run after so long")
+    parser.add_argument("--root", default="", help="a bucket, below which the roots are")
+    parser.add_argument(
+        "--cache", action="store_true", help="each host has a cache, lost with the host"
+    )
     parser.add_argument("--steps", type=int, default=90, help="of the reference (90)")
     parser.add_directory("a directory for the roots")
     parser.add_argument("--keep", action="store_true", help="the root of a run that did not pass")
@@ -152,6 +160,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if losses and all(loss.verdict == PASS for loss in losses) else 1
 
 
+def _tiers(options: argparse.Namespace) -> str:
+    return "-bucket" * bool(options.root) + "-cache" * options.cache
+
+
 def keep(options: argparse.Namespace, losses: Sequence[Loss], text: str) -> None:
     """Beside the figures of the other benchmarks."""
     facts = machine.facts(Path(options.dir or tempfile.gettempdir()), ["torch"])
@@ -162,5 +174,5 @@ def keep(options: argparse.Namespace, losses: Sequence[Loss], text: str) -> None
         "verdicts": dict(Counter(one.verdict for one in losses)),
         "losses": [as_json(one) for one in losses],
     }
-    kind = f"chaos-{options.hosts}-hosts-parity-{options.parity}"
+    kind = f"chaos-{options.hosts}-hosts-parity-{options.parity}{_tiers(options)}"
     results.keep(kind, facts, found, text)

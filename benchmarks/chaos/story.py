@@ -7,6 +7,7 @@ as the machine's timing allows.
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,16 +81,20 @@ class Story:
         reference: Reference,
         chance: random.Random,
         say: Callable[[Loss], None],
+        root: str = "",
+        cache: bool = False,
     ) -> None:
         self.directory, self.hosts, self.chance, self._say = directory, hosts, chance, say
         self.count, self.parity, self.reference = count, parity, reference
-        self.root = directory / "root"
+        self.root: Path | str = root or directory / "root"
+        self._cache = directory / "cache"
         self.settings: dict[str, Any] = {
             "root": str(self.root),
             "steps": len(reference.sums),
             "storage": STORAGE_EVERY,
             "parity": parity,
             "seed": seed,
+            "cache": str(self._cache) if cache else None,
         }
         self.starts: dict[int, Start] = {}
         self.known = dict(enumerate(reference.sums))
@@ -301,6 +306,9 @@ class Story:
         for start in self.starts.values():
             start.lost.update(loss.lost, loss.damaged)
         loss.promised, loss.promised_from = promised(self.starts, protected, durable)
+        for host in loss.lost:
+            for place in self._cache.glob(f"*@{host}"):
+                shutil.rmtree(place)
         for host in loss.damaged:
             self._damage(host)
         self.on = self._next(loss)

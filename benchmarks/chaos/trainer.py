@@ -41,6 +41,7 @@ def train(rank: int, life: dict[str, Any]) -> None:
             state,
             storage=holdfast.Every(steps=life["storage"]),
             parity=life["parity"],
+            cache=life["cache"],
         )
     journal = Journal(directory, rank, incarnation=checkpointer.incarnation if checkpointer else 0)
     journal.write("start", world=world, pid=os.getpid())

@@ -99,10 +99,10 @@ class Checkpointer:
     ``grace_s``: the seconds between SIGTERM and the end. With it a SIGTERM to any rank makes
     ``step`` save one last step on all of them, wait until it is in storage, and raise Preempted.
 
-    ``cache``: a directory on this host's own fast disk, such as "/nvme/holdfast". What is to be
-    stored is whole there first, *cached*, and is drained to the root in the background. ``keep``
-    speaks of the root. ``cache_keep``: which checkpoints stay in the cache, of those that the root
-    has.
+    ``cache``: a directory on each host's own fast disk, such as "/nvme/holdfast". What is to be
+    stored is whole there first, *cached*, and is drained to the root in the background, by each
+    host the images of its own ranks. ``keep`` speaks of the root. ``cache_keep``: which checkpoints
+    stay in the cache, of those that the root has.
 
     Raises UsageError for arguments that are invalid or differ between ranks, UnsupportedState for
     state that cannot be stored, KeeperError and StorageError when keeper or root cannot be reached:

@@ -231,7 +231,8 @@ class ImageDurable(Event, frozen=True, kw_only=True):
 
 
 class CheckpointCached(Event, frozen=True, kw_only=True):
-    """The cache has this generation whole: it survives processes, not yet the loss of the host.
+    """The caches of all hosts together have this generation whole: it survives processes, not yet
+    the loss of a host.
 
     ``elapsed_s``: the time since writing began. ``size_bytes``: the size of all images. ``images``:
     the number of ranks whose images it has.

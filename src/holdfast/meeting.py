@@ -255,6 +255,11 @@ def host_id() -> str:
     return "".join(c if c.isalnum() or c in "-._" else "-" for c in name)[:64] or "host"
 
 
+def given_host_id() -> str:
+    """Returns the name that HOLDFAST_HOST_ID gives this host; "" where it has its own."""
+    return host_id() if os.environ.get("HOLDFAST_HOST_ID") else ""
+
+
 def address_of_this_host(ranks: int, store: str = "") -> str:
     """Returns the address by which other hosts of this run reach this one; "" when unknown.
 

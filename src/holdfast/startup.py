@@ -5,6 +5,7 @@ Any error here is raised on every rank, and is the user's to fix.
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import uuid
@@ -20,11 +21,11 @@ from holdfast.capture.copier import device_rate
 from holdfast.capture.saver import Saver
 from holdfast.capture.task import RankIdentity, Timeouts
 from holdfast.catalogue import EMPTY, ROOT, Catalogue, catalogue, read_document
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
-from holdfast.meeting import host_id
+from holdfast.meeting import given_host_id, host_id
 from holdfast.persist import commit
 from holdfast.policy.when import Every, Keep
 from holdfast.protocol import messages as m
@@ -44,6 +45,8 @@ from holdfast.storage.tiered import TieredStore, cache_place
 from holdfast.transport.wire.rank_tree import Said, ranks_in
 from holdfast.world import World, all_said_or_raise
 
+#: What an error says of a cache's place that cannot be right, on whatever disk.
+_NO_PLACE = frozenset({errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 #: Seconds for which a failed start waits for its own threads to end.
 _HANG_UP_S = 5.0
 
@@ -95,7 +98,7 @@ def start_run(
     run_id, seen, hosts, listed = _agree(world, store, state, describer, options)
     root_id = _root_of_host(seen, hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)
-    cache = _make_cache(options, run_id, root_id, hosts)
+    cache = options.cache and cache_place(options.cache, run_id, root_id, given_host_id())
     if hosts.speaks_for(world.rank):
         _warn_of_copies(arena, options.root)
     place = RankIdentity(run_id, 0, world.nonce, world.rank, world.size, root_id)
@@ -113,7 +116,9 @@ def start_run(
         else ClusterSources(store, world.rank, arena, request, hosts, listed)
     )
     try:
-        incarnation = offers.incarnation = _begin(world, saver, hosts, timeout_s)
+        incarnation = offers.incarnation = _begin(
+            world, saver, hosts, timeout_s, lambda: _make_cache(cache, run_id)
+        )
         saver.place = replace(place, incarnation=incarnation)
         may_restore = _join(world, saver, offers, timeout_s)
     except BaseException:
@@ -285,21 +290,19 @@ def _root_of_host(seen: Sequence[Said], ranks: Collection[int]) -> str:
     return common_identity(said.value.decode() for said in own or seen)
 
 
-def _make_cache(options: RunOptions, run_id: str, root_id: str, hosts: HostTable) -> str:
-    """Makes the run's cache on this host, and returns its place; "" for none. UsageError where
-    ranks are on several hosts, StorageError.
+def _make_cache(place: str, run_id: str) -> None:
+    """Makes the run's cache on this host. A disk that is dead or read-only costs a warning: the run
+    goes on without. Raises StorageError for a place that no directory can be at.
     """
-    if not options.cache:
-        return ""
-    if hosts.are_several:
-        raise UsageError(
-            f"cache={options.cache!r}: ranks are on several hosts, and this version has caches "
-            "for runs on one host only. Leave cache= out."
-        )
-    place = cache_place(options.cache, run_id, root_id)
-    commit.open_root(LocalStore(place), run_id)
-    commit.require_root(LocalStore(place), run_id)
-    return place
+    if not place:
+        return
+    try:
+        commit.open_root(LocalStore(place), run_id)
+        commit.require_root(LocalStore(place), run_id)
+    except StorageError as error:
+        if error.fields.get("errno") in _NO_PLACE:
+            raise
+        emit(Warned(message=f"the cache {place} is not used while its disk refuses: {error}"))
 
 
 def _warn_of_copies(arena: Path, root: str) -> None:
@@ -345,14 +348,19 @@ def _patience(timeout_s: float) -> Timeouts:
     )
 
 
-def _begin(world: World, saver: Saver, hosts: HostTable, timeout_s: float) -> int:
+def _begin(
+    world: World, saver: Saver, hosts: HostTable, timeout_s: float, prepare: Callable[[], None]
+) -> int:
     """Begins an incarnation at rank 0's keeper, once those of all hosts listen; returns its number.
 
-    Other keepers get their role in it when ranks of their host join.
+    Other keepers get their role in it when ranks of their host join. ``prepare`` is called on one
+    rank of each host before.
     """
     request = partial(saver.request, timeout_s=timeout_s)
 
     def probe() -> tuple[bytes]:
+        if hosts.speaks_for(world.rank):
+            prepare()
         return (b"" if hosts.is_alone else hosts.probe(world.rank, request),)
 
     def begin(columns: Sequence[Sequence[Said]]) -> bytes:

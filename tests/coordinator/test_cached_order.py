@@ -153,3 +153,30 @@ def test_after_an_outage_due_saves_wait_for_no_older_steps() -> None:
     assert queue.is_storage_busy
     queue.drained((2, 49), "a49")
     assert not queue.is_storage_busy
+
+
+@pytest.mark.promise
+def test_a_save_that_must_be_durable_itself_is_known_as_such_until_it_is() -> None:
+    keeper = Keeper(1)
+    exact = keeper.capture(3, durable=True, exact=True)
+    keeper.c.lifecycle.cached(exact)
+    queue = keeper.c.durability
+    assert queue.exact == {(1, 3)}
+    keeper.c.lifecycle.drained((1, 3), exact, "", is_lost=False)
+    assert queue.exact == set()
+    queue.found_cached([((1, 5), "a"), ((0, 9), "b")])  # an earlier keeper's, of this start
+    assert queue.exact == {(1, 5)}
+    queue.make_durable(5)
+    queue.forget_cached()
+    assert queue.exact == set()
+
+
+@pytest.mark.promise
+def test_what_is_superseded_is_not_told_durable_and_is_waited_for_no_more() -> None:
+    keeper = Keeper(1)
+    old = keeper.capture(0, durable=True)
+    keeper.c.lifecycle.cached(old)
+    actions = keeper.c.lifecycle.drained((1, 0), old, "", is_lost=False, is_superseded=True)
+    assert not durable(actions)
+    assert keeper.c.durability.draining == {}
+    assert keeper.c.durability.newest_durable == (0, -1)

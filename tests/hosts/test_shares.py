@@ -19,8 +19,8 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import WriteService
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry
-from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages, write_all
 from holdfast.keeper.persister import Persister

@@ -15,8 +15,8 @@ from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.host_reports import to_column
-from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.image_writer import HostWrite
 from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import get_args
 
 import msgspec
+import pytest
 
+from holdfast.errors import FormatError
+from holdfast.format.manifest import MAX_DOCUMENT_BYTES, ImageRef, Manifest, seal
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.cache_messages import deflate_manifest, inflate_manifest
+from holdfast.keeper.hosts.facts import Fact
 
 
 def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_hand() -> None:
@@ -19,3 +24,26 @@ def test_a_fact_without_fields_arrives_as_what_it_is() -> None:
     for kind in get_args(messages.ToFollower):
         if not msgspec.structs.fields(kind):
             assert messages.from_coordinator(messages.pack(kind())) == kind()
+
+
+def test_a_manifest_between_keepers_is_small_and_one_that_makes_no_sense_is_refused() -> None:
+    images = tuple(
+        ImageRef(
+            path=f"steps/1-2-a/live-{rank:05d}.safetensors",
+            rank=rank,
+            size_bytes=1 << 30,
+            header_xxh3=f"{rank:016x}",
+            table_xxh3=f"{rank:016x}",
+        )
+        for rank in range(512)
+    )
+    manifest = Manifest(
+        run_id="r", incarnation=1, step=2, attempt="a", world=512, layout="0" * 32, images=images
+    )
+    deflated = deflate_manifest(manifest)
+    assert inflate_manifest(deflated, "a") == manifest
+    assert len(deflated) < len(seal(manifest)) / 4
+    bomb = zlib.compress(bytes(MAX_DOCUMENT_BYTES + (1 << 20)), 1)
+    for wrong in (b"", b"not deflated", deflated[:-20], zlib.compress(b"{}"), bomb):
+        with pytest.raises(FormatError):
+            inflate_manifest(wrong, "a")

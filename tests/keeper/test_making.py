@@ -15,7 +15,7 @@ from holdfast.coordinator.actions import AllocateSlots
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m

@@ -16,7 +16,7 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, plan_image
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import group_access as mending
 from holdfast.keeper.parity.group_access import (

@@ -18,7 +18,7 @@ from holdfast.format.image import plan_image
 from holdfast.format.manifest import AttemptId, Generation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.network import LIMITS, Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import worker

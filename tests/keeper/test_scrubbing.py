@@ -17,7 +17,7 @@ from holdfast.format.image import header_size
 from holdfast.keeper import scrub as scrubbing
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.store import ShardFiles, StoredParity
 from holdfast.keeper.published_images import PublishedImages

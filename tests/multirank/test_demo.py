@@ -276,7 +276,7 @@ def shared_memory(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(out: Path, *, as_json: bool = True, hosts: int | None = None) -> int:
-    return main(Namespace(out=str(out), seed=3, json=as_json, hosts=hosts))
+    return main(Namespace(out=str(out), seed=3, json=as_json, hosts=hosts, root="", cache=False))
 
 
 def test_a_phase_that_fails_shows_the_log_and_ends_the_demo(
@@ -347,3 +347,10 @@ def test_hosts_are_lost_and_training_goes_on_from_memory_then_from_storage(
     assert "survives the loss of any 1 of 4 hosts" in captured.err
     assert "did not answer, and its parity replaces 1" in captured.err
     assert list(shared_memory.iterdir()) == []
+
+
+def test_a_root_that_is_no_bucket_is_refused(tmp_path: Path) -> None:
+    from holdfast import UsageError
+
+    with pytest.raises(UsageError, match="is no bucket"):
+        main(Namespace(out=None, seed=3, json=False, hosts=None, root=str(tmp_path), cache=False))

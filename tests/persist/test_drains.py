@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,15 +12,17 @@ from msgspec.structs import replace
 
 from holdfast.catalogue import catalogue, drained_path, manifest_path
 from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
+from holdfast.events import Event, Warned, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Manifest
+from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.persister import Persister
-from holdfast.keeper.tiers import CacheTier, Drained
+from holdfast.keeper.tiers import CacheTier
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, read_pins
 from holdfast.persist.removal import plan, remove
 from holdfast.persist.tiers import mark_drained, next_to_drain, waiting
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, read_at_most
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tiered import TieredStore
@@ -389,3 +392,168 @@ def test_a_root_that_refuses_leaves_the_cache_as_it_is() -> None:
         assert refused.reason and not refused.is_lost
         assert len(waiting(cache)) == 2 and not root.exists(manifest_path(Generation(1, 1)))
         assert [one.reason for one in drain_all(tier, persister)] == ["", ""]
+
+
+# ── what is drained, and what need not be ────────────────────────────────────────────────────
+
+
+@pytest.mark.promise
+def test_an_older_save_that_must_be_durable_itself_is_drained_by_turns_with_the_newest() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1, 2, 3)
+    with open_tiers(root, cache) as (tier, persister):
+        exact = {(1, 0), (1, 1)}
+        found = [tier.drain_one(persister, {}, exact) for _ in range(4)]
+    assert [one and one.generation.step for one in found] == [3, 0, 2, 1]
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("kept", ["nothing", "pinned", "exact"])
+def test_what_the_retention_of_the_root_would_remove_at_once_is_not_sent(kept: str) -> None:
+    root, cache = FaultyStore(MemoryStore("root")), cached(0, 1, 2)
+    if kept == "pinned":
+        pin(cache, Generation(1, 0))
+    with open_tiers(root, cache, Keep(last=1)) as (tier, persister):
+        exact = {(1, 0)} if kept == "exact" else set()
+        found = [tier.drain_one(persister, {}, exact) for _ in range(3)]
+        assert tier.drain_one(persister, {}, exact) is None
+    passed = {one.generation.step for one in found if one is not None and one.is_superseded}
+    assert passed == ({0, 1} if kept == "nothing" else {1})
+    sent = {str(change).partition("steps/1-")[2][:1] for change in root.changes}
+    assert sent - {""} == ({"2"} if kept == "nothing" else {"2", "0"})
+    assert waiting(cache) == {}
+    assert "1-2" in whole(root)
+
+
+@pytest.mark.promise
+def test_what_the_root_would_keep_is_sent_though_something_newer_is_there() -> None:
+    root, cache = MemoryStore("root"), cached(0, 1, 2)
+    with open_tiers(root, cache, Keep(last=2)) as (tier, persister):
+        found = drain_all(tier, persister)
+    assert [(one.generation.step, one.is_superseded) for one in found] == [
+        (2, False),
+        (1, False),
+        (0, True),
+    ]
+    assert whole(root) == ["1-1", "1-2"]
+
+
+@pytest.mark.promise
+def test_what_another_start_left_in_the_cache_is_not_dropped_for_what_the_root_has() -> None:
+    root, cache = MemoryStore("root"), cached(0)
+    save_steps(root, [], 1)
+    commit.open_root(root, "r")
+    commit.record_incarnation(root, Incarnation(run_id="r", n=1, nonce="another", world=2))
+    save_steps(root, [5, 6], 2)
+    with open_tiers(root, cache, Keep(last=1)) as (tier, persister):
+        (refused,) = drain_all(tier, persister)
+        assert refused.is_lost and not refused.is_superseded
+    assert len(waiting(cache)) == 1
+
+
+class ListedBucket(PassingStore):
+    """A store that counts its lists, and says that requests to it may land late."""
+
+    settle_s = 0.001
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.lists: builtins.list[str] = []
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        self.lists.append(prefix)
+        return self.inner.list(prefix)
+
+
+def test_a_bucket_is_listed_for_what_was_broken_off_once_and_not_at_each_drain() -> None:
+    root, cache = ListedBucket(MemoryStore("root")), cached(0, 1, 2)
+    with open_tiers(root, cache) as (tier, persister):
+        drain_all(tier, persister)
+    assert len([one for one in root.lists if one in ("steps", "parts")]) == 2
+    assert whole(root.inner) == ["1-0", "1-1", "1-2"]
+
+
+def test_both_tiers_are_asked_for_a_file_up_to_a_limit_in_as_many_reads_as_each_takes() -> None:
+    root, cache = MemoryStore("root"), cached(0)
+    commit.open_root(root, "r")
+    root.publish("layouts/one.json", b"12345")
+    cache.publish("layouts/two.json", b"12345678")
+    asked: list[tuple[str, int]] = []
+
+    def at_most(path: str, limit_bytes: int) -> bytes | int:
+        asked.append((path, limit_bytes))
+        return root.read(path)
+
+    root.__dict__["read_at_most"] = at_most
+    tiered = TieredStore(cache, root)
+    assert read_at_most(tiered, "layouts/one.json", 5) == b"12345"
+    assert read_at_most(tiered, "layouts/two.json", 5) == 8
+    assert asked == [("layouts/one.json", 5)]
+
+
+@pytest.mark.promise
+def test_a_cache_without_room_for_it_is_not_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, cache = cached(0), LocalStore(tmp_path / "cache")
+    commit.open_root(cache, "r")
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda _: 1000)
+    heard: list[Event] = []
+    end = subscribe(lambda event, _: heard.append(event))
+    with open_tiers(root, cache) as (tier, _):
+        tier.fill(Generation(1, 0))
+    end()
+    (warning,) = (event for event in heard if isinstance(event, Warned))
+    assert "1000 are free" in warning.message
+    assert catalogue(cache).manifests == ()
+    monkeypatch.undo()
+    with open_tiers(root, cache) as (tier, _):
+        tier.fill(Generation(1, 0))
+    assert whole(cache) == ["1-0"]
+
+
+class OutageStore(PassingStore):
+    """A root that answers nothing about images."""
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        if path.startswith("steps/"):
+            raise StorageError("no answer", operation="read", path=path, url=self.url)
+        return self.inner.read(path, offset_bytes, size_bytes)
+
+    def exists(self, path: str) -> bool:
+        if path.startswith("steps/"):
+            raise StorageError("no answer", operation="look-up", path=path, url=self.url)
+        return self.inner.exists(path)
+
+
+@pytest.mark.promise
+def test_what_another_hosts_cache_has_is_read_though_the_root_does_not_answer() -> None:
+    far = cached(0)
+    root, own, near = MemoryStore("root"), MemoryStore("own"), MemoryStore("near")
+    commit.open_root(root, "r")
+    tiered = TieredStore(own, OutageStore(root))
+    tiered.read_also(near, far)
+    (manifest,) = catalogue(tiered).manifests
+    ref = manifest.images[0]
+    assert tiered.exists(ref.path) and len(tiered.read(ref.path)) == ref.size_bytes
+    with pytest.raises(StorageError, match="no answer"):
+        tiered.read("steps/1-0-none/live-00000.safetensors")
+    with pytest.raises(StorageError, match="no answer"):
+        tiered.exists("steps/1-0-none/live-00000.safetensors")
+
+
+def test_a_host_asks_the_one_that_has_an_image_before_the_root_and_all_others_after_it() -> None:
+    asked: list[str] = []
+
+    class Asked(PassingStore):
+        def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+            asked.append(self.inner.url)
+            return self.inner.read(path, offset_bytes, size_bytes)
+
+    own, near, root, far = (Asked(MemoryStore(name)) for name in ("own", "near", "root", "far"))
+    tiered = TieredStore(own, root)
+    tiered.read_also(near, far)
+    for path in ("steps/1-0-a/live-00000.safetensors", "manifests/1-0.json"):
+        with pytest.raises(NotFound):
+            tiered.read(path)
+    names = [url.rpartition("/")[2] for url in asked]
+    assert names == ["own", "near", "root", "far", "root", "own", "near", "far"]

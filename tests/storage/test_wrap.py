@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
@@ -148,3 +149,10 @@ def test_a_forked_child_has_none_of_its_parents_connections() -> None:
     server.send("GET", "/", {"host": "x"})  # and the parent's is as it was
     assert len(ports) == 2
     listener.close()
+
+
+def test_pauses_take_nothing_from_the_generator_of_the_program() -> None:
+    before, waited = random.getstate(), list[float]()
+    pauses = Patience(total_s=9.0).pauses(clock=lambda: sum(waited), sleep=waited.append)
+    assert len(list(pauses)) > 3 and waited
+    assert random.getstate() == before

@@ -16,6 +16,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "train a small GPT, kill it in several ways, and show that it resumes exactly",
         "holdfast demo --out runs/demo",
         "holdfast demo --hosts 4",
+        "holdfast demo --root s3://bucket/demo --cache",
     )
     command.add_argument(
         "--out", metavar="DIR", help="where the runs, the table and the plot go", default=None
@@ -26,6 +27,12 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         type=int,
         choices=(4,),
         help="train on so many simulated hosts instead; lose one of them, then two at once",
+    )
+    command.add_argument(
+        "--root", metavar="URL", default="", help="a bucket, below which the checkpoints go"
+    )
+    command.add_argument(
+        "--cache", action="store_true", help="give every host a cache, which is lost with the host"
     )
     command.set_defaults(run=run)
 

@@ -17,7 +17,7 @@ from holdfast.observe.text import NOTHING, moment_text, on_one_line, shared_text
 from holdfast.persist.pins import PinnedGenerations, read_pins
 from holdfast.persist.tiers import waiting
 from holdfast.storage.open import normal_root
-from holdfast.storage.tiered import cache_place
+from holdfast.storage.tiered import cache_places
 
 COLUMNS = ("checkpoint", "when", "world", "images", "size", "state", "pin")
 
@@ -96,11 +96,14 @@ def _record(
 def _cached_alone(opened: OpenedRoot, directory: str) -> list[dict[str, Any]]:
     """Returns what the run's cache below ``directory`` has and the root has not had."""
     run_id = read_document(opened.store, Root, ROOT).run_id
-    place = cache_place(normal_root(directory), run_id, opened.store.identity())
-    cache = open_root(place).store
-    pins, there = read_pins(cache), {m.attempt for m in opened.catalogue.manifests}
-    left = sorted(waiting(cache).items())
-    return [_record(one, "cached", pins) for _, one in left if one.attempt not in there]
+    there = {m.attempt for m in opened.catalogue.manifests}
+    found: dict[Generation, dict[str, Any]] = {}
+    for place in cache_places(normal_root(directory), run_id, opened.store.identity()):
+        cache = open_root(place).store
+        pins = read_pins(cache)
+        left = ((g, one) for g, one in waiting(cache).items() if one.attempt not in there)
+        found |= {generation: _record(one, "cached", pins) for generation, one in left}
+    return [record for _, record in sorted(found.items())]
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -364,10 +364,21 @@ class AttemptLifecycle:
         return actions + self._after_write(attempt) + self.retry()
 
     def drained(
-        self, generation: tuple[int, int], attempt_id: str, reason: str, *, is_lost: bool
+        self,
+        generation: tuple[int, int],
+        attempt_id: str,
+        reason: str,
+        *,
+        is_lost: bool,
+        is_superseded: bool = False,
     ) -> list[Action]:
-        """Handle what came of draining a generation; ``reason``: why storage has it not yet."""
-        if not reason:
+        """Handle what came of draining a generation; ``reason``: why storage has it not yet.
+
+        ``is_superseded``: it was not drained, because storage has what replaces it.
+        """
+        if is_superseded:
+            actions = self.durability.superseded(generation)
+        elif not reason:
             actions = self.durability.drained(generation, attempt_id)
         elif is_lost:
             actions = self.durability.cache_lost(generation, attempt_id, reason)

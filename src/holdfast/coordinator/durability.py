@@ -38,6 +38,8 @@ class DurabilityQueue:
         """
         self._cached: dict[tuple[int, int], str] = {}
         """Generations that a cache has, and storage has not yet: the id of the attempt of each."""
+        self.exact: set[tuple[int, int]] = set()
+        """Those of them that must be durable themselves, and not a later one in their place."""
         self.is_drain_failing = False
         """True while storage does not take what the cache has."""
         self.newest_durable = (0, -1)
@@ -93,6 +95,7 @@ class DurabilityQueue:
         """Make a step durable that was saved to memory only."""
         self.add(m.StandingOrder(step, step))
         if self.is_cached(step):
+            self.exact.add((self._incarnation, step))
             return []
         for attempt in self._attempts.values():
             if attempt.generation == (self._incarnation, step) and not attempt.is_incomplete:
@@ -197,13 +200,17 @@ class DurabilityQueue:
 
     def found_cached(self, generations: Iterable[tuple[tuple[int, int], str]]) -> None:
         """Handle what a cache is found to have and storage has not: generations with attempts."""
-        self._cached |= dict(generations)
+        found = dict(generations)
+        self._cached |= found
+        # Handles of this incarnation may wait for them, of which an earlier keeper knew.
+        self.exact.update(one for one in found if one[0] == self._incarnation)
 
     def forget_cached(self) -> None:
         """Handle that another cache is used, or none: what the old one has is drained no more."""
         for attempt_id in self._cached.values():
             self._forget_durable(attempt_id)
         self._cached.clear()
+        self.exact.clear()
 
     def _forget_durable(self, attempt_id: str) -> Attempt | None:
         """Return the attempt, if memory has it, from which alone it can be made durable now."""
@@ -216,6 +223,8 @@ class DurabilityQueue:
         """Handle an attempt that a cache has whole; it is drained from there."""
         attempt.persisting = False
         self._cached[attempt.generation] = attempt.id
+        if any(request.durable and request.exact for request in attempt.requests.values()):
+            self.exact.add(attempt.generation)
         if attempt.is_ring:
             self._ending.add(attempt.id)
         actions: list[Action] = []
@@ -226,6 +235,7 @@ class DurabilityQueue:
     def drained(self, generation: tuple[int, int], attempt_id: str) -> list[Action]:
         """Handle a generation that storage now has from the cache."""
         self._cached.pop(generation, None)
+        self.exact.discard(generation)
         self.newest_durable = max(self.newest_durable, generation)
         self._note_passed(generation, attempt_id)
         self.order = self.order.pay(self._paid)
@@ -234,9 +244,15 @@ class DurabilityQueue:
             actions = [SendMessage(m.Durable(step=generation[1], attempt=attempt_id))]
         return actions + self.start_next()
 
+    def superseded(self, generation: tuple[int, int]) -> list[Action]:
+        """Handle a cached generation that storage need not have: what is durable replaces it."""
+        self._cached.pop(generation, None)
+        return self.start_next()
+
     def cache_lost(self, generation: tuple[int, int], attempt_id: str, reason: str) -> list[Action]:
         """Handle a cached generation that cannot be drained: the next is made durable instead."""
         was_cached = self._cached.pop(generation, None) is not None
+        self.exact.discard(generation)
         incarnation, step = generation
         attempt = self._forget_durable(attempt_id) if was_cached else None
         if not was_cached or incarnation != self._incarnation:

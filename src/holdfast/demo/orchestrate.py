@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import time
@@ -36,8 +37,9 @@ from holdfast.demo.verdict import (
 )
 from holdfast.errors import ArenaError, UsageError
 from holdfast.events import ProtectionPlanned, SourceDropped
+from holdfast.maintenance.copies import copy
 from holdfast.observe.log import read_events
-from holdfast.storage.open import open_store
+from holdfast.storage.open import is_bucket, normal_root, open_store
 from holdfast.testing.faults.events import newest_protected
 from holdfast.testing.runs.hosts import Hosts
 from holdfast.testing.runs.journals import Journals, RunIncarnation
@@ -69,9 +71,19 @@ class PhaseFailed(Exception):
 class DemoRun:
     """Trainers with one root, through all their incarnations, on one simulated host or several."""
 
-    def __init__(self, directory: Path, arena_dir: Path, screen: Screen) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        arena_dir: Path,
+        screen: Screen,
+        *,
+        root: str = "",
+        has_cache: bool = False,
+    ) -> None:
         self.hosts = Hosts(arena_dir)
-        self.root = directory / "checkpoints"
+        self.root: Path | str = root or directory / "checkpoints"
+        self._cache = directory / "cache"
+        self._has_cache = has_cache
         self.log = directory / "torchrun.log"
         self.journals = Journals(directory)
         self._directory = directory
@@ -84,6 +96,7 @@ class DemoRun:
         script = ["--module", TRAINER, "--root", str(self.root)]
         script += ["--journals", str(self._directory), "--steps", str(STEPS)]
         script += ["--durable-every", str(DURABLE_EVERY), *options]
+        script += ["--cache", str(self._cache)] if self._has_cache else []
         settings = {
             "PYTHONPATH": os.pathsep.join([_SOURCE, *filter(None, [os.environ.get("PYTHONPATH")])]),
             # Even if this process is killed, a keeper without trainers ends after this long.
@@ -164,8 +177,11 @@ class DemoRun:
         held.kill()
 
     def lose(self, *hosts: str) -> None:
-        """Removes these hosts at once: launchers, trainers, keepers and shared memory."""
+        """Removes these hosts at once: launchers, trainers, keepers, shared memory and caches."""
         self.hosts.lose(*hosts)
+        for host in hosts:
+            for place in self._cache.glob(f"*@{host}"):
+                shutil.rmtree(place)
         self.journals.poll()
 
     def published(self) -> list[int]:
@@ -186,6 +202,9 @@ class Phases:
     screen: Screen
     chance: random.Random
     result: Result
+    root: str = ""
+    """A bucket, below which the roots of all runs are; "" for directories."""
+    has_cache: bool = False
     runs: list[DemoRun] = field(default_factory=list)
 
     def clear_up(self) -> None:
@@ -204,7 +223,13 @@ class Phases:
 
     def new_run(self, name: str) -> DemoRun:
         """Returns a run with a root and shared memory of its own."""
-        run = DemoRun(self.out / "runs" / name, self.arenas / name, self.screen)
+        run = DemoRun(
+            self.out / "runs" / name,
+            self.arenas / name,
+            self.screen,
+            root=self.root and f"{self.root}/{name}",
+            has_cache=self.has_cache,
+        )
         self.runs.append(run)
         return run
 
@@ -273,13 +298,23 @@ MARKER = ".holdfast-demo"
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def run_demo(out: str | None, *, seed: int, as_json: bool, hosts: int | None = None) -> int:
+def run_demo(
+    out: str | None,
+    *,
+    seed: int,
+    as_json: bool,
+    hosts: int | None = None,
+    root: str = "",
+    has_cache: bool = False,
+) -> int:
     """Runs the whole demo, from an empty directory to the table; returns 0 when all is as promised.
 
-    On this host, or on so many simulated ``hosts``.
+    On this host, or on so many simulated ``hosts``; below ``root``, if that is a bucket's.
 
-    Raises UsageError for an ``out`` that holds something else, or without matplotlib.
+    Raises UsageError for an ``out`` that holds something else, for a ``root`` that is no bucket's,
+    or without matplotlib.
     """
+    below = _below(root)
     directory = _clear(Path(out) if out else DEFAULT_OUT)
     screen = Screen(to_stderr=as_json)
     result = Result(seed, hosts)
@@ -294,7 +329,8 @@ def run_demo(out: str | None, *, seed: int, as_json: bool, hosts: int | None = N
         except OSError as error:
             raise ArenaError(f"the demo needs {SHARED_MEMORY}: {error.strerror}") from error
         arenas = Path(ends.enter_context(memory))
-        demo = kind(directory, arenas, screen, random.Random(seed), result)
+        chance = random.Random(seed)
+        demo = kind(directory, arenas, screen, chance, result, below, has_cache)
         ends.callback(demo.clear_up)
         ends.callback(screen.end)
         try:
@@ -307,6 +343,16 @@ def run_demo(out: str | None, *, seed: int, as_json: bool, hosts: int | None = N
     result.phases_s["in all"] = time.monotonic() - started_s
     _report(result, directory, screen, as_json=as_json)
     return 0 if result.is_as_promised else 1
+
+
+def _below(root: str) -> str:
+    """Returns where the roots of this demo are in a bucket: where no earlier demo's are."""
+    if not root:
+        return ""
+    found = normal_root(root)
+    if not is_bucket(found):
+        raise UsageError(f"--root {root!r} is no bucket: a directory is given with --out")
+    return f"{found}/{secrets.token_hex(4)}"
 
 
 def _report(result: Result, directory: Path, screen: Screen, *, as_json: bool) -> None:
@@ -369,20 +415,27 @@ class Demo(Phases):
 
     def _set_aside(self, run: DemoRun) -> tuple[int | None, Path]:
         """Returns the newest published step, and a copy of the checkpoints as they are now."""
-        copy = self.out / "runs" / "saved-checkpoints"
-        shutil.copytree(run.root, copy, ignore=shutil.ignore_patterns("events"))
-        return max(run.published(), default=None), copy
+        aside = self.out / "runs" / "saved-checkpoints"
+        _copy_root(run.root, aside)
+        return max(run.published(), default=None), aside
 
     def _resume_elsewhere(
         self, name: str, ranks: int, layout: str, saved: Path, killed: RunIncarnation
     ) -> tuple[Interruption, RunIncarnation]:
         run = self.new_run(name)
-        shutil.copytree(saved, run.root)
+        _copy_root(saved, run.root)
         start = Interruption("everything", killed, time.monotonic())
         run.launch(HERE, "--layout", layout, ranks=ranks)
         resumed = self.wait_resumed(run, start)
         run.wait_for_end()
         return start, resumed
+
+
+def _copy_root(source: Path | str, target: Path | str) -> None:
+    if isinstance(source, Path) and isinstance(target, Path):
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("events"))
+        return
+    copy(open_store(source), open_store(target), None, lambda *_: None)
 
 
 # ── files and processes around it ────────────────────────────────────────────────────────────
@@ -503,7 +556,7 @@ def open_meeting() -> tuple[object, str]:
 # ── what the run's own events say ────────────────────────────────────────────────────────────
 
 
-def survival(root: Path, incarnation: int) -> str:
+def survival(root: Path | str, incarnation: int) -> str:
     """Describes which losses the protected snapshots of this start survive."""
     found = [
         e.survives for e in read_events(root, ProtectionPlanned) if e.incarnation == incarnation
@@ -513,7 +566,7 @@ def survival(root: Path, incarnation: int) -> str:
     )
 
 
-def why_not(root: Path, incarnation: int) -> str:
+def why_not(root: Path | str, incarnation: int) -> str:
     """Describes which step of that start memory cannot give, and why: a protected one if there is
     one.
     """

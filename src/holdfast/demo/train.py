@@ -205,6 +205,7 @@ def main() -> None:
         memory=holdfast.Every(steps=1),
         storage=holdfast.Every(steps=options.durable_every),
         parity=options.parity,
+        cache=options.cache,
     )
     journal = Journal(options.journals, dist.get_rank(), incarnation=ckpt.incarnation)
     journal.write("start", world=dist.get_world_size(), pid=os.getpid())
@@ -246,6 +247,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--durable-every", type=int, required=True)
     parser.add_argument("--checksum-after", type=int, nargs="*", default=())
     parser.add_argument("--parity", type=int, default=0)
+    parser.add_argument("--cache", default=None)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

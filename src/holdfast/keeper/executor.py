@@ -32,15 +32,17 @@ from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
+from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
+from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.follower_caches import FollowerCaches
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
-from holdfast.keeper.tiers import Drained
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 from holdfast.protocol.replica_events import difference_events
@@ -68,6 +70,10 @@ class Executor:
         self.followers = FollowerRegistry(
             coordinator, background, self.carry_out, self._report_ring, superseded
         )
+        self.caches = FollowerCaches(
+            self.followers, background, lambda: self._root.cache, self._found_cached
+        )
+        self.followers.cache_reported = self.caches.handle
         self._jobs: dict[str, PersistJob] = {}
         self._direct: set[str] = set()
         """Attempts that the cache refused."""
@@ -85,7 +91,9 @@ class Executor:
         reports to this object.)
         """
         self._root, self._incarnations = root, incarnations
-        self.agent.writes = WriteService(self._memory, root.store, self._background)
+        caches = self.agent.caches
+        caches.tier_of = lambda: root.cache
+        self.agent.writes = WriteService(self._memory, root.store, self._background, caches)
         self.followers.handover = StateHandover(
             self._memory, self._coordinator, incarnations, self._background
         )
@@ -129,7 +137,7 @@ class Executor:
             self.followers.broadcast(messages.RecordOrder(order=order))
 
     def _change_memory(self, action: AllocateSlots | AllocateRings | RemoveSlot) -> None:
-        order: messages.Fact
+        order: Fact
         match action:
             case AllocateSlots(slot, capacity_bytes, leave_bytes):
                 order = messages.CreateSlot(
@@ -273,18 +281,21 @@ class Executor:
         self._root.lock_anew_if_lost()
         incarnation, persister = self._incarnations.of(attempt), self._root.persister
         cache = self._root.cache
-        if cache is not None and cache.is_taking and attempt.id not in self._direct:
+        to_cache = cache is not None and cache.is_taking and attempt.id not in self._direct
+        if cache is not None and to_cache:
             persister = cache.persister
         try:
             if persister is None:
                 raise PersistFailed(f"{self._root.path} is not locked now")
             if incarnation is None:
                 raise ArenaError(f"it is not known how incarnation {attempt.incarnation} began")
-            persister.submit(self._job_of(attempt, incarnation))
+            persister.submit(self._job_of(attempt, incarnation, to_cache=to_cache))
         except HoldfastError as error:
             self.persist_ended(attempt.id, str(error))
 
-    def _job_of(self, attempt: Attempt, incarnation: Incarnation) -> PersistJob:
+    def _job_of(
+        self, attempt: Attempt, incarnation: Incarnation, *, to_cache: bool = False
+    ) -> PersistJob:
         """Return the job to write ``attempt``: own images, and one share for each other host."""
         by_host: dict[int, set[int]] = {}
         for rank, slot_id in attempt.slots.items():
@@ -299,6 +310,7 @@ class Executor:
             world=attempt.world,
             layout=attempt.layout,
             is_ring=attempt.is_ring,
+            to_cache=to_cache,
         )
         job.shares = [self.followers.share(job, host, ranks) for host, ranks in by_host.items()]
         job.broke = lambda reason: self._write_broke(attempt.id, reason)
@@ -335,6 +347,9 @@ class Executor:
         attempt, job = self._coordinator.attempts.get(attempt_id), self._jobs.get(attempt_id)
         if reason is None:
             self._root.drains.wake()
+        elif job is not None and job.shares:  # some of them may have written theirs
+            cancel = messages.CancelWrite(directory=job.directory, reason=reason)
+            self.followers.broadcast(cancel)
         if reason is None and attempt is not None:  # also of a job that was to be aborted
             self._end_job(attempt_id)
             self.carry_out(self._coordinator.lifecycle.cached(attempt_id))
@@ -349,6 +364,23 @@ class Executor:
             self._direct.add(attempt_id)
             self._start_job(attempt)
 
+    def _found_cached(self, found: Iterable[tuple[Generation, str]]) -> None:
+        """Handle what caches of other hosts are found to have."""
+        self._coordinator.lifecycle.found_cached(found)
+        self._root.drains.wake()
+
+    def fill_caches(self, restored: tuple[int, int] | None) -> None:
+        """Have what was restored copied to the caches, if the root alone has it: to each host's
+        the images of its ranks.
+        """
+        ranks_of: dict[int, list[int]] = {}
+        for rank, host in self._coordinator.hosts.items():
+            ranks_of.setdefault(host, []).append(rank)
+        own = ranks_of.pop(0, [])
+        self._root.fill_cache(restored, own if ranks_of else None)
+        if restored is not None:
+            self.caches.fill(restored, ranks_of)
+
     def drained(self, drained: Drained) -> None:
         """Handle what came of a generation that was to be drained."""
         durability = self._coordinator.durability
@@ -359,7 +391,11 @@ class Executor:
             self._direct.add(drained.attempt)
         self.carry_out(
             self._coordinator.lifecycle.drained(
-                drained.generation, drained.attempt, drained.reason, is_lost=drained.is_lost
+                drained.generation,
+                drained.attempt,
+                drained.reason,
+                is_lost=drained.is_lost,
+                is_superseded=drained.is_superseded,
             )
         )
 

@@ -96,6 +96,8 @@ class PersistJob(HostWrite):
     shares: Sequence[RemoteImages] = ()
     """The images of other hosts, which their keepers write."""
     is_ring: bool = False
+    to_cache: bool = False
+    """It is written to the caches of its hosts, and drained from there."""
     is_complete: threading.Event = field(default_factory=threading.Event)
     aborted: str = ""
     is_publishing: bool = False

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
@@ -30,9 +30,15 @@ from holdfast.errors import (
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.drain_queue import Drained, DrainQueue
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
-from holdfast.keeper.tiers import REFUSED_S, CacheTier, Drained, DrainQueue, look_for
+from holdfast.keeper.tiers import (
+    REFUSED_S,
+    CacheTier,
+    OtherCaches,
+    look_for,
+)
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
@@ -48,6 +54,10 @@ start from its own ranks, and ends its writes first.
 _LOOK_S = 0.1
 
 
+async def _wait_for_nothing() -> None:
+    return
+
+
 class Caching(NamedTuple):
     """What is told of a cache: attempts written, generations drained, and found at its opening."""
 
@@ -56,8 +66,12 @@ class Caching(NamedTuple):
     found: Callable[[Iterable[tuple[Generation, str]]], None] = lambda _: None
     expected: Callable[[], Mapping[tuple[int, int], str]] = dict
     """Returns what the cache is known to have, and the root not."""
+    exact: Callable[[], Collection[tuple[int, int]]] = tuple
+    """Returns those of them that must be durable themselves."""
     forgotten: Callable[[], None] = lambda: None
     """Called when another cache is used, or none."""
+    opened: Callable[[], Awaitable[None]] = _wait_for_nothing
+    """Called when the cache was opened."""
 
 
 class RootAccess:
@@ -92,6 +106,11 @@ class RootAccess:
         self.cache: CacheTier | None = None
         self._next_cache_s = 0.0
         """When a cache that could not be opened is tried again."""
+        self._cache_refusal = ""
+        """Why it could not be opened, as it was told last."""
+        self._others: OtherCaches | None = None
+        self._is_shared = self._is_found = False
+        """One of several hosts; what waits in the cache was told to the coordinator here."""
         self.drains = DrainQueue(
             self._submit_drain,
             self._drain_one,
@@ -129,18 +148,46 @@ class RootAccess:
                 )
                 self.drains.reset()
             await self._open_cache()
+            await self._find_cached()
             return self.persister
 
-    def keep(self, keep: Keep, cache_keep: Keep) -> None:
-        """Set the retention of both tiers."""
-        self._cache_keep = cache_keep
+    def keep(self, keep: Keep) -> None:
+        """Set the retention of the root."""
         if self.persister is not None:
             self.persister.keep = keep
+
+    def keep_cached(self, keep: Keep) -> None:
+        """Set the retention of the cache."""
+        self._cache_keep = keep
         if self.cache is not None:
-            self.cache.persister.keep = cache_keep
+            self.cache.persister.keep = keep
+
+    async def open_cache(self) -> None:
+        """Open the cache for a coordinator elsewhere."""
+        async with self._opening:
+            await self._open_cache()
+
+    def share_cache(self, others: OtherCaches | None, *, is_shared: bool) -> None:
+        """Set the part of this host's cache in the run: see ``CacheTier.share``."""
+        self._others, self._is_shared, self._is_found = others, is_shared, False
+        if self.cache is not None:
+            self.cache.share(others, is_shared=is_shared)
+
+    async def _find_cached(self) -> None:
+        """Have drained what the cache has and the root has not had."""
+        if self.cache is None or self._is_found:
+            return
+        try:
+            found = await self._background.in_thread(self.cache.waiting)
+        except HoldfastError as error:
+            emit(Warned(message=f"the cache {self.cache_path} cannot be read now: {error}"))
+            return
+        self._is_found = True
+        self._caching.found(found)
+        self.drains.wake()
 
     async def _open_cache(self) -> None:
-        """Open the cache, if there is to be one; what it has that the root lacks is drained.
+        """Open the cache, if there is to be one.
 
         Without it snapshots are written to the root directly; it is tried again later.
         """
@@ -153,11 +200,14 @@ class RootAccess:
             try:
                 self.cache = await self._background.in_thread(self._lock_cache)
             except HoldfastError as error:
-                emit(Warned(message=f"the cache {self.cache_path} is not used now: {error}"))
+                if str(error) != self._cache_refusal:  # told once
+                    emit(Warned(message=f"the cache {self.cache_path} is not used now: {error}"))
+                self._cache_refusal = str(error)
             else:
+                self._cache_refusal, self._is_found = "", False
                 self.cache.place = self.cache_path
-                self._caching.found(self.cache.found)
-                self.drains.wake()
+                self.cache.share(self._others, is_shared=self._is_shared)
+                await self._caching.opened()
 
     def _lock_cache(self) -> CacheTier:
         return CacheTier(
@@ -190,10 +240,12 @@ class RootAccess:
             self.cache.refused()
             self.look_for_cache()
 
-    def fill_cache(self, parent: tuple[int, int] | None) -> None:
-        """Copy what was restored to the cache, if the root alone has it."""
+    def fill_cache(
+        self, parent: tuple[int, int] | None, ranks: Collection[int] | None = None
+    ) -> None:
+        """Copy what was restored to the cache, if the root alone has it; or these ranks' images."""
         if self.cache is not None and parent is not None:
-            self.cache.fill(Generation(*parent))
+            self.cache.fill(Generation(*parent), ranks)
 
     def look_for_cache(self) -> None:
         """Give the cache up if its directory is gone."""
@@ -228,7 +280,7 @@ class RootAccess:
         if persister is None:
             return None
         if cache is not None:
-            return cache.drain_one(persister, expected)
+            return cache.drain_one(persister, expected, frozenset(self._caching.exact()))
         return next((look_for(self.store, *one) for one in expected.items()), None)
 
     def lock_anew_if_lost(self) -> None:
@@ -327,6 +379,7 @@ class RootAccess:
         """
         persister, cache, lock = self.persister, self.cache, self._lock
         self.persister = self.cache = self._lock = None
+        self._is_found = False
 
         def release() -> None:
             with self._releasing:  # who comes second waits for the first

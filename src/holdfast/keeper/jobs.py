@@ -51,6 +51,10 @@ class RemoteImages:
         """Values of rank 0's image, if it is among them."""
         self._begin, self._stop = begin, stop
         self._stall_s, self._end_s = stall_s, end_s
+        self.must_have_all = True
+        """Without a receipt for each of ``ranks`` the write has failed."""
+        self.is_lost = False
+        """True if no other try can succeed."""
         self._moved_s = time.monotonic()
         self._is_aborted = self._has_ended = False
         self._why_aborted = ""
@@ -70,7 +74,8 @@ class RemoteImages:
 
     def failure(self) -> str:
         """Return why the write that ended is incomplete, "" if it is complete."""
-        if self._failure or self.stored.keys() == self.ranks:
+        is_enough = not self.must_have_all or self.stored.keys() == self.ranks
+        if self._failure or is_enough:
             return self._failure
         return (
             f"host {self.host} gave no receipt for ranks {sorted(self.ranks - self.stored.keys())}"
@@ -108,9 +113,10 @@ class RemoteImages:
             self.stored[stored.image.rank] = stored
             self.values = self.values or values
 
-    def end(self, reason: str = "") -> None:
+    def end(self, reason: str = "", *, is_lost: bool = False) -> None:
         """Handle the end of the write; ``reason``: why it is incomplete, "" if it is complete."""
         if not self._has_ended:
+            self.is_lost = is_lost
             self._failure = f"host {self.host}: {reason}" if reason else ""
             self._has_ended = True
             self._ended(self)

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,10 +44,10 @@ from holdfast.keeper.image_writer import (
     shown_values,
     write_together,
 )
-from holdfast.keeper.jobs import write_all
+from holdfast.keeper.jobs import RemoteImages, write_all
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
-from holdfast.persist.tiers import forget_marks, waiting
+from holdfast.persist.tiers import UnsettledDirectories, forget_marks, waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, holding, resume, settle_s
 
@@ -177,17 +177,29 @@ class Persister:
             created_s=time.time(),
         )
         job.is_publishing = True
+        self._publish_elsewhere(job, manifest)
         places = {place(job.generation, job.directory) for place in _PLACES}
         self._publish(manifest, started_s, places)
 
-    def _publish(self, manifest: Manifest, started_s: float, places: Collection[str] = ()) -> None:
+    def _publish_elsewhere(self, job: PersistJob, manifest: Manifest) -> None:
+        """Do nothing: a root has one manifest for all hosts."""
+
+    def _publish(
+        self,
+        manifest: Manifest,
+        started_s: float,
+        places: Collection[str] = (),
+        *,
+        is_told: bool = True,
+    ) -> None:
         """``places``: the directories that were prepared for it, of which it may name some."""
         commit.publish(self.store, manifest)
         if settle_s(self.store):  # where it need not be read again: a request less
             self._published = manifest
             self._mine.add(manifest.generation)
             self._sweeper.forget(set(places) - manifest.directories)
-        self._tell_published(manifest, time.monotonic() - started_s)
+        if is_told:
+            self._tell_published(manifest, time.monotonic() - started_s)
 
     def publish_copy(
         self,
@@ -196,9 +208,11 @@ class Persister:
         layout_data: bytes,
         copy: Call,
         remembered: Collection[Incarnation] = (),
+        *,
+        is_told: bool = True,
     ) -> None:
         """Publish a checkpoint of another tier, whose files ``copy`` makes durable here. On this
-        object's thread. ``remembered``: the records of that tier.
+        object's thread. ``remembered``: the records of that tier. ``is_told``: by an event.
         """
         if self._is_published(manifest.generation, manifest.attempt):
             return
@@ -207,7 +221,7 @@ class Persister:
             self._record(record, remembered)
             self._write_layout(manifest.layout, layout_data)
             copy()
-            self._publish(manifest, started_s)
+            self._publish(manifest, started_s, is_told=is_told)
         except BaseException:
             self._holding = ""
             raise
@@ -384,6 +398,21 @@ class Persister:
         self._images.parts.learn(stays)
         self._holding = held_by
 
+    def would_remove(self, manifest: Manifest) -> bool:
+        """Return True if retention would remove this as soon as it was published. On this object's
+        thread; StorageError.
+        """
+        if self.keep == Keep() or (settle_s(self.store) and not self._is_known()):
+            return False
+        found = self._known if settle_s(self.store) else catalogue(self.store)
+        newest = found.latest
+        if found.broken or newest is None or newest <= manifest.generation:
+            return False
+        if found.find(manifest.generation) is not None:
+            return False
+        with_it = replace(found, manifests=(*found.manifests, manifest))
+        return manifest.generation in self._condemned(with_it, {newest} | pinned(self.store))
+
     def _spared(self, found: Catalogue) -> set[Generation]:
         """Return what stays whatever the policy says."""
         return set()
@@ -419,12 +448,41 @@ class CachePersister(Persister):
         super().__init__(store, keep, done, pruned, remembered)
         self._images.is_told = False
         self._sweeper.after = 0
+        self._is_shared = False
+        self.unsettled = UnsettledDirectories()
+        self.spread: Callable[[PersistJob, Manifest], Sequence[RemoteImages]] = lambda *_: ()
+        """Returns the hosts that are to publish the manifest of a job in their caches, too."""
+        self.changed: Call = lambda: None
+        """Called on this object's thread when checkpoints came or went."""
+
+    def share(self, *, is_shared: bool) -> None:
+        """Be one of several hosts' caches from now on, or the only one."""
+        self._is_shared = is_shared
+        self._sweeper.unsettled = self.unsettled if is_shared else frozenset()
+
+    def _publish_elsewhere(self, job: PersistJob, manifest: Manifest) -> None:
+        write_all(self.spread(job, manifest))
+
+    def _publish(
+        self,
+        manifest: Manifest,
+        started_s: float,
+        places: Collection[str] = (),
+        *,
+        is_told: bool = True,
+    ) -> None:
+        super()._publish(manifest, started_s, places, is_told=is_told)
+        self.changed()
 
     def prune(self, published: Generation, *, is_newest: bool = True) -> None:
         """Apply the cache's retention, and forget marks of what is gone."""
+        if self._is_shared:
+            with contextlib.suppress(HoldfastError):  # then more stays
+                self.unsettled.learn(self.store, catalogue(self.store))
         super().prune(published, is_newest=is_newest)
         with contextlib.suppress(HoldfastError):  # at the next one
             forget_marks(self.store)
+        self.changed()
 
     def prune_drained(self) -> None:
         """Apply the retention after something was drained. Raises nothing."""

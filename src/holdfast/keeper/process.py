@@ -223,7 +223,9 @@ class Keeper:
                 self.executor.drained,
                 self.coordinator.lifecycle.found_cached,
                 lambda: self.coordinator.durability.draining,
+                lambda: self.coordinator.durability.exact.copy(),
                 self.coordinator.durability.forget_cached,
+                lambda: self.executor.agent.caches.opened(),
             ),
         )
         self.incarnations = Incarnations(
@@ -348,7 +350,8 @@ class Keeper:
         if self.role.follower is None and parity_scheduler is not None:
             parity_scheduler.poll()
         self.scrubber.is_busy = self._is_working()
-        self.root_access.drains.tick(time.monotonic())
+        if not self.executor.caches.are_gathering:
+            self.root_access.drains.tick(time.monotonic())
         self._ticks += 1
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.agent.published.refresh()
@@ -379,7 +382,8 @@ class Keeper:
         now_s, attempts = time.monotonic(), coordinator.attempts
         leads = follower is None and not role.is_bystander
         is_attached = follower is not None and follower.is_attached
-        is_needed = not leads and self.executor.agent.writes.is_busy
+        agent = self.executor.agent
+        is_needed = not leads and (agent.writes.is_busy or agent.caches.is_busy)
         if self.trainer_api.open or (not leads and (is_attached or is_needed)):
             self._alone_since = now_s
         if self._life.phase == "stopping" and follower is not None:

@@ -18,7 +18,7 @@ from holdfast.errors import ArenaError
 from holdfast.events import Warned, emit
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact, Report, ignore
+from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
 from holdfast.protocol.arena import SlotFile
 from holdfast.protocol.image_plan import RingNeed

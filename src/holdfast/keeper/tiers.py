@@ -7,9 +7,12 @@ See docs/design/0018-tiers.md.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -17,6 +20,7 @@ from holdfast.catalogue import (
     MANIFESTS,
     ROOT,
     catalogue,
+    drained_path,
     find_manifest,
     layout_path,
     manifest_path,
@@ -33,41 +37,59 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.events import PersistBroke, Warned, emit
-from holdfast.format.manifest import Generation, Incarnation, Manifest, Root
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
+from holdfast.keeper.drain_queue import Drained
+from holdfast.keeper.image_writer import ImageWriter, PersistJob
+from holdfast.keeper.jobs import RemoteImages, write_all
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
 from holdfast.persist import commit
 from holdfast.persist.pins import copy_pin
 from holdfast.persist.tiers import (
+    has_file,
     mark_all_drained,
     mark_drained,
     next_to_drain,
     pinned_in,
+    ranks_held,
     waiting,
 )
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, sync_names
+from holdfast.storage.base import Store, free_bytes, settle_s, sync_names
 from holdfast.storage.files import may_be_same
 from holdfast.storage.wrap import RateLimit
 
 RATE = "HOLDFAST_DRAIN_BYTES_S"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 #: Seconds for which a cache is not asked again after it refused.
 REFUSED_S = 60.0
+NOWHERE = "are in no cache of the hosts that are here"
 
 
-class Drained(NamedTuple):
-    """What came of one generation. ``reason``: why it is not in the root; "" if it is."""
+class OtherCaches(Protocol):
+    """The caches of the other hosts of a run; each has the images of its own ranks."""
 
-    generation: Generation
-    attempt: str
-    reason: str = ""
-    is_lost: bool = False
-    """The cache has it no more as its manifest names it, or another start has its number."""
+    def drain(self, manifest: Manifest) -> Sequence[RemoteImages]:
+        """Return one share for each host that can be asked to copy its images to the root."""
+        ...
+
+    def publish(self, job: PersistJob, manifest: Manifest) -> Sequence[RemoteImages]:
+        """Return one share for each host of ``job`` that is to publish the manifest."""
+        ...
+
+    def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
+        """Say why the images of these ranks were not drained, and whether they may yet be."""
+        ...
+
+    def drained(self, manifest: Manifest) -> None:
+        """Tell all hosts that the root has published this."""
+        ...
 
 
 class CacheTier:
-    """One cache, locked. Created and closed on any thread; raises StorageError or RootBusy."""
+    """One cache, locked. Created and closed on any thread; raises StorageError or RootBusy.
+
+    In a run on several hosts each has the images of its own ranks; see ``others``.
+    """
 
     def __init__(
         self,
@@ -93,7 +115,6 @@ class CacheTier:
         try:
             mark_all_drained(self.store, root)
             _copy_records(root, self.store)
-            self.found = tuple((m.generation, m.attempt) for m in waiting(self.store).values())
         except BaseException:
             self._lock.release()
             raise
@@ -101,9 +122,21 @@ class CacheTier:
         from holdfast.maintenance.tier_copy import TierCopy  # no keeper without a cache loads it
 
         self._copy_to = TierCopy
-        self._drain = TierCopy(self.store, root, limit or RateLimit(_rate()))
+        rate = limit or RateLimit(_rate())
+        self._draining, self._is_stopped, self._is_closed = threading.Lock(), False, False
+        self._drain = TierCopy(self.store, root, rate, gives_way=lambda: self._is_stopped)
         self._lost: set[Generation] = set()
+        self._is_exact_next = True
+        self._unmarked: dict[Generation, Manifest] = {}
+        """What the root has had, and could not be marked."""
         self._refused_s = float("-inf")
+        self.others: OtherCaches | None = None
+        """The caches of the other hosts, on the host that coordinates; None where there are none,
+        or another host coordinates.
+        """
+        self.writer = ImageWriter(self.store)
+        """Writes this host's images for a coordinator elsewhere."""
+        self.writer.is_told = False
 
     @property
     def is_taking(self) -> bool:
@@ -127,26 +160,38 @@ class CacheTier:
 
     def close(self) -> None:
         """Finish what was queued, and release the cache. Blocks."""
+        self._is_closed = True
+        self.stop_drain()
         self.persister.stop()
-        self._lock.release()
+        with self._draining:  # nobody else may drain these images meanwhile
+            self._lock.release()
 
-    def fill(self, generation: Generation) -> None:
-        """Have a checkpoint of the root that was restored copied here, until a save comes."""
-        self.persister.submit(lambda: self._fill(generation))
+    def fill(self, generation: Generation, ranks: Collection[int] | None = None) -> None:
+        """Have a checkpoint of the root that was restored copied here, until a save comes; or the
+        images of these ranks.
+        """
+        self.persister.submit(lambda: self._fill(generation, ranks))
 
-    def _fill(self, generation: Generation) -> None:
+    def _fill(self, generation: Generation, ranks: Collection[int] | None) -> None:
         """See ``fill``; on the cache's thread. It costs a restore from the root if it fails."""
         try:
             found = find_manifest(self._root, generation)
             if found is None or self.store.exists(manifest_path(generation)):
                 return
             manifest = found[0]
+            self._require_room(manifest, ranks)
             layout = read_bounded(self._root, layout_path(manifest.layout), MAX_BYTES)
             record = read_incarnation(self._root, generation.incarnation)
             copy = self._copy_to(self._root, self.store, gives_way=lambda: self.persister.has_jobs)
             sync_names(self._root, MANIFESTS)
             mark_drained(self.store, manifest)  # before it is there: the root has it
-            self.persister.publish_copy(manifest, record, layout, lambda: copy.copy_files(manifest))
+            self.persister.publish_copy(
+                manifest,
+                record,
+                layout,
+                lambda: copy.copy_files(manifest, ranks),
+                is_told=ranks is None,
+            )
         except PersistFailed:
             return
         except HoldfastError as error:
@@ -155,22 +200,149 @@ class CacheTier:
         else:
             self.persister.prune_drained()
 
+    def _require_room(self, manifest: Manifest, ranks: Collection[int] | None) -> None:
+        """Raise StorageError unless there is room for these files, and for as many after them:
+        what is to be stored comes first.
+        """
+        refs = (*manifest.images, *manifest.parts)
+        needed = 2 * sum(one.size_bytes for one in refs if ranks is None or one.rank in ranks)
+        free = free_bytes(self.store)
+        if free is not None and free < needed:
+            raise StorageError(
+                f"{needed} bytes are needed, with room for the next save, and {free} are free in "
+                f"{self.store.url}",
+                operation="fill",
+                path=manifest_path(manifest.generation),
+                url=self.store.url,
+            )
+
+    # ── for a coordinator on another host ────────────────────────────────────────────────────────
+
+    def share(self, others: OtherCaches | None, *, is_shared: bool) -> None:
+        """Set this host's part in the run from now on. ``is_shared``: one of several hosts."""
+        self.others = others
+        self.persister.share(is_shared=is_shared)
+        self.persister.spread = (lambda *_: ()) if others is None else others.publish
+        self.try_lost_again()
+
+    def try_lost_again(self) -> None:
+        """Drain again what could not be: another host's cache may have it."""
+        self._lost = set(self._unmarked)
+
+    def expect(self, directories: Iterable[str]) -> None:
+        """Keep what is written here: a manifest names it later. Before anything is written."""
+        self.persister.unsettled.under_way.update(directories)
+
+    def give_up(self, directories: Collection[str]) -> None:
+        """Remove what was written: no manifest will name it."""
+
+        def remove() -> None:
+            named = {path for m in catalogue(self.store).manifests for path in m.directories}
+            for path in directories:
+                if path not in named:
+                    self.store.remove_tree(path)
+
+        self.persister.unsettled.under_way.difference_update(directories)
+        self.persister.submit(lambda: _try(remove))
+
+    def publish(self, manifest: Manifest, record: Incarnation, layout: bytes) -> None:
+        """Publish a checkpoint of which this host has its images, or none. On the cache's thread,
+        as all that follows; raises what a store raises.
+        """
+        self.persister.publish_copy(manifest, record, layout, lambda: None, is_told=False)
+        self.persister.unsettled.under_way.difference_update(manifest.directories)
+
+    def drain_own(self, manifest: Manifest, done: Callable[[int], None]) -> None:
+        """Copy the images that this host has to the root; ``done`` is called with each rank. On
+        one thread.
+        """
+        self._copy_own(manifest, ranks_held(self.store, manifest), done)
+
+    def _copy_own(
+        self,
+        manifest: Manifest,
+        ranks: Collection[int],
+        done: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        with self._draining:  # an earlier coordinator may have ordered one that goes on
+            self._is_stopped = self._is_closed
+            self._drain.copy_files(manifest, ranks, done)
+
+    def stop_drain(self) -> None:
+        """Have a drain of this host's images end soon."""
+        self._is_stopped = True
+
+    @property
+    def drain_lost(self) -> str:
+        """Return why no other try of the last drain can succeed; "" if one may."""
+        return self._drain.lost
+
+    def drained(self, generation: Generation, attempt: str) -> None:
+        """Mark what the root has published, and apply the retention."""
+        self._mark_again()
+        found = find_manifest(self.store, generation)
+        unsettled = self.persister.unsettled
+        unsettled.newest_drained = max(unsettled.newest_drained, generation)
+        if found is not None and found[0].attempt == attempt:
+            self._drain.forget(found[0])
+            self._mark(found[0])
+        self.persister.prune_drained()
+
+    def documents(self, generation: Generation) -> tuple[Manifest, Incarnation, bytes]:
+        """Return manifest, record and layout of a checkpoint here. NotFound, FormatError."""
+        found = find_manifest(self.store, generation)
+        if found is None:
+            raise NotFound(f"{self.store.url} has no {generation}", path=manifest_path(generation))
+        return found[0], *self._documents(found[0])
+
+    def waiting(self) -> tuple[tuple[Generation, str], ...]:
+        """Return what the root has not had yet. Blocks; StorageError."""
+        return tuple((m.generation, m.attempt) for m in waiting(self.store).values())
+
+    def is_drained(self, generation: Generation, attempt: str) -> bool:
+        """Return True if there is a mark that the root has had it. Blocks; StorageError."""
+        return self.store.exists(drained_path(generation, attempt))
+
+    def files(self) -> dict[str, int]:
+        """Return paths and sizes of what other hosts may read here: documents, and the files that
+        manifests name. Blocks; StorageError.
+        """
+        found = catalogue(self.store)
+        refs = {ref.path: ref for m in found.manifests for ref in (*m.images, *m.parts)}
+        paths = {path for path, ref in refs.items() if has_file(self.store, ref)}
+        paths |= {manifest_path(m.generation) for m in found.manifests}
+        paths |= {layout_path(m.layout) for m in found.manifests}
+        paths |= {f"{INCARNATIONS}/{one.n}.json" for one in found.incarnations}
+        sizes = {}
+        for path in paths:
+            with suppress(NotFound):
+                sizes[path] = self.store.size_bytes(path)
+        return sizes
+
     # ── on the root's thread ─────────────────────────────────────────────────────────────────────
 
     def drain_one(
-        self, persister: Persister, expected: Mapping[tuple[int, int], str]
+        self,
+        persister: Persister,
+        expected: Mapping[tuple[int, int], str],
+        exact: Collection[tuple[int, int]] = (),
     ) -> Drained | None:
         """Drain what is next; None when nothing waits. Handles every storage error.
 
-        ``expected``: what was cached and is not known to be drained, with the attempts.
+        ``expected``: what was cached and is not known to be drained, with the attempts; ``exact``:
+        those that must be durable themselves.
         """
         try:
+            self._mark_again()
             left = waiting(self.store)
             persister.spare(path for one in left.values() for path in one.directories)
             gone = [(Generation(*g), attempt) for g, attempt in expected.items() if g not in left]
             if gone:
                 return look_for(self._root, *gone[0])
-            manifest = self._next(left)
+            pins = pinned_in(self.store, self._root) if left else set[Generation]()
+            manifest = self._next(left, pins, exact)
+            if manifest is not None and self._is_superseded(persister, manifest, pins, exact):
+                return self._pass_over(manifest)
         except HoldfastError as error:
             return Drained(Generation(0, -1), "", str(error))
         if manifest is None:
@@ -192,18 +364,92 @@ class CacheTier:
             if is_lost:
                 self._lost.add(generation)
             return _not_drained(generation, attempt, reason, is_lost=is_lost)
-        self._mark(manifest)
+        self._note_drained(manifest)
         persister.prune(generation, is_newest=False)  # something newer may be there already
-        self.persister.submit(self.persister.prune_drained)
         return Drained(generation, attempt)
 
+    def _note_drained(self, manifest: Manifest) -> None:
+        self._drain.forget(manifest)
+        self._mark(manifest)
+        if self.others is not None:
+            self.others.drained(manifest)
+        self.persister.submit(self.persister.prune_drained)
+
+    def _is_superseded(
+        self,
+        persister: Persister,
+        manifest: Manifest,
+        pins: Collection[Generation],
+        exact: Collection[tuple[int, int]],
+    ) -> bool:
+        if manifest.generation in pins or manifest.generation in exact:
+            return False
+        try:
+            n = manifest.incarnation
+            is_known = persister.would_remove(manifest) and (
+                read_incarnation(self._root, n).nonce == read_incarnation(self.store, n).nonce
+            )
+        except (FormatError, NotFound):
+            return False
+        return is_known
+
+    def _pass_over(self, manifest: Manifest) -> Drained:
+        """Let the cache drop what the root would drop at once."""
+        self._note_drained(manifest)
+        return Drained(manifest.generation, manifest.attempt, is_superseded=True)
+
     def _copy(self, manifest: Manifest) -> None:
-        self._drain.copy_files(manifest)
+        self._copy_together(manifest)
         copy_pin(self.store, self._root, manifest)  # before retention can see it
 
-    def _next(self, found: Mapping[Generation, Manifest]) -> Manifest | None:
+    def _copy_together(self, manifest: Manifest) -> None:
+        """Have every host copy the images that it has; all must be in the root then."""
+        shares = () if self.others is None else self.others.drain(manifest)
+        here = ranks_held(self.store, manifest)
+        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain") as pool:
+            there = pool.submit(write_all, shares)
+            try:
+                self._copy_own(manifest, here)
+            except BaseException as error:
+                for share in shares:
+                    share.abort(str(error))
+                raise
+            try:
+                receipts = {one.image for one in there.result()}
+            except PersistFailed as error:
+                if any(share.is_lost for share in shares):
+                    self._drain.lost = str(error)
+                raise
+        left = [ref for ref in manifest.images if ref.rank not in here and ref not in receipts]
+        ranks = sorted(ref.rank for ref in left if not self._is_in_bucket(ref))
+        if ranks:
+            reason, may_come = f"the images of ranks {ranks} {NOWHERE}", False
+            if self.others is not None:
+                reason, may_come = self.others.explain(manifest, ranks)
+            self._drain.lost = "" if may_come else reason
+            raise PersistFailed(reason)
+
+    def _is_in_bucket(self, ref: ImageRef) -> bool:
+        """Return True if an earlier try copied it: a bucket has an object whole, or not."""
+        if not settle_s(self._root):
+            return False
+        try:
+            return self._root.size_bytes(ref.path) == ref.size_bytes
+        except NotFound:
+            return False
+
+    def _next(
+        self,
+        found: Mapping[Generation, Manifest],
+        pins: Collection[Generation],
+        exact: Collection[tuple[int, int]],
+    ) -> Manifest | None:
+        """Return what is drained next: of those that must be durable themselves the oldest, by
+        turns with the newest, so that none waits for ever while newer ones keep coming.
+        """
         left = {g: m for g, m in found.items() if g not in self._lost}
-        return next_to_drain(left, pinned_in(self.store, self._root)) if left else None
+        self._is_exact_next = not self._is_exact_next
+        return next_to_drain(left, pins, exact if self._is_exact_next else ())
 
     def _documents(self, manifest: Manifest) -> tuple[Incarnation, bytes]:
         """Return the record of its start and its layout, as the cache has them."""
@@ -228,14 +474,25 @@ class CacheTier:
             return False
         return str(error.fields.get("path", "")).startswith(f"{INCARNATIONS}/")
 
+    def _mark_again(self) -> None:
+        for manifest in list(self._unmarked.values()):
+            self._mark(manifest)
+
     def _mark(self, manifest: Manifest) -> None:
         try:
             mark_drained(self.store, manifest)
-        except HoldfastError as error:  # it is marked at the next start, and stays until then
+            self._unmarked.pop(manifest.generation, None)
+        except HoldfastError as error:  # it is marked later, and stays until then
             self._lost.add(manifest.generation)
+            self._unmarked[manifest.generation] = manifest
             emit(
                 Warned(message=f"{manifest.generation} is durable, and stays in the cache: {error}")
             )
+
+
+def _try(act: Callable[[], None]) -> None:
+    with suppress(HoldfastError):  # it is swept later
+        act()
 
 
 def look_for(root: Store, generation: tuple[int, int], attempt: str) -> Drained:
@@ -276,69 +533,3 @@ def _rate() -> float:
     except ValueError:
         emit(Warned(message=f"{RATE} is no number of bytes a second: there is no limit"))
         return 0.0
-
-
-class DrainQueue:
-    """Has the root's thread drain one generation after the other. On the keeper's loop."""
-
-    def __init__(
-        self,
-        submit: Callable[[Callable[[], None]], None],
-        drain: Callable[[Mapping[tuple[int, int], str]], Drained | None],
-        expected: Callable[[], Mapping[tuple[int, int], str]],
-        told: Callable[[Drained], None],
-        call_on_loop: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self._submit, self._drain, self._told = submit, drain, told
-        self._expected = expected
-        self._call_on_loop = call_on_loop
-        self._is_running, self._is_woken = False, True
-        self._pause_s, self._next_s = _FIRST_PAUSE_S, 0.0
-        self.is_failing = False
-        """True after storage refused, until it has taken something again."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Return True while something is drained, or is about to be."""
-        return self._is_running or (self._is_woken and not self.is_failing)
-
-    def wake(self) -> None:
-        """Look for something to drain at the next tick."""
-        self._is_woken = True
-
-    def tick(self, now_s: float) -> None:
-        """Begin with the next generation, unless storage refused one a moment ago."""
-        if self._is_running or not self._is_woken or now_s < self._next_s:
-            return
-        self._is_running, self._is_woken = True, False
-        expected = self._expected()
-        self._submit(lambda: self._run(expected))
-
-    def reset(self) -> None:
-        """Begin anew: the thread that was to drain has ended, and there is another."""
-        self._is_running, self._is_woken, self._next_s = False, True, 0.0
-
-    def rest(self) -> None:
-        """Handle that nothing can be drained now."""
-        self._is_running = False
-
-    def _run(self, expected: Mapping[tuple[int, int], str]) -> None:
-        try:
-            drained = self._drain(expected)
-        except Exception as error:  # the next one may succeed; this thread must go on
-            drained = Drained(Generation(0, -1), "", str(error))
-        self._call_on_loop(lambda: self._ended(drained))
-
-    def _ended(self, drained: Drained | None) -> None:
-        self._is_running = False
-        if drained is None:
-            self.is_failing = False
-            return
-        self._is_woken = True
-        self.is_failing = bool(drained.reason) and not drained.is_lost
-        if self.is_failing:
-            self._next_s = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        else:
-            self._pause_s = _FIRST_PAUSE_S
-        self._told(drained)

@@ -122,6 +122,8 @@ class TrainerApi:
         possible.
         """
         assert self.role.follower is not None
+        if isinstance(message, m.Join):
+            self.root.keep_cached(_keep_of(message.cache_keep))
         try:
             self.role.follower.forward(connection, seq, message, body)
         except HoldfastError as error:
@@ -305,9 +307,8 @@ class TrainerApi:
         await self.root.open(STEP_DOWN_S if self.coordinator.host_table else 0.0)
         self.ranks.take_place(connection, message.rank)
         self.persist_at_end = message.persist_at_end
-        cached = message.cache_keep
-        cache_keep = Keep(cached.last, cached.every, cached.best, cached.by, cached.largest)
-        self.root.keep(keep, cache_keep)
+        self.root.keep(keep)
+        self.root.keep_cached(_keep_of(message.cache_keep))
         self.coordinator.replica_check.wanted = message.compare_replicas
         joined = self.coordinator.join(
             message.rank,
@@ -386,7 +387,7 @@ class TrainerApi:
 
     async def _adopt(self, _: TrainerConnection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
-        self.root.fill_cache(message.parent)
+        self.executor.fill_caches(message.parent)
         self.executor.followers.remember()
         protecting = self.executor.followers.parity_scheduler
         if protecting is not None:  # before a capture begins
@@ -439,6 +440,10 @@ class TrainerApi:
         return m.Explanation(
             text=self.coordinator.explain(step), is_whole=self.coordinator.is_whole(step)
         )
+
+
+def _keep_of(terms: m.KeepTerms) -> Keep:
+    return Keep(terms.last, terms.every, terms.best, terms.by, terms.largest)
 
 
 def _refusal(error: HoldfastError) -> m.Refused:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.catalogue import catalogue, damage_note
+from holdfast.catalogue import PARTS, STEPS, catalogue, damage_note
 from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, PersistFailed
 from holdfast.format.manifest import ImageRef, Manifest
 from holdfast.maintenance.good_bytes import GoodFile, write_good
@@ -31,27 +31,60 @@ class TierCopy:
         self._pace = _Pace(limit or RateLimit(), gives_way)
         self._written: set[str] = set()
         """The files that this object made durable."""
+        self._left: set[str] = set()
+        """Directories of a bucket with images that may have been begun and broken off."""
+        self._is_listed = False
         self.lost = ""
         """The reason why the last copy failed, if that is with the source's bytes: they are gone,
         or are not those that the manifest names.
         """
 
-    def copy_files(self, manifest: Manifest) -> None:
-        """Make all files durable in the target."""
+    def copy_files(
+        self,
+        manifest: Manifest,
+        ranks: Collection[int] | None = None,
+        done: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Make all files durable in the target, or those of these ranks alone; ``done(rank)`` is
+        called after each image and its part.
+        """
         self.lost = ""
         is_bucket = settle_s(self._target) > 0
         named = self._named() if manifest.parts and not is_bucket else {}
-        for directory in manifest.directories:
-            above, _, name = directory.rpartition("/")
-            resume(self._target, above, name[:-_RANDOM])
-        for ref in (*manifest.images, *manifest.parts):
-            if is_bucket or not self._is_there(ref, named):
-                try:
-                    self._copy(ref)
-                finally:
-                    if self.lost and ref in manifest.parts:
-                        self._note_damage(ref)
+        if is_bucket:
+            self._resume(manifest)
+        parts = {part.rank: part for part in manifest.parts}
+        for image in manifest.images:
+            if ranks is None or image.rank in ranks:
+                part = parts.get(image.rank)
+                for ref in (image,) if part is None else (image, part):
+                    if is_bucket or not self._is_there(ref, named):
+                        self._copy_noting(ref, is_part=ref is part)
+                done(image.rank)
+        self._left -= manifest.directories
+
+    def forget(self, manifest: Manifest) -> None:
+        """Drop what is known of a checkpoint that the target has published."""
         self._written -= {ref.path for ref in manifest.images}
+
+    def _resume(self, manifest: Manifest) -> None:
+        """Go on with what was begun and broken off; a bucket is listed for it once."""
+        if not self._is_listed:
+            self._left |= {f"{a}/{name}" for a in (STEPS, PARTS) for name in self._target.list(a)}
+            self._is_listed = True
+        starts = {path[:-_RANDOM] for path in self._left}
+        for directory in manifest.directories:
+            if directory[:-_RANDOM] in starts:
+                above, _, name = directory.rpartition("/")
+                resume(self._target, above, name[:-_RANDOM])
+        self._left |= manifest.directories  # until it is whole
+
+    def _copy_noting(self, ref: ImageRef, *, is_part: bool) -> None:
+        try:
+            self._copy(ref)
+        finally:
+            if self.lost and is_part:
+                self._note_damage(ref)
 
     def _copy(self, ref: ImageRef) -> None:
         try:

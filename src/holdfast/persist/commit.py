@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -308,6 +308,8 @@ class Sweeper:
     _known: set[str] = field(default_factory=set)
     spared: frozenset[str] = frozenset()
     """Directories of a bucket that a later publication will name again."""
+    unsettled: Container[str] = frozenset()
+    """Directories of a cache that other hosts' caches may name, or are about to."""
     _rounds: int = 0
     _again: dict[str, tuple[int, int]] = field(default_factory=dict)
     """How often a path was to be removed, and in which round it is next."""
@@ -331,6 +333,7 @@ class Sweeper:
             return removed
         layouts = unnamed_layouts(self.store, manifests)
         unnamed = [*unnamed_directories(self.store, manifests), *layouts]
+        unnamed = [path for path in unnamed if path not in self.unsettled]
         # Asked after their manifests were removed.
         removed = self._due(unnamed, self.leases.paths() if unnamed else ())
         for path in removed:

@@ -12,14 +12,16 @@ from holdfast.catalogue import (
     DRAINED,
     EMPTY,
     MANIFESTS,
+    PARTS,
+    STEPS,
     Catalogue,
     catalogue,
     drained_path,
     find_manifest,
 )
-from holdfast.errors import AlreadyPublished, StorageError
+from holdfast.errors import AlreadyPublished, NotFound, StorageError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Generation, Manifest
+from holdfast.format.manifest import Generation, ImageRef, Manifest
 from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store, sync_names
 
@@ -32,10 +34,15 @@ def waiting(cache: Store, found: Catalogue = EMPTY) -> dict[Generation, Manifest
 
 
 def next_to_drain(
-    waiting: Mapping[Generation, Manifest], pinned: Collection[Generation]
+    waiting: Mapping[Generation, Manifest],
+    pinned: Collection[Generation],
+    exact: Collection[tuple[int, int]] = (),
 ) -> Manifest | None:
-    """Returns the oldest pinned one, else the newest; None when nothing waits."""
+    """Returns the oldest pinned one, else the oldest of ``exact``, else the newest; None when
+    nothing waits.
+    """
     first = min((g for g in waiting if g in pinned), key=_age, default=None)
+    first = first or min((g for g in waiting if g in exact), key=_age, default=None)
     first = first or max(waiting, key=_age, default=None)
     return None if first is None else waiting[first]
 
@@ -81,3 +88,42 @@ def forget_marks(cache: Store) -> None:
 
 def _mark(manifest: Manifest) -> str:
     return drained_path(manifest.generation, manifest.attempt)
+
+
+class UnsettledDirectories:
+    """The directories of one of several hosts' caches that are kept though no manifest there names
+    them: those of attempts under way, and those newer than all that was drained, which another
+    host's cache may name.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: set[str] = set()
+        self.newest_drained = Generation(0, -1)
+
+    def __contains__(self, path: object) -> bool:
+        if path in self.under_way:
+            return True
+        above, _, name = str(path).partition("/")
+        numbers = name.split("-")[:2]
+        if above not in (STEPS, PARTS) or not all(one.isdecimal() for one in numbers):
+            return False
+        return tuple(map(int, numbers)) > self.newest_drained
+
+    def learn(self, cache: Store, found: Catalogue) -> None:
+        """Take from the marks which is the newest that was drained."""
+        left = waiting(cache, found)
+        drained = (m.generation for m in found.manifests if m.generation not in left)
+        self.newest_drained = max((self.newest_drained, *drained))
+
+
+def ranks_held(store: Store, manifest: Manifest) -> set[int]:
+    """Returns the ranks whose images a tier has, as far as names and sizes show."""
+    return {ref.rank for ref in manifest.images if has_file(store, ref)}
+
+
+def has_file(store: Store, ref: ImageRef) -> bool:
+    """Returns True if a tier has a file of this name and size."""
+    try:
+        return store.size_bytes(ref.path) == ref.size_bytes
+    except NotFound:
+        return False

@@ -21,8 +21,10 @@ from holdfast.parity.planning.record import ParityRecord
 from holdfast.protocol import messages as m
 from holdfast.restore.cluster.collect import InventoryCollector, decode_inventory, read_record
 from holdfast.restore.cluster.open import ClusterReach
+from holdfast.restore.cluster.peer_caches import CacheListings, PeerCaches, rank_in
 from holdfast.restore.sources import Ask, KnownRecoveries, RestoreSources, slots_of
 from holdfast.storage.base import Store
+from holdfast.storage.tiered import TieredStore
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.http import INVENTORY
@@ -49,6 +51,11 @@ class ClusterSources(RestoreSources):
         self._hosts = hosts
         self._answers: dict[str, m.Inventory] = {}
         self._answered_s = 0.0
+        self._caches = CacheListings(lambda: self._puller)
+        if isinstance(store, TieredStore):
+            likely = PeerCaches(self._caches, self._peers_with, "the caches of these ranks' hosts")
+            others = PeerCaches(self._caches, lambda _: self._others(), "the caches of other hosts")
+            store.read_also(likely, others)
 
     @cached_property
     def _puller(self) -> Puller:
@@ -57,6 +64,22 @@ class ClusterSources(RestoreSources):
     @cached_property
     def _peers(self) -> dict[str, Peer]:  # known when all keepers listen
         return {one.id: Peer(one.id, one.address, one.port) for one in self._hosts.table}
+
+    def _others(self) -> list[Peer]:
+        return [peer for name, peer in self._peers.items() if name != self._hosts.own_id]
+
+    def _peers_with(self, path: str) -> list[Peer]:
+        """Return the host that the rank of this image is on now, as it mostly was: of thousands of
+        ranks each asks a few hosts, and not all.
+        """
+        rank = rank_in(path)
+        places = (one for one in self._hosts.table if rank is not None and rank in one.ranks)
+        return [self._peers[one.id] for one in places if one.id != self._hosts.own_id]
+
+    def forget(self) -> None:
+        """See ``RestoreSources``; caches are asked again, too."""
+        self._caches.forget()
+        super().forget()
 
     def close(self) -> None:
         """Close the connections to peers."""

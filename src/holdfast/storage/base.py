@@ -62,6 +62,25 @@ class Lock(Protocol):
     ) -> None: ...
 
 
+class ReadableStore(Protocol):
+    """What is only read, as a tier beside a root is: see ``Store``."""
+
+    @property
+    def url(self) -> str: ...
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes: ...
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None: ...
+
+    def size_bytes(self, path: str) -> int: ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def list(self, prefix: str) -> list[str]: ...
+
+
 class Store(Protocol):
     """A flat namespace of relative "/"-paths below a root.
 
@@ -207,7 +226,7 @@ def resume(store: Store, above: str, start: str) -> str:
     return "" if found is None else str(found(above, start))
 
 
-def read_at_most(store: Store, path: str, limit_bytes: int) -> bytes | int:
+def read_at_most(store: ReadableStore, path: str, limit_bytes: int) -> bytes | int:
     """Returns a whole file; its size, before memory is taken for it, beyond ``limit_bytes``."""
     found = getattr(store, "read_at_most", None)
     if found is not None:
@@ -215,6 +234,13 @@ def read_at_most(store: Store, path: str, limit_bytes: int) -> bytes | int:
         return result
     size_bytes = store.size_bytes(path)
     return size_bytes if size_bytes > limit_bytes else store.read(path)
+
+
+def free_bytes(store: Store) -> int | None:
+    """Returns the bytes that are free for a user where the store is; None where nobody can say."""
+    found = getattr(store, "free_bytes", None)
+    result: int | None = None if found is None else found()
+    return result
 
 
 def unfinished(store: Store) -> list[str]:

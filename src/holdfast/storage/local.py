@@ -214,6 +214,14 @@ class LocalStore:
         with self._reporting("removal", prefix), suppress(NotADirectoryError):
             remove_tree(directory)
 
+    def free_bytes(self) -> int | None:
+        """See ``storage.base.free_bytes``."""
+        try:
+            found = os.statvfs(self._root)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize
+
     def lock(self, name: str, owner: str) -> Lock:
         directory, last = os.path.split(self._local(name))
         file = os.path.join(directory, f".{last}.lock")

@@ -5,6 +5,7 @@ A checkpoint has the same names and the same bytes in both. What is written goes
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +14,7 @@ from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
 from holdfast.events import Warned, emit
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Incarnation, unseal
-from holdfast.storage.base import ImageSink, Lock, Store, settle_s
+from holdfast.storage.base import ImageSink, Lock, ReadableStore, Store, read_at_most, settle_s
 
 R = TypeVar("R")
 #: Directories of documents, of which the root's are asked for first.
@@ -21,20 +22,40 @@ _DOCUMENTS = frozenset({"manifests", "incarnations", "pins", "readers", "holdfas
 _MANIFESTS, _INCARNATIONS = "manifests", "incarnations"
 
 
-def cache_place(directory: str, run_id: str, root_id: str) -> str:
-    """Returns the cache of one run on this host; ``root_id`` is the identity of its root."""
-    return os.path.join(directory, f"{run_id}+{text(checksum(root_id.encode()))}")
+def cache_place(directory: str, run_id: str, root_id: str, host: str = "") -> str:
+    """Returns the cache of one run on this host; ``root_id`` is the identity of its root.
+
+    ``host``: the name that this host was given, where several hosts share a machine.
+    """
+    name = f"{run_id}+{text(checksum(root_id.encode()))}"
+    return os.path.join(directory, f"{name}@{host}" if host else name)
+
+
+def cache_places(directory: str, run_id: str, root_id: str) -> list[str]:
+    """Returns the caches of one run on this machine: of several hosts, where they share it."""
+    place = cache_place(directory, run_id, root_id)
+    others = sorted(glob.glob(f"{glob.escape(place)}@*"))
+    return [place, *others] if os.path.isdir(place) or not others else others
 
 
 class TieredStore:
-    """``root`` with ``cache`` before it, as one store."""
+    """``root`` with ``cache`` before it, as one store; between them the caches of other hosts."""
 
     def __init__(self, cache: Store, root: Store) -> None:
-        self._cache, self._root = cache, root
+        self._root = root
+        self._caches: tuple[ReadableStore, ...] = (cache,)
+        self._last: tuple[ReadableStore, ...] = ()
         self._distrusted: set[str] = set()
-        self._foreign: dict[str, bool] = {}
-        self._is_warned = False
+        self._foreign: dict[tuple[str, str], bool] = {}
+        self._warned: set[str] = set()
         self.settle_s = settle_s(root)
+
+    def read_also(self, near: ReadableStore, far: ReadableStore) -> None:
+        """Read these, too, the one before the root, the other after it: the caches of other hosts,
+        which have the images of other ranks.
+        """
+        self._caches += (near,)
+        self._last += (far,)
 
     @property
     def url(self) -> str:
@@ -54,7 +75,8 @@ class TieredStore:
             return False
         self._distrusted.add(directory)
         try:
-            return self._cache.exists(path) and self._root.exists(path)
+            is_cached = any(cache.exists(path) for cache in (*self._caches, *self._last))
+            return is_cached and self._root.exists(path)
         except HoldfastError:
             return False
 
@@ -74,81 +96,94 @@ class TieredStore:
         """See ``Store``."""
         return self._first(path, lambda store: store.size_bytes(path))
 
+    def read_at_most(self, path: str, limit_bytes: int) -> bytes | int:
+        """See ``storage.base.read_at_most``: in as many requests as its tier takes for it."""
+        return self._first(path, lambda store: read_at_most(store, path, limit_bytes))
+
     def exists(self, path: str) -> bool:
         """See ``Store``."""
-        return any(self._exists(store, path) for store in self._order(path))
 
-    def _exists(self, store: Store, path: str) -> bool:
+        def look(store: ReadableStore) -> bool:
+            if not store.exists(path):
+                raise NotFound(f"{store.url} has no {path}", path=path)
+            return True
+
         try:
-            return store.exists(path)
-        except StorageError as error:
-            if store is not self._cache:
-                raise
-            self._warn(error)
+            return self._first(path, look)
+        except NotFound:
             return False
 
-    def _first(self, path: str, read: Callable[[Store], R]) -> R:
-        """Read from the first tier that has it; what the cache cannot read now, from the root."""
-        first, last = self._order(path)
-        try:
-            return read(first)
-        except NotFound as missing:
+    def _first(self, path: str, read: Callable[[ReadableStore], R]) -> R:
+        """Read from the first tier that has it; what one cannot read now, from the next. Of
+        documents the root's word counts, or its error.
+        """
+        missing: HoldfastError | None = None
+        failed: StorageError | None = None
+        for store in self._order(path):
             try:
-                return read(last)
+                return read(store)
+            except NotFound as error:
+                missing = error if missing is None or store is self._root else missing
             except StorageError as error:
-                if last is not self._cache:
+                if store is not self._root:
+                    self._warn(store, error)
+                elif path.partition("/")[0] in _DOCUMENTS:
                     raise
-                self._warn(error)
-                raise missing from error
-        except StorageError as error:
-            if first is not self._cache:
-                raise
-            self._warn(error)
-            return read(last)
+                else:
+                    failed = error
+        raise failed or missing or NotFound(f"no tier has {path}", path=path)
 
-    def _warn(self, error: StorageError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            text = f"the cache {self._cache.url} cannot be read, the root is read instead: {error}"
+    def _warn(self, store: ReadableStore, error: StorageError) -> None:
+        if store.url not in self._warned:
+            self._warned.add(store.url)
+            text = f"the cache {store.url} cannot be read, the next tier is read instead: {error}"
             emit(Warned(message=text))
 
     def list(self, prefix: str) -> list[str]:
-        """See ``Store``: the names of both; of manifests, none of another start in the cache, nor
-        of one that descends from another.
+        """See ``Store``: the names of all; of manifests, none of another start in a cache, nor of
+        one that descends from another.
         """
-        try:
-            names = set(self._cache.list(prefix))
-        except StorageError as error:
-            self._warn(error)
-            names = set()
-        if prefix == _MANIFESTS:
-            names = {name for name in names if not self._is_foreign(name.partition("-")[0])}
-        elif prefix not in (_INCARNATIONS, ""):
-            names = set() if prefix in _DOCUMENTS else names
-        return sorted(names | set(self._root.list(prefix)))
+        found = set(self._root.list(prefix))
+        for cache in (*self._caches, *self._last):
+            found |= self._names_in(cache, prefix)
+        return sorted(found)
 
-    def _order(self, path: str) -> tuple[Store, Store]:
+    def _names_in(self, cache: ReadableStore, prefix: str) -> set[str]:
+        if prefix in _DOCUMENTS and prefix not in (_MANIFESTS, _INCARNATIONS):
+            return set()
+        try:
+            names = set(cache.list(prefix))
+        except StorageError as error:
+            self._warn(cache, error)
+            return set()
+        if prefix == _MANIFESTS:
+            names = {name for name in names if not self._is_foreign(cache, name.partition("-")[0])}
+        return names
+
+    def _order(self, path: str) -> tuple[ReadableStore, ...]:
         head = path.partition("/")[0]
         is_root_first = head in _DOCUMENTS or path.rpartition("/")[0] in self._distrusted
-        return (self._root, self._cache) if is_root_first else (self._cache, self._root)
+        if is_root_first:
+            return (self._root, *self._caches, *self._last)
+        return (*self._caches, self._root, *self._last)
 
-    def _is_foreign(self, n: str) -> bool:
+    def _is_foreign(self, cache: ReadableStore, n: str) -> bool:
         """Return True if the cache knows another start of this number than the root, or of an
         ancestor's.
         """
-        if n not in self._foreign:
+        if (cache.url, n) not in self._foreign:
             ours = _record(self._root, n)
             try:
-                there = _record(self._cache, n)
+                there = _record(cache, n)
             except StorageError as error:  # whose it is cannot be told
-                self._warn(error)
+                self._warn(cache, error)
                 return True
             is_another = there is not None and ours is not None and ours.nonce != there.nonce
             parent = None if there is None else there.parent
             if not is_another and parent is not None and parent[0] < int(n):
-                is_another = self._is_foreign(str(parent[0]))
-            self._foreign[n] = is_another
-        return self._foreign[n]
+                is_another = self._is_foreign(cache, str(parent[0]))
+            self._foreign[cache.url, n] = is_another
+        return self._foreign[cache.url, n]
 
     # What is written, is the root's.
 
@@ -173,7 +208,7 @@ class TieredStore:
         return self._root.lock(name, owner)
 
 
-def _record(store: Store, n: str) -> Incarnation | None:
+def _record(store: ReadableStore, n: str) -> Incarnation | None:
     path = f"{_INCARNATIONS}/{n}.json"
     try:
         return unseal(Incarnation, store.read(path), path)

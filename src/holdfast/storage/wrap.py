@@ -19,6 +19,8 @@ from typing import Protocol
 
 from holdfast.events import Warned, emit
 
+#: Never the generator of the program, which belongs to its state.
+_draw = random.SystemRandom().random
 #: The longest sleep of a wait for a rate, which may be ended meanwhile.
 _NAP_S = 0.1
 #: Answers that say: not now.
@@ -65,7 +67,7 @@ class Patience:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = _draw,
     ) -> Iterator[int]:
         """Yields 1 for the first try, 2 for the second after a pause, until the time is over."""
         ends_s, longest_s, number = clock() + self.total_s, self.first_s, 1

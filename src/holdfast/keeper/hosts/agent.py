@@ -8,16 +8,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.errors import ArenaError, HoldfastError
+from holdfast.errors import ArenaError, HoldfastError, PersistFailed
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.geometry.layout import Layout, inflate
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import TrainerConnection
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact, Report, ignore
+from holdfast.keeper.hosts.cache_agent import CacheAgent
+from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.image_writer import (
     HostWrite,
     ImageJob,
@@ -50,6 +51,7 @@ class HostAgent:
         self._memory, self._background = memory, background
         self.published = PublishedImages(memory)
         self.allocator = SlotAllocator(memory, background)
+        self.caches = CacheAgent(memory, background)
         self.parity: ParityWorker | None = None
         self.hosts: Sequence[m.HostEntry] = ()
         """Hosts of the incarnation that this keeper has a part in, or will take over."""
@@ -70,6 +72,7 @@ class HostAgent:
         self.report = report
         self._writer_of, self._trainer_of = writer_of, trainer_of
         self.allocator.serve(report, is_awaited)
+        self.caches.serve(report)
         self._watched: dict[int, messages.WatchWriter] = {}
         self._layout_error = self._awaited_layout = ""
         self._waiting_plan: messages.SizeImages | None = None
@@ -108,6 +111,7 @@ class HostAgent:
                 self.writes.start(fact, self.report)
             case messages.CancelWrite(directory=directory, reason=reason):
                 self.writes.stop(directory, reason)
+                self.caches.cancel(directory)
             case _ if self.parity is not None:
                 self.parity.do(fact, self.hosts, self.report)
 
@@ -182,12 +186,26 @@ class HostAgent:
                 self.report(messages.WriterGone(slot=slot, attempt=each.attempt))
 
 
+class _Target(NamedTuple):
+    """Where images are written: the root, or this host's cache."""
+
+    store: Store
+    writer: ImageWriter
+    root_id: str
+
+
 class WriteService:
     """Writes in progress, by directory. On the keeper's loop; each has a thread of its own."""
 
-    def __init__(self, memory: ArenaFiles, store: Store, background: Background) -> None:
-        self._memory, self._store, self._background = memory, store, background
-        self._writer = ImageWriter(store)
+    def __init__(
+        self,
+        memory: ArenaFiles,
+        store: Store,
+        background: Background,
+        caches: CacheAgent | None = None,
+    ) -> None:
+        self._memory, self._background, self._caches = memory, background, caches
+        self._root = _Target(store, ImageWriter(store), memory.root_id)
         self._under_way: dict[str, HostWrite] = {}
 
     @property
@@ -209,6 +227,7 @@ class WriteService:
         """Start writing these images; ``report`` is called for each image, and for the end."""
         of = order.attempt_id
         try:
+            target = self._target(order)
             images, layout_data = self.images(order, report), self._memory.layout(of.layout)
         except (HoldfastError, KeyError) as error:
             reason = str(error) if isinstance(error, HoldfastError) else "a slot of it is not there"
@@ -217,9 +236,17 @@ class WriteService:
         job = HostWrite(of.attempt, of.generation, layout_data, images, order.directory)
         self.begin(job)
         thread = threading.Thread(
-            target=self._run, args=(job, report), name="holdfast-persist", daemon=True
+            target=self._run, args=(job, report, target), name="holdfast-persist", daemon=True
         )
         thread.start()
+
+    def _target(self, order: messages.WriteImage) -> _Target:
+        if not order.to_cache:
+            return self._root
+        tier = None if self._caches is None else self._caches.begin_write(order)
+        if tier is None:
+            raise PersistFailed("its cache takes nothing now")
+        return _Target(tier.store, tier.writer, "")
 
     def images(self, order: messages.WriteImage, report: Report) -> dict[int, ImageJob]:
         """Return the images to be written, by rank; ``report`` is called with space freed in rings.
@@ -253,14 +280,14 @@ class WriteService:
             image.seal(each.image.header_xxh3, each.image.table_xxh3)
         return image
 
-    def _run(self, job: HostWrite, report: Report) -> None:
+    def _run(self, job: HostWrite, report: Report, target: _Target) -> None:
         """Write the images and report the end; on a thread."""
 
         def tell(fact: Fact) -> None:
             self._background.from_thread(lambda: report(fact))
 
         def write(image: ImageJob) -> list[StoredPart]:
-            (stored,) = self._writer.write(job, image)
+            (stored,) = target.writer.write(job, image)
             tell(
                 messages.ImageWritten(
                     directory=job.directory,
@@ -275,8 +302,8 @@ class WriteService:
         reason = ""
         try:
             # The first file of an image must not recreate a root that has vanished.
-            commit.require_root(self._store, self._memory.run_id, self._memory.root_id)
-            self._writer.parts.forget()
+            commit.require_root(target.store, self._memory.run_id, target.root_id)
+            target.writer.parts.forget()
             write_together(job, [partial(write, one) for one in job.images.values()], job.at_once)
         except Exception as error:
             known = isinstance(error, HoldfastError)

@@ -28,9 +28,10 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
+from holdfast.keeper.hosts.cache_messages import CacheOrder
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.handover import answer_handover, describe
 from holdfast.keeper.hosts.host_reports import encode_reports
-from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.parity.worker import stored_shards
 from holdfast.keeper.rank_relay import JoinedReports, ReportJoiner
 from holdfast.protocol import messages as m
@@ -268,6 +269,8 @@ class Follower:
                 self._memory.store_order(self.role.incarnation, self.role.nonce, order)
             case messages.RecordIncarnation():
                 self._store_incarnation(fact)
+            case _ if isinstance(fact, CacheOrder):
+                self._agent.caches.do(fact)
             case _:
                 self._agent.do(fact)
 
@@ -275,6 +278,7 @@ class Follower:
         for known in answer_handover(self._memory, fact):
             line.send(messages.pack(known))
         self._is_attached.set()
+        self._agent.caches.attached()
         self._pauses = pauses()
         if self.is_stopping:
             line.send(messages.pack(messages.Stopping()))

@@ -27,9 +27,10 @@ from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
+from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
+from holdfast.keeper.hosts.facts import Fact, ignore
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
 from holdfast.keeper.hosts.host_reports import decode_reports
-from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.persist.frozen_parts import StoredPart
@@ -169,11 +170,12 @@ class FollowerRegistry:
         """Hosts that may connect, by name."""
         self._incarnation = 0
         self._by_host: dict[int, FollowerSession] = {}
-        self._own = HostSession(0, "", messages.ignore)
+        self._own = HostSession(0, "", ignore)
         self._layout: StoreLayout | None = None
         """The layout that all hosts were last told to store."""
         self.parity_scheduler: ParityScheduler | None = None
         """Scheduler of parity for all hosts; None in a run on one host."""
+        self.cache_reported: Callable[[HostSession, CacheReport], None] = lambda *_: None
 
     def serve_own(
         self, agent: HostAgent, trainer_of: Callable[[int], TrainerConnection | None]
@@ -200,6 +202,14 @@ class FollowerRegistry:
             self._background.spawn(follower.line.finish())
         if self.parity_scheduler is not None:
             self.parity_scheduler.begin(hosts)
+
+    def attached(self) -> dict[int, str]:
+        """Return the names of reachable followers by number; from any thread."""
+        return {host: one.name for host, one in list(self._by_host.items())}
+
+    def away(self) -> list[str]:
+        """Return the names of this incarnation's followers that are out of reach."""
+        return [name for name in list(self._numbers) if name not in self.attached().values()]
 
     def port_of(self, host: int) -> int:
         """Return the port where a host's keeper serves images now; 0 if unknown."""
@@ -300,11 +310,20 @@ class FollowerRegistry:
         if job.aborted or follower is None or attempt is None or not are_there:
             share.end(job.aborted or "its keeper is out of reach")
             return
-        follower.shares[job.directory] = share
-        follower.send(self.write_order(job.directory, attempt, share.ranks))
+        order = self.write_order(job.directory, attempt, share.ranks, to_cache=job.to_cache)
+        self.order(share, host, job.directory, order)
+
+    def order(self, share: RemoteImages, host: int, directory: str, order: Fact) -> None:
+        """Send an order whose ``WriteEnded`` for ``directory`` ends ``share``."""
+        follower = self._by_host.get(host)
+        if follower is None:
+            share.end("its keeper is out of reach")
+            return
+        follower.shares[directory] = share
+        follower.send(order)
 
     def write_order(
-        self, directory: str, attempt: Attempt, ranks: Iterable[int]
+        self, directory: str, attempt: Attempt, ranks: Iterable[int], *, to_cache: bool = False
     ) -> messages.WriteImage:
         """Return the order to write the images of these ranks, which one host has."""
         orders = []
@@ -319,7 +338,9 @@ class FollowerRegistry:
                 )
             )
         images, attempt_id = tuple(orders), attempt.attempt_id
-        return messages.WriteImage(directory=directory, attempt_id=attempt_id, images=images)
+        return messages.WriteImage(
+            directory=directory, attempt_id=attempt_id, images=images, to_cache=to_cache
+        )
 
     def sealed(self, attempt: Attempt, host: int, ranks: Sequence[int]) -> None:
         """Tell a host that these images of its ranks are captured: they may be served, and written
@@ -440,6 +461,8 @@ class FollowerRegistry:
                     self.parity_scheduler.handle(host.name, fact)
             case messages.LayoutMissing() | messages.LayoutFailed() | messages.ImagesPlanned():
                 self._handle_layout(host, fact)
+            case CacheFound() | CacheDocuments():
+                self.cache_reported(host, fact)
             case messages.ImageLost(slot=number, attempt=attempt):
                 lost = slot_id_of(host.host, number)
                 self._carry_out(self._coordinator.lifecycle.image_lost(lost, attempt))
@@ -533,10 +556,10 @@ class FollowerRegistry:
                 if share is not None:
                     stored = StoredPart(fact.image, fact.part, fact.is_reused)
                     share.receive(stored, fact.values)
-            case messages.WriteEnded(directory=directory, reason=reason):
+            case messages.WriteEnded(directory=directory, reason=reason, is_lost=is_lost):
                 share = session.shares.pop(directory, None)
                 if share is not None:
-                    share.end(reason)
+                    share.end(reason, is_lost=is_lost)
             case messages.RingFreed():
                 for share in session.shares.values():
                     share.progressed()

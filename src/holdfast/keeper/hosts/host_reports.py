@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from holdfast.coordinator.requests import HostReports
 from holdfast.errors import FormatError
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Column
+from holdfast.keeper.hosts.facts import Column
 from holdfast.protocol import messages as m
 
 T = TypeVar("T")

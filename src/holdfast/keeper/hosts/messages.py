@@ -7,32 +7,14 @@ of their connections there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import msgspec
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId, ImageRef
+from holdfast.keeper.hosts.cache_messages import CacheOrder, CacheReport
+from holdfast.keeper.hosts.facts import Column, Fact
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
-
-
-class Fact(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base class of all messages between keepers of one run; those of every save are short."""
-
-
-#: Receives what an agent reports to its coordinator.
-Report = Callable[[Fact], None]
-
-
-def ignore(_: Fact) -> None:
-    """Report to nobody."""
-
-
-T = TypeVar("T")
-#: One field of several reports: the distinct values, and which is whose; () if there is one.
-Column = tuple[tuple[T, ...], tuple[int, ...]]
 
 
 class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,6 +178,8 @@ class WriteEnded(Fact, frozen=True, kw_only=True):
 
     directory: str
     reason: str
+    is_lost: bool = False
+    """The cache has its bytes no more as the manifest names them: no other try can succeed."""
 
 
 class RingFreed(Fact, frozen=True, kw_only=True):
@@ -340,6 +324,8 @@ class WriteImage(Fact, frozen=True, kw_only=True):
     directory: str
     attempt_id: AttemptId
     images: tuple[ImageOrder, ...]
+    to_cache: bool = False
+    """Into this host's cache, not into the root."""
 
 
 class CancelWrite(Fact, frozen=True, kw_only=True):
@@ -542,6 +528,7 @@ ToCoordinator = (
     | RebuildFailed
     | ImageLost
     | ShardLost
+    | CacheReport
 )
 ToFollower = (
     HostAttached
@@ -569,6 +556,7 @@ ToFollower = (
     | DropShards
     | RebuildImage
     | CancelRebuild
+    | CacheOrder
 )
 
 _encoder = msgspec.msgpack.Encoder()

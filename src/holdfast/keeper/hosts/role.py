@@ -18,7 +18,7 @@ from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.facts import Fact, ignore
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m
@@ -105,6 +105,9 @@ class HostRole:
             )
             self._executor.followers.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
+            self._executor.caches.begin()
+            others = self._executor.caches if hosts else None
+            self._root.share_cache(others, is_shared=bool(hosts))
             if self._executor.followers.parity_scheduler is not None:
                 self._executor.followers.parity_scheduler.begin(hosts)
             self._root.may_open = True
@@ -126,6 +129,7 @@ class HostRole:
         old, self._network = self._network, network
         published, parity = self._agent.published, self.parity
         published.serve(None)
+        await self._agent.caches.serve_peers(None)
         if parity is not None:
             parity.serve(None, incarnation)
         if old is not None:
@@ -134,6 +138,7 @@ class HostRole:
             network.begin(incarnation)
             self._ensure_parity().serve(network, incarnation)
             published.serve(network.peers, self._host_id, network.port)
+            await self._agent.caches.serve_peers(network.peers)
 
     @property
     def parity(self) -> ParityWorker | None:
@@ -156,7 +161,7 @@ class HostRole:
         record = None if self.parity is None else self.parity.record_of(attempt, rank)
         return None if reach is None or record is None else (record, reach)
 
-    def report(self, fact: messages.Fact) -> None:
+    def report(self, fact: Fact) -> None:
         """Report damage on this host to its coordinator, after what was said before."""
         (self._agent if self.follower is None else self.follower).report(fact)
 
@@ -246,6 +251,8 @@ class HostRole:
             self._agent,
             self._ended,
         )
+        self._root.share_cache(None, is_shared=True)
+        await self._root.open_cache()
         return self.follower
 
     # ── end of a role ────────────────────────────────────────────────────────────────────────────
@@ -253,11 +260,12 @@ class HostRole:
     async def _step_down(self, incarnation: int) -> None:
         """Stop deciding: another keeper coordinates a newer incarnation."""
         self._ranks.fence_off(incarnation)
-        self._agent.serve(messages.ignore)
+        self._agent.serve(ignore)
         self._coordinator.start_over((), (), 0)
         self._coordinator.begin(incarnation, "", 0)  # no rank has a place here any more
         self._executor.abort_jobs(f"incarnation {incarnation} has begun elsewhere")
         self._root.may_open = False  # writes on their way there were decided before
+        self._coordinator.durability.forget_cached()
         await self._background.in_thread(self._root.detach())
         self._executor.followers.begin(0, ())  # the followers wait for this
         self._agent.hosts = ()

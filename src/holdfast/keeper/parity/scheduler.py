@@ -23,8 +23,8 @@ from holdfast.events import (
 )
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry
-from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import (
     RoundOrders,

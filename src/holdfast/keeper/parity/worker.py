@@ -16,7 +16,7 @@ from holdfast.format.image import header_size
 from holdfast.format.manifest import AttemptId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Report
+from holdfast.keeper.hosts.facts import Report
 from holdfast.keeper.hosts.network import Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildWorker

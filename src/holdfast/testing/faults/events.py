@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from holdfast.catalogue import INCARNATIONS, MANIFESTS, STEPS, catalogue, generation_of
-from holdfast.errors import ArenaError, FormatError, UsageError
+from holdfast.errors import ArenaError, FormatError, HoldfastError, UsageError
 from holdfast.format.image import header_size
 from holdfast.format.manifest import Generation
+from holdfast.observe.event_place import event_place
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES, SLOT_SUFFIX, SlotFile, SlotRecord
-from holdfast.storage.local import LocalStore
+from holdfast.storage.open import open_store
 from holdfast.testing.runs.processes import wait_until
 
 _ATTEMPT = re.compile("([0-9]+)-([0-9]+)-.+")
@@ -75,8 +75,8 @@ def is_persisting(root: Path | str) -> bool:
 
 
 def _names(root: Path | str, directory: str) -> list[str]:
-    with suppress(OSError):  # there is none yet
-        return os.listdir(Path(root) / directory)
+    with suppress(HoldfastError):  # there is none yet
+        return open_store(root).list(directory)
     return []
 
 
@@ -85,7 +85,7 @@ def _names(root: Path | str, directory: str) -> list[str]:
 
 def events_of(root: Path | str, name: str) -> Iterator[dict[str, Any]]:
     """Yield all events of this name that any process of the run wrote, in no order."""
-    for path in (Path(root) / "events").glob("*.jsonl"):
+    for path in event_place(root).directory.glob("*.jsonl"):
         for line in path.read_text(errors="replace").splitlines():
             if f'"{name}"' not in line:
                 continue
@@ -110,7 +110,10 @@ def newest_protected(root: Path | str, *, incarnation: int | None = None) -> Gen
 
 def newest_durable(root: Path | str) -> Generation | None:
     """Return the newest checkpoint in storage that a start would take."""
-    return catalogue(LocalStore(Path(root))).latest if Path(root).is_dir() else None
+    try:
+        return catalogue(open_store(root)).latest
+    except HoldfastError:  # there is none yet, or storage does not answer now
+        return None
 
 
 def wait_protected(

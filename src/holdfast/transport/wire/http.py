@@ -215,6 +215,15 @@ INVENTORY = "/inventory"
 """A document: ``holdfast.protocol.messages.Inventory``, as MessagePack."""
 
 
+CACHE = "/cache"
+"""A document: paths and sizes of the files that a host's cache offers, as MessagePack."""
+
+
+def cache_path(path: str) -> str:
+    """A file of a host's cache, by its path there."""
+    return f"{CACHE}/{path}"
+
+
 def generation_name(generation: Generation) -> str:
     """Return the name of a generation in requests."""
     return f"{generation.incarnation}-{generation.step}"
