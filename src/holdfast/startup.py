@@ -19,12 +19,13 @@ import msgspec
 from holdfast.capture.copier import device_rate
 from holdfast.capture.saver import Saver
 from holdfast.capture.task import RankIdentity, Timeouts
-from holdfast.catalogue import EMPTY, ROOT, Catalogue, catalogue, read_document
+from holdfast.catalogue import ROOT, read_document
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
 from holdfast.meeting import host_id
+from holdfast.overview import UNSEEN, Overview, read_newest
 from holdfast.persist import commit
 from holdfast.policy.when import Every, Keep
 from holdfast.protocol import messages as m
@@ -133,14 +134,14 @@ class _RunTerms(NamedTuple):
     run_id: str
     seen: list[Said]
     hosts: HostTable
-    listed: Catalogue
+    listed: Overview
 
 
 def _agree(
     world: World, store: Store, state: State, describer: Describer, options: RunOptions
 ) -> _RunTerms:
     """Agrees on the settings and the root, which rank 0 opens when nothing speaks against it."""
-    listed = EMPTY
+    listed = UNSEEN
 
     def say() -> tuple[bytes, ...]:
         plan, usage = _plan(state, describer, options)
@@ -226,9 +227,9 @@ def _require_one_plan(plans: Sequence[Said]) -> None:
                 )
 
 
-def _open_root(store: Store, options: RunOptions) -> tuple[str, Catalogue]:
+def _open_root(store: Store, options: RunOptions) -> tuple[str, Overview]:
     wanted = os.environ.get("HOLDFAST_RUN_ID", "")
-    listed = EMPTY if wanted else catalogue(store)
+    listed = UNSEEN if wanted else read_newest(store)
     before = wanted or run_id_of(listed)  # of a root that lost its holdfast.json
     found = commit.open_root(store, before or uuid.uuid4().hex[:12])
     if wanted and found.run_id != wanted:

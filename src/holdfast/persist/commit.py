@@ -21,6 +21,7 @@ from holdfast.catalogue import (
     PARTS,
     ROOT,
     STEPS,
+    Described,
     find_parent,
     layout_path,
     manifest_path,
@@ -246,7 +247,7 @@ def remove_unpinned(
 
 
 def unnamed_directories(
-    store: Store, manifests: Iterable[Manifest], *, with_pins: bool = True
+    store: Store, manifests: Iterable[Described], *, with_pins: bool = True
 ) -> list[str]:
     """Returns the directories of images and parts that none of ``manifests``, which must be all,
     and no pin names; and in those that are named, what was begun and never finished: nothing waits
@@ -340,7 +341,7 @@ class Sweeper:
         return removed
 
     def due(
-        self, manifests: Iterable[Manifest], held: Iterable[Lease], pins: Collection[Generation]
+        self, manifests: Iterable[Described], held: Iterable[Lease], pins: Collection[Generation]
     ) -> list[str]:
         """Returns directories of a bucket to be removed now, few at a time: of those it was told
         of, because a list of all is long. ``held`` and ``pins``: as they are now.

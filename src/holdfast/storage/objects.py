@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
@@ -50,6 +50,8 @@ _RANDOM = 6
 _RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
 #: What a run writes below its root while it saves.
 _WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
+#: Directories below which there are no images.
+_DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", "pins", "readers"})
 
 
 class ObjectStore:
@@ -202,12 +204,37 @@ class ObjectStore:
         below = self._prefix(prefix)
         found = set(self._bucket.names(below))
         # An image that was begun and never finished is in no list of objects.
-        for key in self._unfinished():
+        for key in self._unfinished() if prefix not in _DOCUMENTS else ():
             if key.startswith(below):
                 found.add(key[len(below) :].partition("/")[0])
+        return sorted(found - self._hidden(prefix, found))
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Returns the names directly below ``prefix``, each with its tag; "" for none."""
+        found = dict(self._bucket.tagged_names(self._prefix(prefix)))
+        hidden = self._hidden(prefix, found)
+        return {name: found[name] for name in sorted(found) if name not in hidden}
+
+    def _hidden(self, prefix: str, names: Iterable[str]) -> set[str]:
+        """Returns the names that no list shows: the store's own, and what counts as removed."""
         above = f"{prefix}/" if prefix else ""
-        found -= {path.removeprefix(above) for path in self._removals.refused}
-        return sorted(name for name in found if name and not name.startswith("."))
+        refused = {path.removeprefix(above) for path in self._removals.refused}
+        return refused.union(name for name in names if not name or name.startswith("."))
+
+    def recall(self, name: str, limit_bytes: int) -> bytes:
+        """Returns a note that an earlier process left here; b"" for none."""
+        outcome = self._bucket.get(self._note_key(name), 0, limit_bytes - 1)
+        end = outcome.header("content-range").rpartition("/")[2]
+        return outcome.body if outcome.is_done and end == str(len(outcome.body)) else b""
+
+    def note(self, name: str, data: bytes) -> None:
+        """Leaves a note for later processes, in place of the one of this name."""
+        self._may_change()
+        outcome = self._bucket.put(self._note_key(name), [data])
+        self._bucket.require(outcome, "publish", name)
+
+    def _note_key(self, name: str) -> str:
+        return f"{self._below}.{check_path(name)}"
 
     def _unfinished(self) -> frozenset[str]:
         """Returns the keys of unfinished uploads: listed once, and again after each of our own."""

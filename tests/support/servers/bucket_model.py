@@ -129,6 +129,7 @@ class World:
             above = ""
         listed = "".join(
             f"<Contents><Key>{quote(key)}</Key><LastModified>{self._made(key)}</LastModified>"
+            f"<ETag>{escape(self.tag(key))}</ETag><Size>{len(self.objects.get(key, b''))}</Size>"
             "</Contents>"
             for key in keys
         )
