@@ -42,7 +42,7 @@ _MOST_UNPACKED_BYTES = 512 << 20
 #: So many manifests are read rather than looked up in the index.
 FEW = 8
 #: A brief look reads as many manifests as this: in a bucket each is a request.
-_MOST_READ, _MOST_READ_OF_BUCKET = 64, FEW
+_MOST_READ, _MOST_READ_OF_BUCKET = 64, 2
 _IS_DIRECTORY = re.compile(r"(steps|parts)/[0-9]{1,16}-[0-9]{1,16}-[0-9A-Za-z_-]{1,160}").fullmatch
 
 
@@ -174,8 +174,7 @@ def _look(store: Store, known: Overview, has_records: bool, is_brief: bool) -> O
         known.read,
         len(listed) - len(manifests) + len(read),
     )
-    most = _MOST_READ_OF_BUCKET if settle_s(store) else _MOST_READ
-    is_few = not is_brief or len(found.unread) <= most
+    is_few = not is_brief or len(found.unread) <= _most_read(store)
     found = _read_more(store, found, found.unread if is_few else _of_unrecorded(found))
     return found if found.line.missing is None else with_missing_records(store, found)
 
@@ -213,10 +212,11 @@ def read_first(
         return read_more(store, found, [one for one in found.unread if str(one) == wanted])
     if wanted is not None:
         return read_more(store, found, [one for one in found.unread if one.step == wanted])
+    most = _most_read(store)
     while True:
         known = [one.generation for one in found.manifests]
         fit = [one for one in (*known, *found.unread) if one in line]
-        first = set(sorted(fit, key=lambda one: (-one.step, -one.incarnation))[:FEW])
+        first = set(sorted(fit, key=lambda one: (-one.step, -one.incarnation))[:most])
         if first.isdisjoint(found.unread):
             return found
         found = read_more(store, found, first)
@@ -226,7 +226,7 @@ def read_newest(store: Store) -> Overview:
     """Lists a root, and reads the manifests of the newest starts if no other was to be read."""
     found = overview(store, is_brief=True)
     while found.unread and not found.manifests:
-        found = read_more(store, found, found.unread[-FEW:])
+        found = read_more(store, found, found.unread[-_most_read(store) :])
     return found
 
 
@@ -235,6 +235,14 @@ def confirmed(store: Store, found: Overview, generation: Generation) -> Overview
     left = tuple(one for one in found.manifests if one.generation != generation)
     unread = tuple(sorted({*found.unread, generation}))
     return read_more(store, replace(found, manifests=left, unread=unread), [generation])
+
+
+def indexed_records(store: Store) -> dict[int, Incarnation]:
+    """Returns the records of starts that the index of a bucket has as they are listed now."""
+    listed = tags(store, INCARNATIONS) or {}
+    listed = {f"{INCARNATIONS}/{name}": tag for name, tag in listed.items()}
+    found = _read_index(store).records_of(listed) if listed else {}
+    return {one.n: one for one in found.values()}
 
 
 def leave_index(store: Store, found: Overview) -> None:
@@ -296,6 +304,10 @@ def _read_index(store: Store) -> _Index:
         return _Index(manifests, {_record_path(one): (tag, one) for tag, one in packed.records})
     except (HoldfastError, zlib.error, msgspec.MsgspecError, IndexError):
         return _Index()
+
+
+def _most_read(store: Store) -> int:
+    return _MOST_READ_OF_BUCKET if settle_s(store) else _MOST_READ
 
 
 def _of_unrecorded(found: Overview) -> list[Generation]:

@@ -19,7 +19,7 @@ import msgspec
 from holdfast.capture.copier import device_rate
 from holdfast.capture.saver import Saver
 from holdfast.capture.task import RankIdentity, Timeouts
-from holdfast.catalogue import ROOT, read_document
+from holdfast.catalogue import ROOT, is_root, read_document
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
@@ -229,8 +229,9 @@ def _require_one_plan(plans: Sequence[Said]) -> None:
 
 def _open_root(store: Store, options: RunOptions) -> tuple[str, Overview]:
     wanted = os.environ.get("HOLDFAST_RUN_ID", "")
-    listed = UNSEEN if wanted else read_newest(store)
-    before = wanted or run_id_of(listed)  # of a root that lost its holdfast.json
+    # The run's id stands in its checkpoints, too: a root may have lost its holdfast.json.
+    listed = UNSEEN if wanted or is_root(store) else read_newest(store)
+    before = wanted or run_id_of(listed)
     found = commit.open_root(store, before or uuid.uuid4().hex[:12])
     if wanted and found.run_id != wanted:
         raise UsageError(

@@ -131,14 +131,14 @@ class AzureContainer(Bucket):
         for page in self._pages({"prefix": prefix}):
             yield from (_name(one) for one in page.iter("Blob"))
 
-    def tagged_names(self, prefix: str) -> Iterator[tuple[str, str]]:
-        for page in self._pages({"prefix": prefix, "delimiter": "/"}):
+    def tagged_names(self, prefix: str, end: str = "/") -> Iterator[tuple[str, str]]:
+        for page in self._pages({"prefix": prefix, "delimiter": end}):
             for one in page.iter("Blob"):
                 properties = one.find("Properties")
                 tag = "" if properties is None else tag_of(properties, "Etag", "Content-Length")
                 yield _name(one)[len(prefix) :].rstrip("/"), tag
             for one in page.iter("BlobPrefix"):
-                yield _name(one)[len(prefix) :].rstrip("/"), ""
+                yield _name(one)[len(prefix) :].removesuffix(end), ""
 
     def youngest_s(self, prefix: str) -> float:
         found = math.inf

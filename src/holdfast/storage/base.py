@@ -215,6 +215,15 @@ def tags(store: Store, prefix: str) -> dict[str, str] | None:
     return None if found is None else dict(found(prefix))
 
 
+def heads(store: Store, prefix: str, end: str) -> list[str]:
+    """Returns what the names directly below ``prefix`` begin with, up to the first ``end``: in a
+    bucket by few requests, however many names there are.
+    """
+    found = getattr(store, "heads", None)
+    names = store.list(prefix) if found is None else found(prefix, end)
+    return sorted({name.partition(end)[0] for name in names})
+
+
 def recall(store: Store, name: str, limit_bytes: int) -> bytes:
     """Returns a note that an earlier process left in a bucket for later ones; b"" for none, for one
     beyond ``limit_bytes``, and in a directory. Nothing may rest on it alone.

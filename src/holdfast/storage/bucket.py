@@ -186,9 +186,9 @@ class Bucket(ABC):
         return (name for name, _ in self.tagged_names(prefix))
 
     @abstractmethod
-    def tagged_names(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yields what follows ``prefix``, up to the next "/", of every key; with what another
-        content of the object would change, "" for a directory and where the server says nothing.
+    def tagged_names(self, prefix: str, end: str = "/") -> Iterator[tuple[str, str]]:
+        """Yields what follows ``prefix``, up to the next ``end``, of every key; with what another
+        content of the object would change, "" for what goes on and where the server says nothing.
         """
 
     @abstractmethod

@@ -23,13 +23,13 @@ class XmlBucket(Bucket):
         for page in self._pages({"list-type": "2", "prefix": prefix, "encoding-type": "url"}):
             yield from (decoded(text_of(one, "Key")) for one in page.iter("Contents"))
 
-    def tagged_names(self, prefix: str) -> Iterator[tuple[str, str]]:
-        query = {"list-type": "2", "prefix": prefix, "delimiter": "/", "encoding-type": "url"}
+    def tagged_names(self, prefix: str, end: str = "/") -> Iterator[tuple[str, str]]:
+        query = {"list-type": "2", "prefix": prefix, "delimiter": end, "encoding-type": "url"}
         for page in self._pages(query):
             for one in page.iter("Contents"):
                 yield decoded(text_of(one, "Key"))[len(prefix) :], tag_of(one, "ETag", "Size")
             for one in page.iter("CommonPrefixes"):
-                yield decoded(text_of(one, "Prefix"))[len(prefix) :].rstrip("/"), ""
+                yield decoded(text_of(one, "Prefix"))[len(prefix) :].removesuffix(end), ""
 
     def youngest_s(self, prefix: str) -> float:
         found = math.inf

@@ -118,10 +118,11 @@ class World:
         prefix, found = query["prefix"], self.listed or sorted(self.objects)
         keys = [key for key in found if key.startswith(prefix)]
         if "delimiter" in query:
-            below = {key[len(prefix) :].partition("/") for key in keys}
+            end = query["delimiter"]
+            below = {key[len(prefix) :].partition(end) for key in keys}
             keys = [prefix + name for name, slash, _ in below if not slash]
             above = "".join(
-                f"<CommonPrefixes><Prefix>{quote(prefix + name)}/</Prefix></CommonPrefixes>"
+                f"<CommonPrefixes><Prefix>{quote(prefix + name)}{end}</Prefix></CommonPrefixes>"
                 for name, slash, _ in below
                 if slash
             )
