@@ -173,17 +173,15 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of what was measured."""
     rows = []
     for name, one in found.items():
-        requests = [counted(one) for one in one.get("publications", ())]
+        requests = [counted(made) for made in one.get("publications", ())]
         rows.append(
             [
                 name,
                 f"{one['start']:.2f} s",
                 str(counted(one["start requests"])) if "start requests" in one else "-",
                 f"{one['ls']:.2f} s",
-                str(sum(one["ls requests"].values())) if "ls requests" in one else "-",
-                f"{sorted(requests)[len(requests) // 2]}, at most {max(requests)}"
-                if requests
-                else "-",
+                str(counted(one["ls requests"])) if "ls requests" in one else "-",
+                _spread(requests),
             ]
         )
     head = ["root", "start", "requests", "ls", "requests", "requests of a publication"]

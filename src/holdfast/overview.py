@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Lineage, Manifest
 from holdfast.format.values import decode
-from holdfast.storage.base import Store, note, recall, settle_s, tags
+from holdfast.storage.base import Store, note, recall, settle_s, tag_pages, tags
 
 #: The object with the index, and what its content begins with.
 INDEX, _FORMAT = "index", b"holdfast index 1 "
@@ -42,7 +42,7 @@ _MOST_UNPACKED_BYTES = 512 << 20
 #: So many manifests are read rather than looked up in the index.
 FEW = 8
 #: A brief look reads as many manifests as this: in a bucket each is a request.
-_MOST_READ, _MOST_READ_OF_BUCKET = 64, 2
+_MOST_READ, _MOST_READ_OF_BUCKET = 64, 1
 _IS_DIRECTORY = re.compile(r"(steps|parts)/[0-9]{1,16}-[0-9]{1,16}-[0-9A-Za-z_-]{1,160}").fullmatch
 
 
@@ -235,6 +235,36 @@ def confirmed(store: Store, found: Overview, generation: Generation) -> Overview
     left = tuple(one for one in found.manifests if one.generation != generation)
     unread = tuple(sorted({*found.unread, generation}))
     return read_more(store, replace(found, manifests=left, unread=unread), [generation])
+
+
+class PagedCheck:
+    """Compares the list of a bucket's manifests with what its only writer knows of it, one page at
+    a time: a list of all is a request for each thousand.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pages: Iterator[dict[str, str]] = iter(())
+        self._expected: set[str] = set()
+        """What was known when the first page was listed, and is in none that was listed since."""
+
+    def look(self, known: Overview) -> Overview | None:
+        """Lists one more page, and returns what is known with its tags; None where the list says
+        something else: then all must be listed.
+        """
+        there = {manifest_path(one.generation) for one in known.manifests}
+        page, self._expected = next(self._pages, None), self._expected & there
+        if page is None:
+            if self._expected:
+                return None
+            self._pages, self._expected = tag_pages(self._store, MANIFESTS), there
+            page = next(self._pages, {})
+        listed = {f"{MANIFESTS}/{name}": tag for name, tag in page.items() if generation_of(name)}
+        if not all(_is_same(known.tags.get(path, ""), listed, path) for path in there & {*listed}):
+            return None
+        self._expected -= listed.keys()
+        tags = {path: tag for path, tag in listed.items() if path in there}
+        return replace(known, tags={**known.tags, **tags}) if len(tags) == len(listed) else None
 
 
 def indexed_records(store: Store) -> dict[int, Incarnation]:

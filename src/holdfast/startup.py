@@ -141,12 +141,13 @@ def _agree(
     world: World, store: Store, state: State, describer: Describer, options: RunOptions
 ) -> _RunTerms:
     """Agrees on the settings and the root, which rank 0 opens when nothing speaks against it."""
-    listed = UNSEEN
+    listed, own = UNSEEN, list[bytes]()
 
     def say() -> tuple[bytes, ...]:
         plan, usage = _plan(state, describer, options)
         fact = msgspec.json.encode(HostFact.of_this(world.size))
-        return plan, usage, fact, secret_word(world.rank), *_identify(store)
+        own[:] = _identify(store)
+        return plan, usage, fact, secret_word(world.rank), *own
 
     def open_root(columns: Sequence[Sequence[Said]]) -> bytes:
         try:
@@ -154,7 +155,7 @@ def _agree(
         except HoldfastError:  # every rank finds the same, and raises it
             return b""
         nonlocal listed
-        run_id, listed = _open_root(store, options)
+        run_id, listed = _open_root(store, options, is_there=bool(own[0]))
         return run_id.encode()
 
     said = all_said_or_raise(
@@ -227,10 +228,10 @@ def _require_one_plan(plans: Sequence[Said]) -> None:
                 )
 
 
-def _open_root(store: Store, options: RunOptions) -> tuple[str, Overview]:
+def _open_root(store: Store, options: RunOptions, is_there: bool) -> tuple[str, Overview]:
     wanted = os.environ.get("HOLDFAST_RUN_ID", "")
     # The run's id stands in its checkpoints, too: a root may have lost its holdfast.json.
-    listed = UNSEEN if wanted or is_root(store) else read_newest(store)
+    listed = UNSEEN if wanted or is_there or is_root(store) else read_newest(store)
     before = wanted or run_id_of(listed)
     found = commit.open_root(store, before or uuid.uuid4().hex[:12])
     if wanted and found.run_id != wanted:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.catalogue import Catalogue, catalogue
-from holdfast.cli.checkpoints import OpenedRoot
+from holdfast.cli.checkpoints import ListedRoot
 from holdfast.cli.ls import records
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.errors import UsageError
@@ -152,7 +152,9 @@ class History:
             gone = {m.generation for m in removable(found, (), Keep(last=last), abandoned=False)}
             assert gone == set(durable[:-last])
         rows: list[dict[str, Any]] = records(
-            OpenedRoot("r", self.store, found, frozenset(found.lineage), found.latest)
+            ListedRoot(
+                "r", self.store, overview(self.store), frozenset(found.lineage), found.latest
+            )
         )
         assert [r["checkpoint"] for r in rows if r["state"] == "newest"] == [
             str(one) for one in durable[-1:]

@@ -55,7 +55,7 @@ from holdfast.keeper.image_writer import (
     write_together,
 )
 from holdfast.keeper.jobs import write_all
-from holdfast.overview import UNSEEN, Overview, leave_index, overview, summary_of
+from holdfast.overview import UNSEEN, Overview, PagedCheck, leave_index, overview, summary_of
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.persist.tiers import forget_marks, waiting
@@ -68,6 +68,8 @@ _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
 _UNINDEXED, _INDEXED_FROM = 16, 32
+#: Of so many manifests a publication lists a page: their whole list is several requests.
+_PAGED_FROM = 900
 
 
 class Persister:
@@ -101,6 +103,7 @@ class Persister:
         self._sweeper = commit.Sweeper(store)
         self._known = UNSEEN
         self._unindexed = 0
+        self._check = PagedCheck(store)
         self._published: Manifest | None = None
         self._mine: dict[Generation, Manifest] = {}
         self._layouts: set[str] = set()
@@ -344,6 +347,11 @@ class Persister:
         tags = {at: tag for at, tag in self._known.tags.items() if at != path}
         before = replace(self._known, manifests=known, tags=tags)
         has_records = is_known and bool(self._known.incarnations)
+        if not has_records or before.broken or len(known) < _PAGED_FROM:
+            self._check = PagedCheck(self.store)
+        elif (found := self._check.look(before)) is not None:
+            self._known = replace(found, lacking=0)
+            return self._known
         self._known = replace(overview(self.store, before, has_records=has_records), read={})
         self._unindexed += self._known.lacking
         return self._known

@@ -66,6 +66,8 @@ class RestoreSources:
     """
 
     phase = "restore: candidates"
+    is_opened = True
+    """True where this process has read the file of the root when it started."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class RestoreSources:
         return found if found is not None and found.attempt == candidate.attempt else None
 
     def _gather(self) -> KnownRecoveries:
-        contents = overview_of(self._store, self._contents, is_brief=True)
+        contents = overview_of(self._store, self._contents, is_brief=True, is_opened=self.is_opened)
         gathering = self._ask_hosts()
         there = stored_starts(
             self._store, contents, {n for one in gathering.holdings for n in one.starts}
@@ -487,6 +489,7 @@ class StoredSources(RestoreSources):
     """The checkpoints in storage alone, of which there must be one."""
 
     phase = "load: candidates"
+    is_opened = False
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(store, rank, Path(), lambda *_: m.Inventory(""))

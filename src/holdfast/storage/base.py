@@ -215,6 +215,15 @@ def tags(store: Store, prefix: str) -> dict[str, str] | None:
     return None if found is None else dict(found(prefix))
 
 
+def tag_pages(store: Store, prefix: str) -> Iterator[dict[str, str]]:
+    """Yields what ``tags`` returns in pages, each listed when it is asked for."""
+    found = getattr(store, "tag_pages", None)
+    if found is not None:
+        yield from found(prefix)
+    elif (whole := tags(store, prefix)) is not None:
+        yield whole
+
+
 def heads(store: Store, prefix: str, end: str) -> list[str]:
     """Returns what the names directly below ``prefix`` begin with, up to the first ``end``: in a
     bucket by few requests, however many names there are.

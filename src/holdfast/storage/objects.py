@@ -11,8 +11,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from types import TracebackType
 
 from holdfast.errors import NotFound, StorageError, UsageError
@@ -50,6 +51,7 @@ _RANDOM = 6
 _RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
 #: What a run writes below its root while it saves.
 _WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
+_PAGE = 1000
 _READERS_LEASES = "readers/"
 #: Directories below which there are no images.
 _DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", "pins", "readers"})
@@ -213,6 +215,13 @@ class ObjectStore:
         if outcome.status != 404:
             self._bucket.require(outcome, "look-up", path)
         return outcome.is_done
+
+    def tag_pages(self, prefix: str) -> Iterator[dict[str, str]]:
+        """Yields what ``tags`` returns, a page at a time."""
+        names = self._bucket.tagged_names(self._prefix(prefix))
+        while page := dict(islice(names, _PAGE)):
+            hidden = self._hidden(prefix, page)
+            yield {name: tag for name, tag in page.items() if name not in hidden}
 
     def heads(self, prefix: str, end: str) -> list[str]:
         """Returns what the names below ``prefix`` begin with, up to the first ``end``."""

@@ -40,13 +40,16 @@ from holdfast.storage.open import what_is_at
 _SHOWN = 8
 
 
-def overview_of(store: Store, known: Overview = UNSEEN, *, is_brief: bool = False) -> Overview:
+def overview_of(
+    store: Store, known: Overview = UNSEEN, *, is_brief: bool = False, is_opened: bool = False
+) -> Overview:
     """Return all that is stored; emit an event for each manifest that cannot be read.
 
     ``known`` and ``is_brief``: as ``overview`` takes them. NewerFormat when root, manifest or
-    incarnation need a newer version.
+    incarnation need a newer version. ``is_opened``: the root itself was read already.
     """
-    _refuse_newer_root(store)
+    if not is_opened:
+        _refuse_newer_root(store)
     return _told(overview(store, known, is_brief=is_brief), UNSEEN)
 
 
