@@ -39,7 +39,7 @@ _NUMBER = "(0|[1-9][0-9]{0,15})"
 _MANIFEST_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.json")
 _INCARNATION_NAME = re.compile(rf"{_NUMBER}\.json")
 D = TypeVar("D", Manifest, Incarnation, Root, Pin, Lease)
-C = TypeVar("C", bound="Contents[Described]")
+C = TypeVar("C", bound="RootContents[Described]")
 K = TypeVar("K")
 R = TypeVar("R")
 _SHOWN = 8
@@ -202,7 +202,7 @@ M = TypeVar("M", bound=Described, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Contents(Generic[M]):
+class RootContents(Generic[M]):
     """The checkpoints and starts of a root."""
 
     manifests: tuple[M, ...] = ()
@@ -284,7 +284,7 @@ class Contents(Generic[M]):
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue(Contents[Manifest]):
+class Catalogue(RootContents[Manifest]):
     """The content of a root, read once."""
 
 
@@ -344,7 +344,7 @@ def is_only_listed(store: Store, path: str) -> bool:
     return bool(settle_s(store)) and is_manifest and not store.exists(path)
 
 
-def removed_since(store: Store, found: Contents[Described]) -> set[str]:
+def removed_since(store: Store, found: RootContents[Described]) -> set[str]:
     """Returns the manifests that were listed, could not be read, and are not listed any more."""
     unread = {path for path, _ in found.broken if path.startswith(f"{MANIFESTS}/")}
     return unread - {f"{MANIFESTS}/{name}" for name in store.list(MANIFESTS)} if unread else set()

@@ -20,7 +20,7 @@ from holdfast.catalogue import (
     INCARNATIONS,
     MANIFESTS,
     NEW_LISTS,
-    Contents,
+    RootContents,
     generation_of,
     is_only_listed,
     manifest_path,
@@ -108,7 +108,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Overview(Contents[Summary]):
+class Overview(RootContents[Summary]):
     """The content of a root in short. ``unread``: what is listed, and of which nothing else is
     known yet. ``tags``: of the documents that are listed, by path. ``read``: manifests that were
     read. ``lacking``: the number of documents that were neither known nor in the index.

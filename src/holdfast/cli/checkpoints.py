@@ -14,8 +14,8 @@ from holdfast.catalogue import (
     LOCK,
     NEW_LISTS,
     Catalogue,
-    Contents,
     Described,
+    RootContents,
     catalogue,
     is_root,
 )
@@ -38,7 +38,7 @@ MAX_DIGITS = 20
 MAX_LISTED = 10
 
 
-C = TypeVar("C", bound=Contents[Described], covariant=True)
+C = TypeVar("C", bound=RootContents[Described], covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _opened(root: str, store: Store) -> OpenedRoot:
     return OpenedRoot(root, store, found, frozenset(found.lineage), found.latest)
 
 
-def _require_any(root: str, store: Store, found: Contents[Described]) -> None:
+def _require_any(root: str, store: Store, found: RootContents[Described]) -> None:
     if not (found.manifests or found.broken or is_root(store)):
         raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)
 

@@ -21,8 +21,8 @@ from holdfast.catalogue import (
     PARTS,
     STEPS,
     Catalogue,
-    Contents,
     Described,
+    RootContents,
     attempt_dir,
     catalogue,
     manifest_path,
@@ -413,11 +413,11 @@ class Persister:
                 self._unindexed = 0
         self._holding = held_by
 
-    def _spared(self, found: Contents[Described]) -> set[Generation]:
+    def _spared(self, found: RootContents[Described]) -> set[Generation]:
         """Return what stays whatever the policy says."""
         return set()
 
-    def _condemned(self, found: Contents[Described], kept: set[Generation]) -> list[Generation]:
+    def _condemned(self, found: RootContents[Described], kept: set[Generation]) -> list[Generation]:
         """Return the generations to prune: those the policy releases, and abandoned ones before the
         last.
         """
@@ -461,7 +461,7 @@ class CachePersister(Persister):
             if (newest := catalogue(self.store).latest) is not None:
                 self.prune(newest)
 
-    def _spared(self, found: Contents[Described]) -> set[Generation]:
+    def _spared(self, found: RootContents[Described]) -> set[Generation]:
         return set(waiting(self.store, found if isinstance(found, Catalogue) else EMPTY))
 
     def _tell_published(self, manifest: Manifest, elapsed_s: float) -> None:

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from holdfast.catalogue import (
     PINS,
     PINS_LOCK,
-    Contents,
     Described,
+    RootContents,
     generation_of,
     layout_path,
     manifest_path,
@@ -143,7 +143,7 @@ def unpin(store: Store, generation: Generation) -> None:
         store.remove(pin_path(generation))
 
 
-def mendable(store: Store, found: Contents[Described]) -> list[tuple[Manifest, bytes]]:
+def mendable(store: Store, found: RootContents[Described]) -> list[tuple[Manifest, bytes]]:
     """Returns pinned checkpoints whose manifest is gone though all files that it names still exist.
 
     An existing manifest that cannot be read is not among them: nobody removed it.
@@ -175,7 +175,7 @@ def pinned_alone(
     return held
 
 
-def mend(store: Store, found: Contents[Described]) -> bool:
+def mend(store: Store, found: RootContents[Described]) -> bool:
     """Publishes the manifests again that a pruner removed before it was killed; True if there were
     any.
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from holdfast.catalogue import (
     MANIFESTS,
     ROOT,
-    Contents,
     Described,
+    RootContents,
     find_manifest,
     gap_text,
     is_root,
@@ -72,7 +72,7 @@ def _told(found: Overview, before: Overview) -> Overview:
     return found
 
 
-def run_id_of(known: Contents[Described]) -> str:
+def run_id_of(known: RootContents[Described]) -> str:
     """Return the run id that the stored checkpoints name; "" when there are none.
 
     For a root whose holdfast.json was lost: its history continues and does not begin anew.
@@ -242,6 +242,6 @@ def _newest(names: list[str]) -> list[str]:
     return ["...", *names[-_SHOWN:]] if len(names) > _SHOWN else names
 
 
-def broken_manifests(contents: Contents[Described]) -> list[tuple[str, str]]:
+def broken_manifests(contents: RootContents[Described]) -> list[tuple[str, str]]:
     """Return (path, reason) of the manifests that exist and cannot be read."""
     return [(path, reason) for path, reason in contents.broken if path.startswith(f"{MANIFESTS}/")]
