@@ -58,6 +58,7 @@ def kill_and_restart(
             while len(durable) < before + 2 and time.monotonic() < until_s:
                 time.sleep(0.05)
             assert len(durable) >= before + 2, "nothing is durable any more"
+            print(f"killed again, {len(durable) - 1} saves durable", flush=True)
     finally:
         is_over.set()
         saving.join()
@@ -80,7 +81,7 @@ def test_a_server_that_is_killed_twice_loses_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)  # it takes a quarter of a minute to come back
 def test_a_server_that_is_killed_fifty_times_loses_nothing(
     seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
