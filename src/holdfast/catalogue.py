@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from holdfast.errors import FormatError, HoldfastError, NewerFormat, NotFound
 from holdfast.format.manifest import (
@@ -38,7 +39,11 @@ _NUMBER = "(0|[1-9][0-9]{0,15})"
 _MANIFEST_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.json")
 _INCARNATION_NAME = re.compile(rf"{_NUMBER}\.json")
 D = TypeVar("D", Manifest, Incarnation, Root, Pin, Lease)
+C = TypeVar("C", bound="RootContents[Described]")
+K = TypeVar("K")
+R = TypeVar("R")
 _SHOWN = 8
+_READERS = 16
 
 
 def manifest_path(generation: Generation) -> str:
@@ -174,11 +179,33 @@ def _manifest_there(store: Store, generation: Generation) -> Manifest | None:
     return found if found.generation == generation else None
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogue:
-    """The content of a root, read once."""
+class Described(Protocol):
+    """A checkpoint, as its manifest or a summary of that describes it."""
 
-    manifests: tuple[Manifest, ...] = ()
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def generation(self) -> Generation: ...
+    @property
+    def parent(self) -> tuple[int, int] | None: ...
+    @property
+    def attempt(self) -> str: ...
+    @property
+    def values(self) -> dict[str, Any]: ...
+    @property
+    def directories(self) -> Collection[str]: ...
+
+
+M = TypeVar("M", bound=Described, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RootContents(Generic[M]):
+    """The checkpoints and starts of a root."""
+
+    manifests: tuple[M, ...] = ()
     incarnations: tuple[Incarnation, ...] = ()
     broken: tuple[tuple[str, str], ...] = ()
 
@@ -251,9 +278,14 @@ class Catalogue:
         found = {m.generation: number_at(m.values, name) for m in self.manifests} if name else {}
         return {generation: value for generation, value in found.items() if value is not None}
 
-    def find(self, generation: Generation) -> Manifest | None:
+    def find(self, generation: Generation) -> M | None:
         """Returns the manifest of a generation."""
         return next((m for m in self.manifests if m.generation == generation), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue(RootContents[Manifest]):
+    """The content of a root, read once."""
 
 
 #: What is known before anything was read.
@@ -297,56 +329,90 @@ def catalogue(store: Store, known: Catalogue = EMPTY, *, has_records: bool = Fal
     """
     for _ in range(NEW_LISTS):
         found = _list_all(store, known, has_records)
-        gone = _removed_since(store, found)
+        gone = removed_since(store, found)
         if not gone:
             break
     left = tuple(
-        one for one in found.broken if one[0] not in gone and not _is_only_listed(store, one[0])
+        one for one in found.broken if one[0] not in gone and not is_only_listed(store, one[0])
     )
     return Catalogue(found.manifests, found.incarnations, left)
 
 
-def _is_only_listed(store: Store, path: str) -> bool:
+def is_only_listed(store: Store, path: str) -> bool:
     """True for a manifest of a bucket whose lists lag: it is not there any more."""
     is_manifest = path.startswith(f"{MANIFESTS}/")
     return bool(settle_s(store)) and is_manifest and not store.exists(path)
 
 
-def _removed_since(store: Store, found: Catalogue) -> set[str]:
+def removed_since(store: Store, found: RootContents[Described]) -> set[str]:
     """Returns the manifests that were listed, could not be read, and are not listed any more."""
     unread = {path for path, _ in found.broken if path.startswith(f"{MANIFESTS}/")}
     return unread - {f"{MANIFESTS}/{name}" for name in store.list(MANIFESTS)} if unread else set()
 
 
 def _list_all(store: Store, known: Catalogue, has_records: bool) -> Catalogue:
-    broken: list[tuple[str, str]] = []
-    manifests: list[Manifest] = []
-    incarnations = list(known.incarnations) if has_records else []
     there = {manifest.generation: manifest for manifest in known.manifests}
-    for name in store.list(MANIFESTS):
-        if (generation := generation_of(name)) is None:
-            continue
-        if generation in there:
-            manifests.append(there[generation])
-        elif (found := _read_manifest(store, generation, broken)) is not None:
-            manifests.append(found[0])
-    for name in () if has_records else store.list(INCARNATIONS):
-        if matched := _INCARNATION_NAME.fullmatch(name):
-            path = f"{INCARNATIONS}/{name}"
-            record = _read(Incarnation, store, path, broken)
-            if record is not None and record.n == int(matched[1]):
-                incarnations.append(record)
-            elif record is not None:
-                broken.append((path, f"it speaks of incarnation {record.n}"))
-    read = Catalogue(
+    listed = [one for name in store.list(MANIFESTS) if (one := generation_of(name)) is not None]
+    manifests = [there[one] for one in listed if one in there]
+    read, broken = read_manifests(store, [one for one in listed if one not in there])
+    manifests += [manifest for manifest, _ in read]
+    records = known.incarnations
+    if not has_records:
+        records, unreadable = read_records(store, store.list(INCARNATIONS))
+        broken += unreadable
+    found = Catalogue(
         tuple(sorted(manifests, key=lambda m: m.generation)),
-        tuple(sorted(incarnations, key=lambda i: i.n)),
+        tuple(sorted(records, key=lambda i: i.n)),
         tuple(broken),
     )
-    return read if read.line.missing is None else _list_again(store, read)
+    return found if found.line.missing is None else with_missing_records(store, found)
 
 
-def _list_again(store: Store, found: Catalogue) -> Catalogue:
+def read_manifests(
+    store: Store, generations: Iterable[Generation]
+) -> tuple[list[tuple[Manifest, str]], list[tuple[str, str]]]:
+    """Reads manifests, each with the checksum that is sealed in it; returns also the paths of those
+    that cannot be read, and why.
+    """
+
+    def read(one: Generation) -> tuple[tuple[Manifest, str] | None, list[tuple[str, str]]]:
+        broken: list[tuple[str, str]] = []
+        return _read_manifest(store, one, broken), broken
+
+    found = list(_map(store, read, generations))
+    return [one for one, _ in found if one is not None], [why for _, some in found for why in some]
+
+
+def read_records(
+    store: Store, names: Iterable[str]
+) -> tuple[tuple[Incarnation, ...], list[tuple[str, str]]]:
+    """Reads the records of starts that have these names; returns also the paths of those that
+    cannot be read, and why.
+    """
+
+    def read(name: str) -> tuple[Incarnation | None, list[tuple[str, str]]]:
+        broken: list[tuple[str, str]] = []
+        record = _read(Incarnation, store, f"{INCARNATIONS}/{name}", broken)
+        if record is not None and f"{record.n}.json" != name:
+            broken.append((f"{INCARNATIONS}/{name}", f"it speaks of incarnation {record.n}"))
+            record = None
+        return record, broken
+
+    found = list(_map(store, read, (name for name in names if _INCARNATION_NAME.fullmatch(name))))
+    there = tuple(record for record, _ in found if record is not None)
+    return there, [why for _, some in found for why in some]
+
+
+def _map(store: Store, read: Callable[[K], R], items: Iterable[K]) -> Iterable[R]:
+    """Reads one after the other; several at once in a bucket, where each is a request."""
+    items = list(items)
+    if not settle_s(store) or len(items) < 2:
+        return map(read, items)
+    with ThreadPoolExecutor(min(_READERS, len(items))) as pool:
+        return list(pool.map(read, items))
+
+
+def with_missing_records(store: Store, found: C) -> C:
     """Lists again: a list made while records were published may have one and not the one before
     it.
     """

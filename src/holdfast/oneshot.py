@@ -24,7 +24,7 @@ from holdfast.capture.copy_slot import copy_image
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress
 from holdfast.capture.volatile_copies import stage
-from holdfast.catalogue import LOCK, attempt_dir, catalogue, image_path
+from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
@@ -32,13 +32,14 @@ from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
+from holdfast.overview import read_newest
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
 from holdfast.restore.from_storage import restore_stored
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.reading.reader import CheckpointReader
-from holdfast.restore.reading.stored import catalogue_of, run_id_of
+from holdfast.restore.reading.stored import overview_of, run_id_of
 from holdfast.restore.restore import Restored
 from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
@@ -273,10 +274,10 @@ def _layout_of(tables: Sequence[Said], usages: Sequence[Said]) -> Layout:
 
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     """On rank 0: locks the root, and makes this save an incarnation of its own."""
-    root = commit.open_root(store, run_id_of(catalogue(store)) or uuid.uuid4().hex[:12])
+    root = commit.open_root(store, run_id_of(read_newest(store)) or uuid.uuid4().hex[:12])
     owner = f"holdfast.save, process {os.getpid()} on {host_id()}"
     lock.append(store.lock(LOCK, owner))
-    found = catalogue_of(store)
+    found = overview_of(store)
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)
     if parent is None and step and any(g.step < step for g in found.undecided):

@@ -20,12 +20,13 @@ import msgspec
 from holdfast.capture.copier import device_rate
 from holdfast.capture.saver import Saver
 from holdfast.capture.task import RankIdentity, Timeouts
-from holdfast.catalogue import EMPTY, ROOT, Catalogue, catalogue, read_document
+from holdfast.catalogue import ROOT, is_root, read_document
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
 from holdfast.meeting import given_host_id, host_id
+from holdfast.overview import UNSEEN, Overview, read_newest
 from holdfast.persist import commit
 from holdfast.policy.when import Every, Keep
 from holdfast.protocol import messages as m
@@ -149,19 +150,20 @@ class _RunTerms(NamedTuple):
     run_id: str
     seen: list[Said]
     hosts: HostTable
-    listed: Catalogue
+    listed: Overview
 
 
 def _agree(
     world: World, store: Store, state: State, describer: Describer, options: RunOptions
 ) -> _RunTerms:
     """Agrees on the settings and the root, which rank 0 opens when nothing speaks against it."""
-    listed = EMPTY
+    listed, own = UNSEEN, list[bytes]()
 
     def say() -> tuple[bytes, ...]:
         plan, usage = _plan(state, describer, options)
         fact = msgspec.json.encode(HostFact.of_this(world.size))
-        return plan, usage, fact, secret_word(world.rank), *_identify(store)
+        own[:] = _identify(store)
+        return plan, usage, fact, secret_word(world.rank), *own
 
     def open_root(columns: Sequence[Sequence[Said]]) -> bytes:
         try:
@@ -169,7 +171,7 @@ def _agree(
         except HoldfastError:  # every rank finds the same, and raises it
             return b""
         nonlocal listed
-        run_id, listed = _open_root(store, options)
+        run_id, listed = _open_root(store, options, is_there=bool(own[0]))
         return run_id.encode()
 
     said = all_said_or_raise(
@@ -242,10 +244,11 @@ def _require_one_plan(plans: Sequence[Said]) -> None:
                 )
 
 
-def _open_root(store: Store, options: RunOptions) -> tuple[str, Catalogue]:
+def _open_root(store: Store, options: RunOptions, is_there: bool) -> tuple[str, Overview]:
     wanted = os.environ.get("HOLDFAST_RUN_ID", "")
-    listed = EMPTY if wanted else catalogue(store)
-    before = wanted or run_id_of(listed)  # of a root that lost its holdfast.json
+    # The run's id stands in its checkpoints, too: a root may have lost its holdfast.json.
+    listed = UNSEEN if wanted or is_there or is_root(store) else read_newest(store)
+    before = wanted or run_id_of(listed)
     found = commit.open_root(store, before or uuid.uuid4().hex[:12])
     if wanted and found.run_id != wanted:
         raise UsageError(

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.catalogue import Catalogue, catalogue
-from holdfast.cli.checkpoints import OpenedRoot
+from holdfast.cli.checkpoints import ListedRoot
 from holdfast.cli.ls import records
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Generation, ImageId, Incarnation
+from holdfast.overview import overview
 from holdfast.persist import commit
 from holdfast.persist.removal import plan, removable, remove
 from holdfast.policy.arguments import require_beyond
@@ -113,7 +114,7 @@ class History:
 
     def candidates(self) -> list[Candidate]:
         held = [Candidate(a.incarnation, a.step, "memory", a.id) for a in self.memory.complete()]
-        return [*held, *stored(catalogue(self.store))]
+        return [*held, *stored(overview(self.store))]
 
     def check(self) -> None:
         found = catalogue(self.store)
@@ -124,13 +125,15 @@ class History:
         self.check_removed(found, durable)
 
     def check_chosen(self, found: Catalogue, durable: list[Generation]) -> None:
-        in_storage = choose(stored(found), found.parents, None)
+        in_storage = choose(stored(overview(self.store)), found.parents, None)
         assert [one.generation for one in in_storage] == durable[::-1]
         held = [a.generation for a in self.memory.complete()]
         there = [one for one in self.line if one in durable or one in held]
         chosen = choose(self.candidates(), found.parents, None)
         assert list(dict.fromkeys(one.generation for one in chosen)) == there[::-1]
-        several = Inventories((self.holding(),), tuple(stored(found)), found.parents).find(None)
+        several = Inventories(
+            (self.holding(),), tuple(stored(overview(self.store))), found.parents
+        ).find(None)
         told = [one.candidate.generation for one in several.recoveries]
         assert list(dict.fromkeys(told)) == there[::-1], "several hosts say the same"
         if held and held[-1] in self.line:
@@ -149,7 +152,9 @@ class History:
             gone = {m.generation for m in removable(found, (), Keep(last=last), abandoned=False)}
             assert gone == set(durable[:-last])
         rows: list[dict[str, Any]] = records(
-            OpenedRoot("r", self.store, found, frozenset(found.lineage), found.latest)
+            ListedRoot(
+                "r", self.store, overview(self.store), frozenset(found.lineage), found.latest
+            )
         )
         assert [r["checkpoint"] for r in rows if r["state"] == "newest"] == [
             str(one) for one in durable[-1:]

@@ -8,9 +8,12 @@ import pytest
 
 from holdfast.catalogue import catalogue, manifest_path
 from holdfast.format.manifest import Generation, Incarnation
+from holdfast.keeper import persister as persister_module
 from holdfast.keeper.persister import Persister
+from holdfast.overview import INDEX
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
+from holdfast.storage import objects
 from holdfast.storage.base import settle_s
 from support.runs.keeper_jobs import job_of
 from support.servers.bucket_model import World, model_store
@@ -20,20 +23,27 @@ RECORD = Incarnation(run_id="r", n=1, nonce="n", parent=None, world=2, created_s
 
 
 @pytest.mark.parametrize("kept", [2, 50])
+@pytest.mark.parametrize("page", [1000, 10])
 def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
-    kept: int, monkeypatch: pytest.MonkeyPatch
+    kept: int, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, outcomes = World(), list[str | None]()
+    """``page``: how many names the server lists at once."""
+    monkeypatch.setattr(persister_module, "_PAGED_FROM", 0.9 * page)
+    monkeypatch.setattr(objects, "_PAGE", page)
+    world, outcomes = World(page=page), list[str | None]()
     store = model_store(world, monkeypatch, tries_s=1.0)
     commit.open_root(store, "r")
     persister = Persister(store, Keep(last=kept), lambda _, reason: outcomes.append(reason))
     lease, now = store.lock("writer", "me"), [0.0]
     persister._sweeper.clock = lambda: now[0]
-    for step in range(kept + 6):
+    for step in range(kept + 22):
         begun = len(world.log)
         now[0] += settle_s(store)
         persister.work_one(job_of(Generation(1, step), RECORD))
-    requests = world.log[begun:]
+        requests = world.log[begun:]
+        images = [key for _, key in requests if "/live-" in key]
+        is_indexed = ("PUT", f"root/.{INDEX}") in requests  # then no directory is removed
+        assert len(requests) - len(images) <= 12 - 2 * is_indexed or step < 2, Counter(requests)
     manifest = f"root/{manifest_path(Generation(1, step))}"
     durable = requests.index(("PUT", manifest)) + 1
     assert not any(outcomes)
@@ -44,7 +54,8 @@ def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
     print(Counter(kind for kind, key in requests if "/live-" not in key))
     assert len(requests) - len(images) <= 12
     assert f"root/{manifest_path(Generation(1, step - kept))}" not in world.objects
-    assert len(store.list("steps")) == kept + 3
+    assert len(store.list("steps")) <= kept + 6
+    assert (f"root/.{INDEX}" in world.objects) == (kept > 32)
     persister.stop()
     lease.release()
 

@@ -46,7 +46,7 @@ def test_a_restore_that_meets_a_flipped_byte_never_calls_the_state_good(
     holdfast.save(tmp_path, saved)
     store = LocalStore(tmp_path)
     found, candidates = choose_stored(store, None)
-    image = tmp_path / found.manifests[0].images[0].path
+    image = tmp_path / found.read[candidates[0].generation].images[0].path
     good = image.read_bytes()
     start = int.from_bytes(good[:8], "little") + 8
     told: list[bool] = []

@@ -19,7 +19,7 @@ from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.images import Checkpoint
-from holdfast.restore.reading.stored import catalogue_of
+from holdfast.restore.reading.stored import overview_of
 from holdfast.restore.reading.stored import stored as stored_in
 from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage
 from holdfast.restore.storage_hold import StorageHold
@@ -44,7 +44,7 @@ def hosts(arena_dir: Path) -> Iterator[Hosts]:
 
 def list_of(store: Store) -> Storage:
     def listed(known: Inventories) -> Inventories:
-        return msgspec.structs.replace(known, stored=tuple(stored_in(catalogue_of(store))))
+        return msgspec.structs.replace(known, stored=tuple(stored_in(overview_of(store))))
 
     return Storage(StorageHold(store), listed)
 
@@ -153,9 +153,7 @@ def test_what_retention_took_meanwhile_is_listed_again_and_the_newest_that_stand
     store = MemoryStore()
     for step in (10, 20):
         save(store, Generation(3, step))
-    one = Restore(
-        hosts, "h1", "h2", "h3", stored=tuple(stored_in(catalogue_of(store))), store=store
-    )
+    one = Restore(hosts, "h1", "h2", "h3", stored=tuple(stored_in(overview_of(store))), store=store)
     store.remove(manifest_path(Generation(3, 20)))  # since it was listed
     save(store, Generation(3, 25))
     ((first,), _, _) = one.first()
@@ -182,9 +180,7 @@ def test_storage_that_cannot_be_listed_again_leaves_what_is_known(hosts: Hosts) 
     store = Failing()
     for step in (10, 20):
         save(store, Generation(3, step))
-    one = Restore(
-        hosts, "h1", "h2", "h3", stored=tuple(stored_in(catalogue_of(store))), store=store
-    )
+    one = Restore(hosts, "h1", "h2", "h3", stored=tuple(stored_in(overview_of(store))), store=store)
     store.remove(manifest_path(Generation(3, 20)))  # since it was listed
     store.is_failing = True
     assert [[c.step for c in each] for each in one.first()] == [[10], [10], [10]]

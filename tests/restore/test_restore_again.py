@@ -21,7 +21,7 @@ from holdfast.restore.cluster.open import open_recovery
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.images import Checkpoint
-from holdfast.restore.reading.stored import catalogue_of, open_stored, stored
+from holdfast.restore.reading.stored import open_stored, overview_of, stored
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.storage.base import Store
 from holdfast.storage.open import open_store
@@ -46,8 +46,8 @@ class Run:
         root = directory / "root"
         holdfast.save(root, {"w": self.weight, "notes": {"n": 5}}, step=1200)
         self.store: Store = open_store(root)
-        found = catalogue_of(self.store)
-        (manifest,) = found.manifests
+        found = overview_of(self.store)
+        (manifest,) = found.read.values()
         layout = Layout.from_json(self.store.read(layout_path(manifest.layout)))
         image = self.store.read(manifest.images[0].path)
         self.hosts = Hosts(

@@ -16,7 +16,7 @@ from holdfast.restore.planning.candidates import (
     replaced_starts,
 )
 from holdfast.restore.planning.selection import Inventories
-from holdfast.restore.reading.stored import catalogue_of, stored_starts
+from holdfast.restore.reading.stored import overview_of, stored_starts
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
 from support.checkpoints.roots import save
@@ -109,9 +109,9 @@ def test_a_record_that_cannot_be_read_now_does_not_say_that_it_is_the_same_start
     save(inner, Generation(1, 10))
     commit.record_incarnation(inner, Incarnation(run_id="r", n=2, nonce="b", parent=(1, 10)))
     store = Failing(inner)
-    found = catalogue_of(store)
+    found = overview_of(store)
     with pytest.raises(StorageError, match="the disk fails"):
         stored_starts(store, found, {2})
     assert stored_starts(store, found, {1}).parents == {1: None}
     inner.publish("incarnations/2.json", b"damaged", replace=True)
-    assert stored_starts(inner, catalogue_of(inner), {2}).parents == {1: None}
+    assert stored_starts(inner, overview_of(inner), {2}).parents == {1: None}

@@ -20,7 +20,7 @@ from holdfast.restore import storage_hold
 from holdfast.restore.planning.holdings import Recovery
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import read_values
-from holdfast.restore.reading.stored import catalogue_of, stored
+from holdfast.restore.reading.stored import overview_of, stored
 from holdfast.restore.sources import StoredSources
 from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.memory import MemoryStore
@@ -105,7 +105,7 @@ def test_what_is_told_counts_only_where_it_is_what_rank_0_chose(way: str) -> Non
             attempt=f"a{step}",
         )
         publish_checkpoint(store, saved, images, Generation(1, step), attempt=f"a{step}")
-    other, chosen = stored(catalogue_of(store))
+    other, chosen = stored(overview_of(store))
     manifest, layout = (
         store.read(path) for path in ("manifests/1-4.json", f"layouts/{saved.hash}.json")
     )
@@ -194,7 +194,7 @@ def test_a_first_image_that_rank_0_finds_damaged_is_told_to_nobody(part: str) ->
                 self.reads += 1
                 buffer[at - offset_bytes] ^= self.reads == (1 if part == "values" else 2)
 
-    (chosen,) = stored(catalogue_of(store))
+    (chosen,) = stored(overview_of(store))
     hold = StorageHold(Damaging(store))
     _, documents = msgspec.msgpack.decode(hold.tell(Recovery(chosen), 3), type=tuple[bytes, bytes])
     hold.take(chosen, documents)
@@ -216,7 +216,7 @@ def test_rank_0_neither_tells_nor_opens_a_manifest_that_took_the_place_of_the_ch
     for store, seed in ((mine, 1), (theirs, 2)):
         leaves = {"w": random_leaf("F32", (4, 7), seed)}
         publish_checkpoint(store, saved, images_of(saved, leaves))
-    (chosen,) = stored(catalogue_of(mine))
+    (chosen,) = stored(overview_of(mine))
     hold = StorageHold(theirs)
     assert hold.acquire(chosen)
     assert hold.tell(Recovery(chosen), 2) == StorageHold(MemoryStore()).tell(Recovery(chosen), 2)

@@ -8,13 +8,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from holdfast.catalogue import LOCK, NEW_LISTS, Catalogue, catalogue, is_root
+from holdfast.catalogue import (
+    LOCK,
+    NEW_LISTS,
+    Catalogue,
+    Described,
+    RootContents,
+    catalogue,
+    is_root,
+)
 from holdfast.errors import NotFound, UsageError
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.interop.opening import open_source
 from holdfast.leases import ReadLease
+from holdfast.overview import Overview, overview
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.candidates import choose as choose_candidates
 from holdfast.restore.reading.images import Checkpoint, from_manifest
@@ -29,13 +38,16 @@ MAX_DIGITS = 20
 MAX_LISTED = 10
 
 
+C = TypeVar("C", bound=RootContents[Described], covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class OpenedRoot:
-    """A root and its catalogue."""
+class _Opened(Generic[C]):
+    """A root and its content."""
 
     root: str
     store: Store
-    catalogue: Catalogue
+    catalogue: C
     lineage: frozenset[Generation]
     latest: Generation | None
 
@@ -61,6 +73,14 @@ class OpenedRoot:
         return "undecided" if self.catalogue.line.is_undecided(generation) else "abandoned"
 
 
+class OpenedRoot(_Opened[Catalogue]):
+    """A root and its catalogue."""
+
+
+class ListedRoot(_Opened[Overview]):
+    """A root and its content in short."""
+
+
 def open_root(root: str) -> OpenedRoot:
     """Reads the catalogue of ``root``; raises NotFound when it is no directory of checkpoints."""
     if not is_place(root):
@@ -70,16 +90,32 @@ def open_root(root: str) -> OpenedRoot:
 
 def open_readable(root: str) -> OpenedRoot:
     """Opens as ``open_root``, and checkpoints of other writers too, for commands that only read."""
+    return _opened(root, _source(root))
+
+
+def open_listed(root: str) -> ListedRoot:
+    """Opens as ``open_readable``, where a list in short is enough."""
+    store = _source(root)
+    found = overview(store)
+    _require_any(root, store, found)
+    return ListedRoot(root, store, found, frozenset(found.lineage), found.latest)
+
+
+def _source(root: str) -> Store:
     if not is_place(root) and not Path(normal_root(root)).is_file():
         raise NotFound(f"{root} is not a directory", root=root)
-    return _opened(root, open_source(root))
+    return open_source(root)
 
 
 def _opened(root: str, store: Store) -> OpenedRoot:
     found = catalogue(store)
+    _require_any(root, store, found)
+    return OpenedRoot(root, store, found, frozenset(found.lineage), found.latest)
+
+
+def _require_any(root: str, store: Store, found: RootContents[Described]) -> None:
     if not (found.manifests or found.broken or is_root(store)):
         raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)
-    return OpenedRoot(root, store, found, frozenset(found.lineage), found.latest)
 
 
 def choose(opened: OpenedRoot, name: str | None) -> Manifest:

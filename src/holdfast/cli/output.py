@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -23,6 +25,9 @@ from holdfast.observe.text import printable
 QUIET_S = 1.0
 #: The width of tables that go to a file or a pipe: paths are not folded there.
 PIPE_WIDTH = 200
+#: A table of more rows is printed by ``long_table``.
+LONG = 1000
+_COLUMN = 40
 
 
 class _Console(Console):
@@ -52,6 +57,24 @@ def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table
+
+
+def long_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: tuple[str, ...] = ()
+) -> str:
+    """Returns a table of very many rows as text: rich would take a second for each 2,000 of them.
+
+    What is wider than most of its column is not cut, nor folded.
+    """
+    lines = [tuple(map(printable, row)) for row in (columns, *rows)]
+    widths = [min(max(map(cell_len, column)), _COLUMN) for column in zip(*lines, strict=True)]
+    ends = [name in right for name in columns]
+
+    def padded(text: str, width: int, is_right: bool) -> str:
+        room = " " * (width - cell_len(text))
+        return room + text if is_right else text + room
+
+    return "\n".join("  ".join(map(padded, line, widths, ends)).rstrip() for line in lines)
 
 
 class SlowProgress:

@@ -31,7 +31,7 @@ from holdfast.oneshot import save_described
 from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.arguments import duration_s, step_number
 from holdfast.policy.when import Keep
-from holdfast.restore.reading.stored import catalogue_of
+from holdfast.restore.reading.stored import overview_of
 from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store
 from holdfast.world import TorchWorld, World, refuse_rank_without_group
@@ -162,7 +162,7 @@ class Writer(StorageWriter):
         store = open_store(self.root)
         if not is_root(store):
             return 0
-        found = catalogue_of(store)
+        found = overview_of(store)
         return max((one.step for one in found.lineage), default=-1) + 1
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

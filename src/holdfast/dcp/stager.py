@@ -28,7 +28,7 @@ from holdfast.errors import HoldfastError, PersistFailed, SnapshotSkipped, Usage
 from holdfast.format.manifest import Generation
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
-from holdfast.restore.reading.stored import catalogue_of
+from holdfast.restore.reading.stored import overview_of
 from holdfast.startup import RunOptions, start_run
 from holdfast.state.describe import Describer, Description
 from holdfast.storage.base import Store
@@ -186,7 +186,7 @@ class _Session:
         """Go on from the newest checkpoint before ``step``, as ``holdfast.save`` does."""
 
         def tell() -> bytes:
-            earlier = [one for one in catalogue_of(store).lineage if one.step < step]
+            earlier = [one for one in overview_of(store).lineage if one.step < step]
             parent: Generation | None = max(
                 earlier, key=lambda one: (one.step, one.incarnation), default=None
             )

@@ -42,7 +42,7 @@ from holdfast.keeper.tiers import (
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
-from holdfast.storage.base import Lock, Store, is_lost
+from holdfast.storage.base import Lock, Store, heads, is_lost
 from holdfast.storage.open import follow, open_store
 
 #: By how much two records of one start are apart at least.
@@ -573,11 +573,11 @@ class Incarnations:
         there.
         """
         commit.require_root(self._root.store, self._memory.run_id)
-        stored = self._root.store.list(INCARNATIONS) + self._root.store.list(MANIFESTS)
+        stored = self._root.store.list(INCARNATIONS) + heads(self._root.store, MANIFESTS, "-")
         stored += self._root.cache_numbers()
-        heads = (name.split(".")[0].split("-")[0] for name in stored)
+        numbers = (name.split(".")[0].split("-")[0] for name in stored)
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
-        return {int(head) for head in heads if head.isdecimal()} | self.begun_here() | held
+        return {int(one) for one in numbers if one.isdecimal()} | self.begun_here() | held
 
 
 def _lost(incarnation: Incarnation, missing: int) -> str:

@@ -21,6 +21,8 @@ from holdfast.catalogue import (
     PARTS,
     STEPS,
     Catalogue,
+    Described,
+    RootContents,
     attempt_dir,
     catalogue,
     manifest_path,
@@ -35,7 +37,15 @@ from holdfast.events import (
     Warned,
     emit,
 )
-from holdfast.format.manifest import Generation, Incarnation, Manifest, needed, seal, unseal
+from holdfast.format.manifest import (
+    Generation,
+    Incarnation,
+    Manifest,
+    checksum_in,
+    needed,
+    seal,
+    unseal,
+)
 from holdfast.format.values import from_bytes
 from holdfast.geometry.codec import has_listings
 from holdfast.keeper.image_writer import (
@@ -45,6 +55,7 @@ from holdfast.keeper.image_writer import (
     write_together,
 )
 from holdfast.keeper.jobs import RemoteImages, write_all
+from holdfast.overview import UNSEEN, Overview, PagedCheck, leave_index, overview, summary_of
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.persist.tiers import UnsettledDirectories, forget_marks, waiting
@@ -54,6 +65,11 @@ from holdfast.storage.base import Store, holding, resume, settle_s
 Outcome = Callable[[str, str | None], None]
 Call = Callable[[], None]
 _PLACES = attempt_dir, part_dir
+#: The index of a bucket is written when it lacks as many documents as the first, and there are as
+#: many as the second.
+_UNINDEXED, _INDEXED_FROM = 16, 32
+#: Of so many manifests a publication lists a page: their whole list is several requests.
+_PAGED_FROM = 900
 
 
 class Persister:
@@ -85,9 +101,11 @@ class Persister:
         self._may_resume = True
         self._resumed: PersistJob | None = None
         self._sweeper = commit.Sweeper(store)
-        self._known = EMPTY
+        self._known = UNSEEN
+        self._unindexed = 0
+        self._check = PagedCheck(store)
         self._published: Manifest | None = None
-        self._mine: set[Generation] = set()
+        self._mine: dict[Generation, Manifest] = {}
         self._layouts: set[str] = set()
         self._holding = ""
         """The holding of the lock under which all this was read and written; "" after a failure."""
@@ -196,7 +214,7 @@ class Persister:
         commit.publish(self.store, manifest)
         if settle_s(self.store):  # where it need not be read again: a request less
             self._published = manifest
-            self._mine.add(manifest.generation)
+            self._mine[manifest.generation] = manifest
             self._sweeper.forget(set(places) - manifest.directories)
         if is_told:
             self._tell_published(manifest, time.monotonic() - started_s)
@@ -330,21 +348,26 @@ class Persister:
             with contextlib.suppress(HoldfastError):  # the sweeper removes it later
                 self.store.remove_tree(directory(job.generation, job.directory))
 
-    def _catalogue(self, published: Generation, *, is_known: bool = False) -> Catalogue:
-        """Read the root; of a bucket what is new since the last publication, for there every
-        manifest is a request. Of a directory all is read, so that damage is noticed.
+    def _overview(self, published: Generation, *, is_known: bool) -> Overview:
+        """Read what is new in a bucket since the last publication: every manifest is a request.
 
-        In a bucket a manifest never changes, and only this keeper publishes there; the generation
-        that it has just published may have been there before, from another attempt.
+        A manifest never changes there, and only this keeper publishes; the generation that it has
+        just published may have been there before, from another attempt.
         """
-        if not settle_s(self.store):
-            return catalogue(self.store)
+        path = manifest_path(published)
         known = tuple(m for m in self._known.manifests if m.generation != published)
         if self._published is not None and self._published.generation == published:
-            known += (self._published,)
-        records = self._known.incarnations if is_known else ()
-        known_ = Catalogue(known, records)
-        self._known = catalogue(self.store, known_, has_records=bool(records))
+            known += (summary_of(self._published, checksum_in(seal(self._published))),)
+        tags = {at: tag for at, tag in self._known.tags.items() if at != path}
+        before = replace(self._known, manifests=known, tags=tags)
+        has_records = is_known and bool(self._known.incarnations)
+        if not has_records or before.broken or len(known) < _PAGED_FROM:
+            self._check = PagedCheck(self.store)
+        elif (found := self._check.look(before)) is not None:
+            self._known = replace(found, lacking=0)
+            return self._known
+        self._known = replace(overview(self.store, before, has_records=has_records), read={})
+        self._unindexed += self._known.lacking
         return self._known
 
     def prune(self, published: Generation, *, is_newest: bool = True) -> None:
@@ -355,9 +378,9 @@ class Persister:
             if settle_s(self.store):
                 self._prune_bucket(published, newest)
                 return
-            found = self._catalogue(published)
+            found = catalogue(self.store)  # all is read, so that damage is noticed
             if mend(self.store, found):  # a keeper was killed while it pruned
-                found = self._catalogue(published)
+                found = catalogue(self.store)
             gone = set()
             for generation in self._condemned(found, newest | pinned(self.store)):
                 if generation in self._sweeper.leases.generations():  # at a later publication
@@ -376,48 +399,61 @@ class Persister:
         """Apply the retention policy to a bucket: one list of each kind, and one removal of all."""
         is_known = self._is_known()
         held_by, self._holding = holding(self.store), ""  # until all of this has succeeded
-        found = self._catalogue(published, is_known=is_known)
+        found = self._overview(published, is_known=is_known)
         if not is_known and mend(self.store, found):  # a keeper was killed while it pruned
-            found = self._catalogue(published, is_known=False)
+            found = self._overview(published, is_known=False)
         self._sweeper.know(path for one in found.manifests for path in one.directories)
         pins, held = pinned(self.store), self._sweeper.leases.held()
         read = {lease.generation for lease in held}
         going = [one for one in self._condemned(found, newest | pins) if one not in read]
         # What is only about to go still names its files: it may be pinned, or not go at all. An
         # unreadable manifest may name files that appear unnamed.
-        due = [] if found.broken else self._sweeper.due(found.manifests, held, pins)
-        mine = self._mine.intersection(going)
-        data = {m.generation: seal(m) for m in found.manifests if m.generation in mine}
+        is_indexed = self._unindexed >= _UNINDEXED and len(found.tags) >= _INDEXED_FROM
+        is_swept = not found.broken and not is_indexed  # one of them: it is requests
+        due = self._sweeper.due(found.manifests, held, pins) if is_swept else []
+        data = {g: seal(m) for g, m in self._mine.items() if g in going}
         gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
         self._sweeper.forget(due)
         for generation in gone:
             self._tell_pruned(generation, published)
-        self._mine.difference_update(gone)
+        self._mine = {g: m for g, m in self._mine.items() if g not in gone}
         stays = [m for m in found.manifests if m.generation not in gone]
         self._known = replace(found, manifests=tuple(stays))
         self._images.parts.learn(stays)
+        self._unindexed += 1
+        if is_indexed:
+            with contextlib.suppress(HoldfastError):  # at the next one
+                leave_index(self.store, self._known)
+                self._unindexed = 0
         self._holding = held_by
 
     def would_remove(self, manifest: Manifest) -> bool:
         """Return True if retention would remove this as soon as it was published. On this object's
         thread; StorageError.
         """
-        if self.keep == Keep() or (settle_s(self.store) and not self._is_known()):
+        if self.keep == Keep():
             return False
-        found = self._known if settle_s(self.store) else catalogue(self.store)
+        if not settle_s(self.store):
+            return self._would_condemn(catalogue(self.store), manifest, manifest)
+        short = summary_of(manifest, "")
+        return self._is_known() and self._would_condemn(self._known, manifest, short)
+
+    def _would_condemn(
+        self, found: RootContents[Described], manifest: Manifest, described: Described
+    ) -> bool:
         newest = found.latest
         if found.broken or newest is None or newest <= manifest.generation:
             return False
-        if found.find(manifest.generation) is not None:
+        if any(one.generation == manifest.generation for one in found.manifests):
             return False
-        with_it = replace(found, manifests=(*found.manifests, manifest))
+        with_it = replace(found, manifests=(*found.manifests, described))
         return manifest.generation in self._condemned(with_it, {newest} | pinned(self.store))
 
-    def _spared(self, found: Catalogue) -> set[Generation]:
+    def _spared(self, found: RootContents[Described]) -> set[Generation]:
         """Return what stays whatever the policy says."""
         return set()
 
-    def _condemned(self, found: Catalogue, kept: set[Generation]) -> list[Generation]:
+    def _condemned(self, found: RootContents[Described], kept: set[Generation]) -> list[Generation]:
         """Return the generations to prune: those the policy releases, and abandoned ones before the
         last.
         """
@@ -490,8 +526,8 @@ class CachePersister(Persister):
             if (newest := catalogue(self.store).latest) is not None:
                 self.prune(newest)
 
-    def _spared(self, found: Catalogue) -> set[Generation]:
-        return set(waiting(self.store, found))
+    def _spared(self, found: RootContents[Described]) -> set[Generation]:
+        return set(waiting(self.store, found if isinstance(found, Catalogue) else EMPTY))
 
     def _tell_published(self, manifest: Manifest, elapsed_s: float) -> None:
         emit(

@@ -21,6 +21,7 @@ from holdfast.catalogue import (
     PARTS,
     ROOT,
     STEPS,
+    Described,
     find_parent,
     layout_path,
     manifest_path,
@@ -37,6 +38,7 @@ from holdfast.errors import (
 from holdfast.format.manifest import Generation, Incarnation, Lease, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch, leased_paths
+from holdfast.overview import indexed_records
 from holdfast.persist.pins import pinned, pinned_alone
 from holdfast.storage.base import Store, remove_all, settle_s, unfinished
 from holdfast.storage.files import may_be_same
@@ -46,15 +48,19 @@ SWEPT_AFTER = 2
 #: Directories of a bucket that one publication removes: as many as one adds, or a part of all that
 #: are due.
 _AT_ONCE, _PART_AT_ONCE = 2, 8
+#: From so many ancestors on, the records of a line are looked up in a bucket's index.
+_LONG_LINE = 3
 _IS_LAYOUT = re.compile(r"[0-9a-f]+\.json").fullmatch
 
 
 def open_root(store: Store, run_id: str) -> Root:
     """Reads the root's identity, or creates it. The first of two racing processes wins."""
-    if not store.exists(ROOT):
-        with contextlib.suppress(AlreadyPublished):
-            store.publish(ROOT, seal(Root(run_id=run_id, created_s=time.time())))
     try:
+        try:
+            return read_document(store, Root, ROOT)
+        except NotFound:
+            with contextlib.suppress(AlreadyPublished):
+                store.publish(ROOT, seal(Root(run_id=run_id, created_s=time.time())))
         return read_document(store, Root, ROOT)
     except NewerFormat:
         raise
@@ -127,6 +133,21 @@ def record_incarnation(store: Store, incarnation: Incarnation) -> None:
             store.publish(path, data, replace=True)
 
 
+class _StoredParents:
+    """What storage has of the starts in one line; of a long one few are read that are indexed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._steps = store, 0
+        self._indexed: dict[int, Incarnation] = {}
+
+    def find(self, n: int) -> Incarnation | Manifest | None:
+        """See ``find_parent``."""
+        if self._steps == _LONG_LINE:
+            self._indexed = indexed_records(self._store)
+        self._steps += 1
+        return self._indexed.get(n) or find_parent(self._store, n)
+
+
 def record_line(
     store: Store, incarnation: Incarnation, remembered: Iterable[Incarnation]
 ) -> int | None:
@@ -138,7 +159,7 @@ def record_line(
     AlreadyPublished, and nothing is recorded, when what only memory knows goes on from a start
     whose number another has in storage.
     """
-    known = {one.n: one for one in remembered}
+    known, stored = {one.n: one for one in remembered}, _StoredParents(store)
     lacking, child = [incarnation], incarnation.parent
     missing = None
     last = incarnation.n
@@ -151,7 +172,7 @@ def record_line(
                 path=f"{INCARNATIONS}/{last}.json",
             )
         last = n
-        there = find_parent(store, n)
+        there = stored.find(n)
         if there is not None:
             mine = known.get(n)
             is_another = isinstance(there, Incarnation) and mine and there.nonce != mine.nonce
@@ -246,7 +267,7 @@ def remove_unpinned(
 
 
 def unnamed_directories(
-    store: Store, manifests: Iterable[Manifest], *, with_pins: bool = True
+    store: Store, manifests: Iterable[Described], *, with_pins: bool = True
 ) -> list[str]:
     """Returns the directories of images and parts that none of ``manifests``, which must be all,
     and no pin names; and in those that are named, what was begun and never finished: nothing waits
@@ -343,7 +364,7 @@ class Sweeper:
         return removed
 
     def due(
-        self, manifests: Iterable[Manifest], held: Iterable[Lease], pins: Collection[Generation]
+        self, manifests: Iterable[Described], held: Iterable[Lease], pins: Collection[Generation]
     ) -> list[str]:
         """Returns directories of a bucket to be removed now, few at a time: of those it was told
         of, because a list of all is long. ``held`` and ``pins``: as they are now.

@@ -15,11 +15,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from holdfast.catalogue import catalogue, damage_note
+from holdfast.catalogue import damage_note
 from holdfast.errors import HoldfastError
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum, pack_table, text, unpack_table
 from holdfast.format.image import Header, Image, Split, header_size, parse_header, split
 from holdfast.format.manifest import ImageRef, Manifest
+from holdfast.overview import Summary, overview
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS, Arrival, WrittenImage, compare_blocks
 from holdfast.storage.base import ImageSink, Store
 
@@ -70,7 +71,7 @@ class FrozenParts:
         self._lock = threading.Lock()
         self._named: list[ImageRef] | None = None
 
-    def learn(self, manifests: Iterable[Manifest]) -> None:
+    def learn(self, manifests: Iterable[Manifest | Summary]) -> None:
         """Records the published manifests, all of them."""
         named = {part.path: part for manifest in manifests for part in manifest.parts}
         with self._lock:
@@ -118,7 +119,7 @@ class FrozenParts:
             if self._named is not None:
                 return self._named
         try:
-            self.learn(catalogue(self._store).manifests)
+            self.learn(overview(self._store).manifests)
         except HoldfastError:  # then everything is written anew
             return []
         return self._published()

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 from holdfast.catalogue import (
     PINS,
     PINS_LOCK,
-    Catalogue,
+    Described,
+    RootContents,
     generation_of,
     layout_path,
     manifest_path,
@@ -142,7 +143,7 @@ def unpin(store: Store, generation: Generation) -> None:
         store.remove(pin_path(generation))
 
 
-def mendable(store: Store, found: Catalogue) -> list[tuple[Manifest, bytes]]:
+def mendable(store: Store, found: RootContents[Described]) -> list[tuple[Manifest, bytes]]:
     """Returns pinned checkpoints whose manifest is gone though all files that it names still exist.
 
     An existing manifest that cannot be read is not among them: nobody removed it.
@@ -159,7 +160,7 @@ def mendable(store: Store, found: Catalogue) -> list[tuple[Manifest, bytes]]:
 
 
 def pinned_alone(
-    store: Store, manifests: Iterable[Manifest], pins: Collection[Generation] | None = None
+    store: Store, manifests: Iterable[Described], pins: Collection[Generation] | None = None
 ) -> list[Manifest]:
     """Returns the manifests that pins hold of checkpoints that are not among ``manifests``: what
     they name stays, so that a repair can bring the rest back. ``pins``: those there are now.
@@ -174,7 +175,7 @@ def pinned_alone(
     return held
 
 
-def mend(store: Store, found: Catalogue) -> bool:
+def mend(store: Store, found: RootContents[Described]) -> bool:
     """Publishes the manifests again that a pruner removed before it was killed; True if there were
     any.
 

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from holdfast.catalogue import EMPTY, Catalogue
 from holdfast.errors import (
     PeerError,
 )
 from holdfast.events import SourceDropped, emit
 from holdfast.format.manifest import Generation
 from holdfast.hosts import HostTable
+from holdfast.overview import UNSEEN, Overview
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.protocol import messages as m
 from holdfast.restore.cluster.collect import InventoryCollector, decode_inventory, read_record
@@ -45,7 +45,7 @@ class ClusterSources(RestoreSources):
         arena: Path,
         ask: Ask[m.Message],
         hosts: HostTable,
-        listed: Catalogue = EMPTY,
+        listed: Overview = UNSEEN,
     ) -> None:
         super().__init__(store, rank, arena, ask, listed)
         self._hosts = hosts

@@ -66,9 +66,8 @@ def plan_restore(
     files that cannot be read.
     """
     store = open_store(path)
-    catalogue, fit = choose_stored(store, wanted_step(step))
-    manifest = catalogue.find(fit[0].generation)
-    assert manifest is not None  # the candidate came from it
+    found, fit = choose_stored(store, wanted_step(step))
+    manifest = found.read[fit[0].generation]
     checkpoint = from_manifest(store, manifest)
     if isinstance(state_or_table, str):
         wish = asked(state_or_table)

@@ -17,15 +17,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.catalogue import (
-    EMPTY,
-    Catalogue,
-    is_root,
-)
+from holdfast.catalogue import is_root
 from holdfast.errors import ArenaError, HoldfastError, NotFound, RestoreError, StorageError
 from holdfast.events import SourceDropped, Warned, emit
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.layout import Layout
+from holdfast.overview import UNSEEN, Overview
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
 from holdfast.restore.cluster.collect import InventoryCollector
@@ -40,10 +37,12 @@ from holdfast.restore.planning.holdings import (
 from holdfast.restore.planning.selection import Inventories, Selection
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
+    all_read,
     broken_manifests,
-    catalogue_of,
     choose_stored,
+    first_read,
     nothing_fits,
+    overview_of,
     require_there,
     require_whole_line,
     stored,
@@ -67,6 +66,8 @@ class RestoreSources:
     """
 
     phase = "restore: candidates"
+    is_opened = True
+    """True where this process has read the file of the root when it started."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class RestoreSources:
         rank: int,
         arena: Path,
         ask: Ask[m.Message],
-        listed: Catalogue = EMPTY,
+        listed: Overview = UNSEEN,
     ) -> None:
         self.incarnation = 0
         """The incarnation of this restore: peers refuse any other."""
@@ -84,6 +85,7 @@ class RestoreSources:
         self._ask = ask
         self._contents = listed
         """What rank 0 listed last."""
+        self._wanted: int | str | None = None
         self._hold = StorageHold(store)
         self._recoveries: ClusterRestore | None = None
         self._told_others: set[int] = set()
@@ -111,7 +113,7 @@ class RestoreSources:
 
         NotFound or RestoreError when there should be one and is none. Call ``let_go`` after it.
         """
-        self._hold = StorageHold(self._store, self._listed)
+        self._hold, self._wanted = StorageHold(self._store, self._listed), step
         self._recoveries = restore = ClusterRestore(
             world,
             self._reach(),
@@ -121,7 +123,12 @@ class RestoreSources:
             phase=self.phase,
             timeout_s=timeout_s,
             storage=Storage(
-                self._hold, self._list_stored, self._nothing, self._gone, self._distrust
+                self._hold,
+                self._list_stored,
+                self._nothing,
+                self._gone,
+                self._distrust,
+                lambda: bool(self._contents.unread),
             ),
         )
         if step is None and self._newest is not None:
@@ -136,7 +143,7 @@ class RestoreSources:
     def forget(self) -> None:
         """Choose anew at another restore: what is newest may follow from the last one."""
         self._newest = self._recoveries = None
-        self._hold, self._contents = StorageHold(self._store), EMPTY
+        self._hold, self._contents = StorageHold(self._store), UNSEEN
 
     def plan_again(self) -> PlanAgain | None:
         """The function that lists what is left after a failure; None: the rest of ``first``."""
@@ -184,13 +191,15 @@ class RestoreSources:
         """Return whether a new run has anything to continue from, be it damaged."""
         inventories, line = known.inventories, known.inventories.line
         is_there = any(not line.is_abandoned(one.generation) for one in inventories.candidates())
-        is_broken = bool(broken_manifests(known.contents))
+        contents = known.contents if is_there else all_read(self._store, known.contents)
+        is_broken = bool(broken_manifests(contents))
         return is_there or is_broken or bool(self._silent) or not is_root(self._store)
 
     def _nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
         """Raise the error that says why nothing is restored, unless there is nothing indeed."""
         require_there(self._store)
-        inventories = known.inventories
+        contents = all_read(self._store, known.contents)
+        inventories = replace(known.inventories, stored=tuple(stored(contents)))
         require_whole_line(self._store, inventories.candidates(), inventories.line, step)
         if self._silent:
             raise RestoreError(
@@ -198,13 +207,13 @@ class RestoreSources:
                 f"{', '.join(self._silent)} is not known: its keeper did not say. Start the run "
                 "again; to begin anew without it, use another root."
             )
-        if step is not None or broken_manifests(known.contents):
-            raise nothing_fits(self._store, known.contents, step)
+        if step is not None or broken_manifests(contents):
+            raise nothing_fits(self._store, contents, step)
 
     def _gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
         """Raise NotFound when the step is no longer in storage: it was removed meanwhile."""
         try:
-            contents = catalogue_of(self._store)
+            contents = overview_of(self._store)
         except StorageError:  # unknown
             return
         if step is not None and not choose(
@@ -214,15 +223,16 @@ class RestoreSources:
             raise gone_meanwhile(why, candidate, error) if isinstance(why, NotFound) else why
 
     def _list_stored(self, known: Inventories) -> Inventories:
-        return replace(known, stored=tuple(stored(catalogue_of(self._store))))
+        contents = self._contents = overview_of(self._store)
+        return replace(known, stored=tuple(stored(contents)))
 
     def _listed(self, candidate: Candidate) -> Manifest | None:
         """Return the manifest of a candidate as it was listed."""
-        found = self._contents.find(candidate.generation)
+        found = self._contents.read.get(candidate.generation)
         return found if found is not None and found.attempt == candidate.attempt else None
 
     def _gather(self) -> KnownRecoveries:
-        contents = self._contents = catalogue_of(self._store, self._contents)
+        contents = overview_of(self._store, self._contents, is_brief=True, is_opened=self.is_opened)
         gathering = self._ask_hosts()
         there = stored_starts(
             self._store, contents, {n for one in gathering.holdings for n in one.starts}
@@ -235,6 +245,9 @@ class RestoreSources:
             dict(there.starts),
         ).of_known_starts()
         self._warn_of_others(others)
+        contents = first_read(self._store, contents, inventories.line, self._wanted)
+        self._contents = contents
+        inventories = replace(inventories, stored=tuple(stored(contents)))
         return KnownRecoveries(inventories, gathering, contents)
 
     def _ask_hosts(self) -> InventoryCollector:
@@ -284,7 +297,7 @@ class KnownRecoveries(NamedTuple):
 
     inventories: Inventories
     gathering: InventoryCollector
-    contents: Catalogue = EMPTY
+    contents: Overview = UNSEEN
 
     def with_parity(self) -> KnownRecoveries:
         """Fetch the parity records that are needed for the inventories."""
@@ -302,6 +315,8 @@ class Storage(NamedTuple):
     gone: Callable[[int | str | None, Candidate, HoldfastError], None] = lambda *_: None
     distrust: Callable[[str], bool] = lambda _: False
     """Reads a file from another tier from now on; False if there is no other."""
+    is_partial: Callable[[], bool] = lambda: False
+    """True while what is listed has older checkpoints of which nothing is known yet."""
 
 
 class ClusterRestore:
@@ -396,8 +411,11 @@ class ClusterRestore:
         return self._listed_again(candidate, known._replace(inventories=remaining))
 
     def _listed_again(self, candidate: Candidate, known: KnownRecoveries) -> KnownRecoveries:
-        """List storage again, if retention removed ``candidate``."""
-        if self._storage is None or not self._storage.hold.should_list_again(candidate):
+        """List storage again, if retention removed ``candidate``; or wholly, for what is next."""
+        if self._storage is None:
+            return known
+        is_partial = candidate.where == "storage" and self._storage.is_partial()
+        if not is_partial and not self._storage.hold.should_list_again(candidate):
             return known
         with suppress(StorageError):  # storage fails: try what is known
             listed = self._storage.list(known.inventories)
@@ -471,6 +489,7 @@ class StoredSources(RestoreSources):
     """The checkpoints in storage alone, of which there must be one."""
 
     phase = "load: candidates"
+    is_opened = False
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(store, rank, Path(), lambda *_: m.Inventory(""))
@@ -479,7 +498,8 @@ class StoredSources(RestoreSources):
         return {}  # there is no arena
 
     def _list_stored(self, known: Inventories) -> Inventories:
-        contents = catalogue_of(self._store)  # others go on saving: there may be new incarnations
+        # Others go on saving: there may be new incarnations.
+        contents = self._contents = overview_of(self._store)
         return replace(
             known,
             stored=tuple(stored(contents)),
@@ -488,7 +508,7 @@ class StoredSources(RestoreSources):
         )
 
     def _nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
-        contents = catalogue_of(self._store)
+        contents = overview_of(self._store)
         require_whole_line(self._store, stored(contents), contents.line, step)
         raise nothing_fits(self._store, contents, step)
 

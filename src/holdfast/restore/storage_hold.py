@@ -117,7 +117,8 @@ class StorageHold:
         if candidate not in self._read:
             found = self._listed(candidate)
             if found is None and (there := find_manifest(self._store, candidate.generation)):
-                is_it = (there[0].attempt, seal_of(there[0])) == (candidate.attempt, candidate.seal)
+                is_it = candidate.seal in (there[1], seal_of(there[0]))
+                is_it = is_it and there[0].attempt == candidate.attempt
                 found = there[0] if is_it else None  # opening it will report another one
             self._read = {} if found is None else {candidate: found}
         return self._read.get(candidate)

@@ -18,7 +18,15 @@ from holdfast.storage.azure_account import account
 from holdfast.storage.bucket import SETTLE_S, Bucket, Outcome, Part, Signed, Upload, with_
 from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer
-from holdfast.storage.listings import age_s, decoded_percent, escaped, next_marker, parsed, text_of
+from holdfast.storage.listings import (
+    age_s,
+    decoded_percent,
+    escaped,
+    next_marker,
+    parsed,
+    tag_of,
+    text_of,
+)
 from holdfast.storage.signing import encoded_path
 from holdfast.storage.tokens import LEAST_SETTLE_S
 from holdfast.storage.wrap import Patience
@@ -123,11 +131,14 @@ class AzureContainer(Bucket):
         for page in self._pages({"prefix": prefix}):
             yield from (_name(one) for one in page.iter("Blob"))
 
-    def names(self, prefix: str) -> Iterator[str]:
-        for page in self._pages({"prefix": prefix, "delimiter": "/"}):
-            for tag in ("Blob", "BlobPrefix"):
-                for one in page.iter(tag):
-                    yield _name(one)[len(prefix) :].rstrip("/")
+    def tagged_names(self, prefix: str, end: str = "/") -> Iterator[tuple[str, str]]:
+        for page in self._pages({"prefix": prefix, "delimiter": end}):
+            for one in page.iter("Blob"):
+                properties = one.find("Properties")
+                tag = "" if properties is None else tag_of(properties, "Etag", "Content-Length")
+                yield _name(one)[len(prefix) :].rstrip("/"), tag
+            for one in page.iter("BlobPrefix"):
+                yield _name(one)[len(prefix) :].removesuffix(end), ""
 
     def youngest_s(self, prefix: str) -> float:
         found = math.inf

@@ -15,11 +15,12 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from holdfast.errors import StorageError, UsageError
-from holdfast.storage.http_client import Server
+from holdfast.storage.http_client import Server, refuse_plain
 from holdfast.storage.signing import encoded_query
 from holdfast.storage.tokens import Token, TokenSource, fetch_token, no_token
 
@@ -64,6 +65,20 @@ class AzureAccount:
             text = text.replace(secret, "***")
         return text
 
+    def require_valid(self) -> None:
+        """Raises StorageError for a shared access signature that has ended, by this clock."""
+        ends = next((value for name, value in parse_qsl(self.signature) if name == "se"), "")
+        try:
+            end = datetime.fromisoformat(ends)
+        except ValueError:  # the server decides
+            return
+        end = end if end.tzinfo else end.replace(tzinfo=UTC)
+        if end <= datetime.now(UTC):
+            raise _refused(
+                f"the shared access signature expired at {end:%Y-%m-%d %H:%M:%S} UTC: set "
+                "AZURE_STORAGE_SAS_TOKEN, or the connection string that it is in, anew"
+            )
+
     def signed(
         self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]
     ) -> tuple[str, dict[str, str]]:
@@ -76,6 +91,7 @@ class AzureAccount:
         if self.key:
             all_["authorization"] = self._shared_key(method, path, query, all_)
         elif self.signature:
+            self.require_valid()
             asked = f"{asked}&{self.signature}" if asked else self.signature
         elif self.tokens is not None:
             all_["authorization"] = f"Bearer {self.tokens.current().text}"
@@ -121,10 +137,14 @@ def account() -> AzureAccount:
         "" if said else _setting("AZURE_STORAGE_SAS_TOKEN")
     )
     if signature:
-        return AzureAccount(name, server, before, signature=_printable(signature).lstrip("?&"))
+        refuse_plain(server, "A shared access signature")
+        found = AzureAccount(name, server, before, signature=_printable(signature).lstrip("?&"))
+        found.require_valid()
+        return found
     key = said.get("AccountKey") or ("" if said else _setting("AZURE_STORAGE_KEY"))
     if key:
         return AzureAccount(name, server, before, key=_key(key))
+    refuse_plain(server, "The token of an identity")
     return AzureAccount(name, server, before, tokens=TokenSource(_token))
 
 

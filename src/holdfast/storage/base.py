@@ -226,6 +226,47 @@ def resume(store: Store, above: str, start: str) -> str:
     return "" if found is None else str(found(above, start))
 
 
+def tags(store: Store, prefix: str) -> dict[str, str] | None:
+    """Returns the names directly below ``prefix``, each with a text that another content would
+    change, "" where the server gives none; None for a directory.
+    """
+    found = getattr(store, "tags", None)
+    return None if found is None else dict(found(prefix))
+
+
+def tag_pages(store: Store, prefix: str) -> Iterator[dict[str, str]]:
+    """Yields what ``tags`` returns in pages, each listed when it is asked for."""
+    found = getattr(store, "tag_pages", None)
+    if found is not None:
+        yield from found(prefix)
+    elif (whole := tags(store, prefix)) is not None:
+        yield whole
+
+
+def heads(store: Store, prefix: str, end: str) -> list[str]:
+    """Returns what the names directly below ``prefix`` begin with, up to the first ``end``: in a
+    bucket by few requests, however many names there are.
+    """
+    found = getattr(store, "heads", None)
+    names = store.list(prefix) if found is None else found(prefix, end)
+    return sorted({name.partition(end)[0] for name in names})
+
+
+def recall(store: Store, name: str, limit_bytes: int) -> bytes:
+    """Returns a note that an earlier process left in a bucket for later ones; b"" for none, for one
+    beyond ``limit_bytes``, and in a directory. Nothing may rest on it alone.
+    """
+    found = getattr(store, "recall", None)
+    return b"" if found is None else bytes(found(name, limit_bytes))
+
+
+def note(store: Store, name: str, data: bytes) -> None:
+    """Leaves a note for ``recall``, in place of the one of this name; nothing in a directory."""
+    found = getattr(store, "note", None)
+    if found is not None:
+        found(name, data)
+
+
 def read_at_most(store: ReadableStore, path: str, limit_bytes: int) -> bytes | int:
     """Returns a whole file; its size, before memory is taken for it, beyond ``limit_bytes``."""
     found = getattr(store, "read_at_most", None)

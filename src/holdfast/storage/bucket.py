@@ -181,9 +181,15 @@ class Bucket(ABC):
     def keys(self, prefix: str) -> Iterator[str]:
         """Yields every key that begins with ``prefix``."""
 
-    @abstractmethod
     def names(self, prefix: str) -> Iterator[str]:
         """Yields what follows ``prefix``, up to the next "/", of every key."""
+        return (name for name, _ in self.tagged_names(prefix))
+
+    @abstractmethod
+    def tagged_names(self, prefix: str, end: str = "/") -> Iterator[tuple[str, str]]:
+        """Yields what follows ``prefix``, up to the next ``end``, of every key; with what another
+        content of the object would change, "" for what goes on and where the server says nothing.
+        """
 
     @abstractmethod
     def youngest_s(self, prefix: str) -> float:

@@ -15,13 +15,15 @@ from holdfast.storage import checksums
 from holdfast.storage.bucket import Outcome, Part, Signed, Upload, with_
 from holdfast.storage.checksums import Body
 from holdfast.storage.google_identity import server, token_source
-from holdfast.storage.http_client import Answer
+from holdfast.storage.http_client import Answer, refuse_plain
 from holdfast.storage.listings import escaped
 from holdfast.storage.signing import encoded_path, encoded_query
 from holdfast.storage.tokens import LEAST_SETTLE_S
 from holdfast.storage.wrap import Patience
 from holdfast.storage.xml_bucket import XmlBucket
 
+#: For so long a completion is waited for whose answer was lost.
+COMPLETION_S = 300.0
 _RIGHT = "Give this account the right to do that on this bucket (Storage Object Admin)."
 _ADVICE = {
     "NoSuchBucket": "Make the bucket, or correct its name.",
@@ -44,8 +46,11 @@ class GoogleBucket(XmlBucket):
     def __init__(
         self, name: str, url: str, *, patience: Patience | None = None, answer_s: float = 60.0
     ) -> None:
-        super().__init__(name, url, server(), patience=patience, answer_s=answer_s)
+        address = server()
+        super().__init__(name, url, address, patience=patience, answer_s=answer_s)
         self._tokens = token_source()
+        if self._tokens is not None:
+            refuse_plain(address, "The token of an account")
 
     def _signed(
         self,
@@ -115,13 +120,18 @@ class GoogleBucket(XmlBucket):
         if not made.is_done:
             if made.is_first_try and made.status:
                 return made
-            if not self.head(below).is_done:  # nobody else has this name
+            if not self._comes_to_be(below):  # nobody else has this name
                 return with_(made, is_first_try=False)
         condition = self._condition(if_none=not if_match, if_match=if_match)
         named = self._name(key, below, condition)
         if named.is_done:
             self.delete(below)
         return named
+
+    def _comes_to_be(self, key: str) -> bool:
+        """Looks for an object whose completion nobody answered: it may take minutes."""
+        patience = Patience(total_s=min(COMPLETION_S, 2 * self.patience.total_s), first_s=1.0)
+        return any(self.head(key).is_done for _ in patience.pauses())
 
     def _name(self, key: str, below: str, condition: Mapping[str, str]) -> Outcome:
         """Makes the object ``key`` of the one below it, on a condition."""
@@ -131,6 +141,7 @@ class GoogleBucket(XmlBucket):
         outcome = self.send("PUT", key, query={"compose": ""}, headers=headers, body=[body])
         if outcome.is_done or (outcome.is_first_try and outcome.status):
             return outcome
+        self._comes_to_be(key)
         there = self.head(key)
         is_same = there.is_done and _is_same(there, self.head(below))
         return there if is_same else with_(outcome, is_first_try=False)

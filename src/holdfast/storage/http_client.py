@@ -8,6 +8,8 @@ into the caller's memory.
 from __future__ import annotations
 
 import http.client
+import ipaddress
+import os
 import select
 import ssl
 import threading
@@ -21,6 +23,7 @@ from holdfast.errors import StorageError
 from holdfast.storage.checksums import Body
 from holdfast.storage.wrap import renew_in_child
 
+PLAIN_VARIABLE = "HOLDFAST_BUCKET_PLAIN_HTTP"
 CONNECT_S = 10.0
 #: An answer, or a piece of one, is waited for so long.
 ANSWER_S = 60.0
@@ -68,6 +71,28 @@ class Server:
         """The host as a request names it: with the port unless that is the usual one."""
         usual = 443 if self.is_secure else 80
         return self.host if self.port == usual else f"{self.host}:{self.port}"
+
+
+def refuse_plain(server: Server, secret: str) -> None:
+    """Raises StorageError where ``secret`` would travel without TLS, but to this very machine.
+
+    A key that signs requests never travels; a token does.
+    """
+    if server.is_secure or _is_loopback(server.host) or os.environ.get(PLAIN_VARIABLE):
+        return
+    error = StorageError(
+        f"{secret} would be sent to {server.name} by plain HTTP, where anybody on the way can read "
+        f"it. Use an https:// address; or set {PLAIN_VARIABLE}=1 where you trust that network."
+    )
+    error.retryable = False
+    raise error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 #: An idle connection, and since when it is.

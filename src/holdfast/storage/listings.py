@@ -54,6 +54,12 @@ def text_of(element: xml.Element, name: str) -> str:
     return element.findtext(name) or ""
 
 
+def tag_of(element: xml.Element, tag: str, size: str) -> str:
+    """Returns the tag and the size of a listed object as one text; "" where one is missing."""
+    found = text_of(element, tag).strip('"'), text_of(element, size)
+    return ":".join(found) if all(found) else ""
+
+
 def age_s(made: str, now: str) -> float:
     """Returns the seconds between the moment that a list gives and that of its answer; 0 where one
     is none.

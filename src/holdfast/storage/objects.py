@@ -11,8 +11,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from types import TracebackType
 
 from holdfast.errors import NotFound, StorageError, UsageError
@@ -50,6 +51,14 @@ _RANDOM = 6
 _RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
 #: What a run writes below its root while it saves.
 _WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
+_PAGE = 1000
+_READERS_LEASES = "readers/"
+#: Directories below which there are no images.
+_DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", "pins", "readers"})
+#: Directories of a root, which nobody takes for objects.
+_OWN = _DOCUMENTS | {"parts", "steps"}
+#: For so long what was just read of the root's file counts as what is there.
+_FRESH_S = 1.0
 
 
 class ObjectStore:
@@ -76,8 +85,10 @@ class ObjectStore:
         self._part_bytes = least_part_bytes
         self._lease_times = lease or LeaseTimes()
         self._lock = threading.Lock()
-        self._no_files: set[str] = set()
+        self._no_files = set(_OWN)
         """Names above others that are known to be no objects."""
+        self._made = 0.0, ""
+        """When the root's file was read last, and of which moment it was."""
         self._uploads: frozenset[str] | None = None
         self._resumed: set[str] = set()
         """Directories whose unfinished images are gone on with."""
@@ -108,8 +119,10 @@ class ObjectStore:
         return f"{self._below}.probe-"
 
     def identity(self) -> str:
-        outcome = self._found(self._bucket.head(self._below + ROOT_FILE), ROOT_FILE)
-        made = outcome.header("last-modified")
+        read_s, made = self._made
+        if not made or time.monotonic() > read_s + _FRESH_S:
+            outcome = self._found(self._bucket.head(self._below + ROOT_FILE), ROOT_FILE)
+            made = outcome.header("last-modified")
         return f"bucket {self._bucket.name} {self._below or '/'} {made}"
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
@@ -185,6 +198,11 @@ class ObjectStore:
     def read_at_most(self, path: str, limit_bytes: int) -> bytes | int:
         """Returns a whole object, by one request; its size where that is beyond ``limit_bytes``."""
         outcome = self._bucket.get(self._key(path), 0, limit_bytes)
+        if path == ROOT_FILE:
+            self._made = (
+                time.monotonic(),
+                outcome.header("last-modified") if outcome.is_done else "",
+            )
         if outcome.status == 416:  # it is empty
             return b""
         data = self._found(outcome, path).body
@@ -198,16 +216,52 @@ class ObjectStore:
             self._bucket.require(outcome, "look-up", path)
         return outcome.is_done
 
+    def tag_pages(self, prefix: str) -> Iterator[dict[str, str]]:
+        """Yields what ``tags`` returns, a page at a time."""
+        names = self._bucket.tagged_names(self._prefix(prefix))
+        while page := dict(islice(names, _PAGE)):
+            hidden = self._hidden(prefix, page)
+            yield {name: tag for name, tag in page.items() if name not in hidden}
+
+    def heads(self, prefix: str, end: str) -> list[str]:
+        """Returns what the names below ``prefix`` begin with, up to the first ``end``."""
+        return [name for name, _ in self._bucket.tagged_names(self._prefix(prefix), end)]
+
     def list(self, prefix: str) -> list[str]:
         below = self._prefix(prefix)
         found = set(self._bucket.names(below))
         # An image that was begun and never finished is in no list of objects.
-        for key in self._unfinished():
+        for key in self._unfinished() if prefix not in _DOCUMENTS else ():
             if key.startswith(below):
                 found.add(key[len(below) :].partition("/")[0])
+        return sorted(found - self._hidden(prefix, found))
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Returns the names directly below ``prefix``, each with its tag; "" for none."""
+        found = dict(self._bucket.tagged_names(self._prefix(prefix)))
+        hidden = self._hidden(prefix, found)
+        return {name: found[name] for name in sorted(found) if name not in hidden}
+
+    def _hidden(self, prefix: str, names: Iterable[str]) -> set[str]:
+        """Returns the names that no list shows: the store's own, and what counts as removed."""
         above = f"{prefix}/" if prefix else ""
-        found -= {path.removeprefix(above) for path in self._removals.refused}
-        return sorted(name for name in found if name and not name.startswith("."))
+        refused = {path.removeprefix(above) for path in self._removals.refused}
+        return refused.union(name for name in names if not name or name.startswith("."))
+
+    def recall(self, name: str, limit_bytes: int) -> bytes:
+        """Returns a note that an earlier process left here; b"" for none."""
+        outcome = self._bucket.get(self._note_key(name), 0, limit_bytes - 1)
+        end = outcome.header("content-range").rpartition("/")[2]
+        return outcome.body if outcome.is_done and end == str(len(outcome.body)) else b""
+
+    def note(self, name: str, data: bytes) -> None:
+        """Leaves a note for later processes, in place of the one of this name."""
+        self._may_change()
+        outcome = self._bucket.put(self._note_key(name), [data])
+        self._bucket.require(outcome, "publish", name)
+
+    def _note_key(self, name: str) -> str:
+        return f"{self._below}.{check_path(name)}"
 
     def _unfinished(self) -> frozenset[str]:
         """Returns the keys of unfinished uploads: listed once, and again after each of our own."""
@@ -221,7 +275,7 @@ class ObjectStore:
 
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         key = self._key(path)
-        self._may_change()
+        self._may_change([path])
         self._removals.finish(self._lease())
         self._removals.refused -= {path}
         self._require_room(path)
@@ -334,7 +388,7 @@ class ObjectStore:
             check_path(path)
         if not files and not trees:
             return
-        self._may_change()
+        self._may_change([*files, *trees])
         self._removals.finish(self._lease())
         self._removals.remove(files, trees, self._lease())
         if trees and self._uploads is not None:
@@ -397,10 +451,13 @@ class ObjectStore:
     def _lease(self) -> ObjectLease | None:
         return next((lease for lease in self._held if lease.is_held), None)
 
-    def _may_change(self) -> None:
-        """Called before each change: it is refused when a lock of this store was lost."""
+    def _may_change(self, paths: Iterable[str] = ()) -> None:
+        """Called before each change: it is refused when a lock of this store was lost. A reader's
+        leases have names of their own, and ask nothing of the server.
+        """
         self._require_held()
-        if self._kept is None:
+        is_lease = any(paths) and all(path.startswith(_READERS_LEASES) for path in paths)
+        if self._kept is None and not is_lease:
             self._kept = require_conditions(self._bucket, self.probe_prefix)
 
     def _require_held(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.bucket import Bucket
@@ -83,16 +83,22 @@ def _probe_once(bucket: Bucket, prefix: str, *, is_last: bool) -> Kept | None:
         stale = bucket.put(key, [_ONE], if_match=first.header("etag") or '"0"')
         if not is_last and not all(one.is_first_try for one in (taken, second, stale)):
             return None
-        create = taken.status == 412
         part = bucket.get(key, 9, 13)
-        return Kept(
+        kept = Kept(
             server=first.header("server") or "a server without a name",
-            create=create,
+            create=taken.status == 412,
             replace=second.is_done and stale.status == 412,
             list_after_put=key in set(bucket.keys(key)),
             ranges=part.status == 206 and part.body == _OTHER[9:14],
-            part_checksums=_refuses_wrong_part(bucket, prefix, key),
+            part_checksums=False,
         )
+        try:
+            refuses = _refuses_wrong_part(bucket, prefix, key)
+        except StorageError:
+            if not kept.lacks:  # else that is what to tell
+                raise
+            refuses = False
+        return replace(kept, part_checksums=refuses)
     finally:
         with contextlib.suppress(HoldfastError):
             bucket.delete(key)

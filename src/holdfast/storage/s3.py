@@ -12,6 +12,7 @@ from holdfast.storage import checksums
 from holdfast.storage.bucket import Outcome, Signed
 from holdfast.storage.checksums import Body
 from holdfast.storage.credentials import CredentialSource, region, server_of
+from holdfast.storage.http_client import refuse_plain
 from holdfast.storage.listings import escaped, parsed, text_of
 from holdfast.storage.signing import UNSIGNED, encoded_path, encoded_query, sha256, signed_headers
 from holdfast.storage.wrap import Patience
@@ -54,6 +55,7 @@ class S3Bucket(XmlBucket):
         server, self._before = server_of(bucket, self._region)
         ca_file = os.environ.get("AWS_CA_BUNDLE", "")
         super().__init__(bucket, url, server, patience=patience, answer_s=answer_s, ca_file=ca_file)
+        self._address = server
         self._credentials = CredentialSource()
         self._is_unsigned = server.is_secure or bool(os.environ.get(UNSIGNED_VARIABLE))
 
@@ -66,6 +68,8 @@ class S3Bucket(XmlBucket):
         body: Body,
     ) -> Signed:
         credentials = self._credentials.current()
+        if credentials.token:
+            refuse_plain(self._address, "A session token")
         path = self._before + key
         payload = UNSIGNED if self._is_unsigned and any(map(len, body)) else sha256(body)
         signed = signed_headers(

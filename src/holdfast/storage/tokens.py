@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlencode, urlsplit
 
 from holdfast.errors import StorageError
-from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
+from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server, refuse_plain
 from holdfast.storage.wrap import BUSY, Patience, renew_in_child
 
 #: A token is renewed when it has less than this left, as the clouds' own libraries do.
@@ -139,6 +139,8 @@ def _answer(
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise no_token(what, "its address is no URL")
     server = Server(parts.hostname, parts.port or (443 if is_secure else 80), is_secure)
+    if form is not None:
+        refuse_plain(server, "What proves an identity")
     connections = Connections(server, answer_s=_ANSWER_S)
     body = urlencode(form).encode() if form is not None else b""
     all_ = {"host": server.name, "accept": "application/json", **headers}

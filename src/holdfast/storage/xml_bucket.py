@@ -10,7 +10,7 @@ from holdfast.errors import StorageError
 from holdfast.storage.bucket import Bucket, Outcome, Part, Upload
 from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer
-from holdfast.storage.listings import age_s, decoded, escaped, following_of, parsed, text_of
+from holdfast.storage.listings import age_s, decoded, escaped, following_of, parsed, tag_of, text_of
 
 
 class XmlBucket(Bucket):
@@ -23,13 +23,13 @@ class XmlBucket(Bucket):
         for page in self._pages({"list-type": "2", "prefix": prefix, "encoding-type": "url"}):
             yield from (decoded(text_of(one, "Key")) for one in page.iter("Contents"))
 
-    def names(self, prefix: str) -> Iterator[str]:
-        query = {"list-type": "2", "prefix": prefix, "delimiter": "/", "encoding-type": "url"}
+    def tagged_names(self, prefix: str, end: str = "/") -> Iterator[tuple[str, str]]:
+        query = {"list-type": "2", "prefix": prefix, "delimiter": end, "encoding-type": "url"}
         for page in self._pages(query):
             for one in page.iter("Contents"):
-                yield decoded(text_of(one, "Key"))[len(prefix) :]
+                yield decoded(text_of(one, "Key"))[len(prefix) :], tag_of(one, "ETag", "Size")
             for one in page.iter("CommonPrefixes"):
-                yield decoded(text_of(one, "Prefix"))[len(prefix) :].rstrip("/")
+                yield decoded(text_of(one, "Prefix"))[len(prefix) :].removesuffix(end), ""
 
     def youngest_s(self, prefix: str) -> float:
         found = math.inf

@@ -48,6 +48,8 @@ class World:
     """What the server's clock says, which is no other machine's."""
     listed: list[str] | None = None
     """The keys that lists show, where they lag behind; None: those there are."""
+    page: int = 1000
+    """How many keys one answer lists."""
     made_s: dict[str, float] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.RLock)
 
@@ -117,11 +119,14 @@ class World:
     def _list(self, query: Mapping[str, str]) -> Outcome:
         prefix, found = query["prefix"], self.listed or sorted(self.objects)
         keys = [key for key in found if key.startswith(prefix)]
+        keys = [key for key in keys if key >= query.get("continuation-token", "")]
+        keys, rest = keys[: self.page], keys[self.page :]
         if "delimiter" in query:
-            below = {key[len(prefix) :].partition("/") for key in keys}
+            end = query["delimiter"]
+            below = {key[len(prefix) :].partition(end) for key in keys}
             keys = [prefix + name for name, slash, _ in below if not slash]
             above = "".join(
-                f"<CommonPrefixes><Prefix>{quote(prefix + name)}/</Prefix></CommonPrefixes>"
+                f"<CommonPrefixes><Prefix>{quote(prefix + name)}{end}</Prefix></CommonPrefixes>"
                 for name, slash, _ in below
                 if slash
             )
@@ -129,9 +134,13 @@ class World:
             above = ""
         listed = "".join(
             f"<Contents><Key>{quote(key)}</Key><LastModified>{self._made(key)}</LastModified>"
+            f"<ETag>{escape(self.tag(key))}</ETag><Size>{len(self.objects.get(key, b''))}</Size>"
             "</Contents>"
             for key in keys
         )
+        if rest:
+            above += f"<NextContinuationToken>{escape(rest[0])}</NextContinuationToken>"
+            above += "<IsTruncated>true</IsTruncated>"
         return Outcome(200, body=_document("ListBucketResult", listed + above))
 
     def _made(self, key: str) -> str:

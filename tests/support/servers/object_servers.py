@@ -135,18 +135,20 @@ class GoogleShim(ObjectServer):
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports that were free a moment ago, below 50,000: some servers add 10,000."""
+    """Returns ports that were free a moment ago, below 22,700: some servers add 10,000, and from
+    32,768 on the system takes what it likes for clients, also while a server is down.
+    """
     found: list[int] = []
-    number = 20_000 + (os.getpid() * 37) % 20_000
+    number = (os.getpid() * 37) % 2_700
     while len(found) < count:
-        number += 1
+        number = (number + 1) % 2_700
         with socket.socket() as one, socket.socket() as other:
             try:
-                one.bind(("127.0.0.1", number))
-                other.bind(("127.0.0.1", number + 10_000))
+                one.bind(("127.0.0.1", 20_000 + number))
+                other.bind(("127.0.0.1", 30_000 + number))
             except OSError:
                 continue
-            found.append(number)
+            found.append(20_000 + number)
     return found
 
 

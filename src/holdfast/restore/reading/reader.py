@@ -188,14 +188,13 @@ class CheckpointReader:
 def _choose(store: Store, step: int | str | None, lease: ReadLease) -> Manifest:
     """Resolve ``step`` and hold the lease; list the store again where retention was faster."""
     for _ in range(NEW_LISTS):
-        catalogue, fit = choose_stored(store, step)
-        manifest = catalogue.find(fit[0].generation)
-        assert manifest is not None  # the candidate came from it
+        found, fit = choose_stored(store, step)
+        manifest = found.read[fit[0].generation]
         if lease.take(manifest):
             return manifest
     raise NotFound(
-        f"{store.url} loses checkpoints faster than they can be listed: {fit[0].generation} has "
-        "gone too. Pin one, or keep more of them."
+        f"{store.url} loses checkpoints faster than they can be listed: {manifest.generation} "
+        "has gone too. Pin one, or keep more of them."
     )
 
 

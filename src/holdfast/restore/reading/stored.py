@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from holdfast.catalogue import (
-    EMPTY,
     MANIFESTS,
     ROOT,
-    Catalogue,
-    catalogue,
+    Described,
+    RootContents,
     find_manifest,
     gap_text,
     is_root,
@@ -32,6 +31,7 @@ from holdfast.errors import (
 from holdfast.events import SourceDropped, emit
 from holdfast.format.manifest import Lineage, Manifest, Root, checksum_in, seal
 from holdfast.geometry.layout import Layout
+from holdfast.overview import UNSEEN, Overview, confirmed, overview, read_first, read_more
 from holdfast.restore.planning.candidates import Candidate, StartRecords, choose, undecided
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.storage.base import Store
@@ -40,20 +40,39 @@ from holdfast.storage.open import what_is_at
 _SHOWN = 8
 
 
-def catalogue_of(store: Store, known: Catalogue = EMPTY, *, rank: int = 0) -> Catalogue:
+def overview_of(
+    store: Store, known: Overview = UNSEEN, *, is_brief: bool = False, is_opened: bool = False
+) -> Overview:
     """Return all that is stored; emit an event for each manifest that cannot be read.
 
-    Manifests that are ``known`` are not read again. NewerFormat when root, manifest or incarnation
-    need a newer version.
+    ``known`` and ``is_brief``: as ``overview`` takes them. NewerFormat when root, manifest or
+    incarnation need a newer version. ``is_opened``: the root itself was read already.
     """
-    _refuse_newer_root(store)
-    result = catalogue(store, known)
-    for path, reason in broken_manifests(result):
-        emit(SourceDropped(rank=rank, source=f"storage {path}", reason=reason))
-    return result
+    if not is_opened:
+        _refuse_newer_root(store)
+    return _told(overview(store, known, is_brief=is_brief), UNSEEN)
 
 
-def run_id_of(known: Catalogue) -> str:
+def first_read(
+    store: Store, found: Overview, line: Lineage, wanted: int | str | None = None
+) -> Overview:
+    """Read what a restore of ``wanted`` tries first; see ``read_first``."""
+    return _told(read_first(store, found, line, wanted), found)
+
+
+def all_read(store: Store, found: Overview) -> Overview:
+    """Read all that is unread."""
+    return _told(read_more(store, found, found.unread), found)
+
+
+def _told(found: Overview, before: Overview) -> Overview:
+    for path, reason in broken_manifests(found):
+        if (path, reason) not in before.broken:
+            emit(SourceDropped(rank=0, source=f"storage {path}", reason=reason))
+    return found
+
+
+def run_id_of(known: RootContents[Described]) -> str:
     """Return the run id that the stored checkpoints name; "" when there are none.
 
     For a root whose holdfast.json was lost: its history continues and does not begin anew.
@@ -74,15 +93,15 @@ def _refuse_newer_root(store: Store) -> None:
         return  # a damaged or missing one hides no checkpoint
 
 
-def stored(contents: Catalogue) -> list[Candidate]:
-    """Return every checkpoint as a restore candidate."""
+def stored(contents: Overview) -> list[Candidate]:
+    """Return every checkpoint that is known as a restore candidate."""
     return [
-        Candidate(*each.generation, "storage", each.attempt, seal_of(each))
+        Candidate(*each.generation, "storage", each.attempt, each.seal)
         for each in contents.manifests
     ]
 
 
-def stored_starts(store: Store, found: Catalogue, known: Iterable[int]) -> StartRecords:
+def stored_starts(store: Store, found: Overview, known: Iterable[int]) -> StartRecords:
     """What storage says of the starts of the run.
 
     ``known``: those that memory has records of. Where storage has one that it cannot read now,
@@ -137,17 +156,22 @@ def _manifest_here(store: Store, candidate: Candidate, rank: int) -> Manifest:
     return manifest
 
 
-def choose_stored(store: Store, step: int | str | None) -> tuple[Catalogue, list[Candidate]]:
-    """Return what is stored, and the candidates for ``step``, best first. NotFound says why
-    there is none.
+def choose_stored(store: Store, step: int | str | None) -> tuple[Overview, list[Candidate]]:
+    """Return what is stored, and candidates for ``step``, best first, of which the first was read.
+    NotFound says why there is none.
     """
-    contents = catalogue_of(store)
-    candidates = stored(contents)
-    fit = choose(candidates, contents.parents, step, contents.unreadable)
-    if not fit:
-        require_whole_line(store, candidates, contents.line, step)
-        raise nothing_fits(store, contents, step)
-    return contents, fit
+    contents = overview_of(store, is_brief=True)
+    while True:
+        contents = first_read(store, contents, contents.line, step)
+        fit = choose(stored(contents), contents.parents, step, contents.unreadable)
+        if not fit:
+            break
+        if fit[0].generation in contents.read:
+            return contents, fit
+        contents = _told(confirmed(store, contents, fit[0].generation), contents)
+    contents = all_read(store, contents)
+    require_whole_line(store, stored(contents), contents.line, step)
+    raise nothing_fits(store, contents, step)
 
 
 def require_whole_line(
@@ -180,7 +204,7 @@ def require_there(store: Store) -> None:
         )
 
 
-def nothing_fits(store: Store, contents: Catalogue, step: int | str | None) -> HoldfastError:
+def nothing_fits(store: Store, contents: Overview, step: int | str | None) -> HoldfastError:
     """Return the error that says why nothing can be restored for ``step``, and what exists instead.
 
     RestoreError where a checkpoint exists but its manifest cannot be read: it is not absent.
@@ -192,7 +216,7 @@ def nothing_fits(store: Store, contents: Catalogue, step: int | str | None) -> H
     return NotFound(text, root=store.url, step=step)
 
 
-def _why_nothing(store: Store, contents: Catalogue, step: int | str | None) -> str:
+def _why_nothing(store: Store, contents: Overview, step: int | str | None) -> str:
     if not (contents.manifests or contents.broken or is_root(store)):
         return f"{store.url} is not a directory of Holdfast checkpoints. {what_is_at(store.url)}"
     text = f"{store.url} has no checkpoint" + ("" if step is None else f" of step {step}")
@@ -205,7 +229,7 @@ def _why_nothing(store: Store, contents: Catalogue, step: int | str | None) -> s
     return text
 
 
-def _steps(contents: Catalogue) -> str:
+def _steps(contents: Overview) -> str:
     line = [str(generation.step) for generation in contents.lineage]
     shown = [f"steps {', '.join(_newest(line))}"] if line else []
     for kind, some in (("abandoned", contents.abandoned), ("undecided", contents.undecided)):
@@ -218,6 +242,6 @@ def _newest(names: list[str]) -> list[str]:
     return ["...", *names[-_SHOWN:]] if len(names) > _SHOWN else names
 
 
-def broken_manifests(contents: Catalogue) -> list[tuple[str, str]]:
+def broken_manifests(contents: RootContents[Described]) -> list[tuple[str, str]]:
     """Return (path, reason) of the manifests that exist and cannot be read."""
     return [(path, reason) for path, reason in contents.broken if path.startswith(f"{MANIFESTS}/")]
