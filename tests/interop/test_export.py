@@ -265,7 +265,7 @@ def test_the_bytes_are_the_same_whatever_the_windows_are(
     to: str,
 ) -> None:
     text_of(capsys, "export", root, tmp_path / "one", "--to", to)
-    monkeypatch.setattr(exporting, "window_bytes", lambda _: 37)
+    monkeypatch.setattr(exporting, "window_bytes", lambda *_: 37)
     text_of(capsys, "export", root, tmp_path / "other", "--to", to)
     assert contents(tmp_path / "one") == {
         name.replace("other", "one"): data for name, data in contents(tmp_path / "other").items()

@@ -191,7 +191,7 @@ def test_windows_of_any_size_give_the_same_images(
     source = tmp_path / "model.safetensors"
     save_file({"w": torch.randn(900, 1300), "v": torch.randn(77, 5000), "n": torch.ones(1)}, source)
     text_of(capsys, "import", source, tmp_path / "one")
-    monkeypatch.setattr("holdfast.cli.import_command.window_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(import_state, "window_bytes", lambda *_: 1 << 20)
     text_of(capsys, "import", source, tmp_path / "other")
     images = [contents(tmp_path / name) for name in ("one", "other")]
     for path, data in images[0].items():

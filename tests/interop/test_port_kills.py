@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast.catalogue import catalogue
@@ -29,6 +29,7 @@ from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults.stores import FaultyStore, Stopped
+from support.servers.bucket_model import World, model_store
 
 WINDOW = 700
 FORMATS = ["dcp", "torch", "safetensors"]
@@ -68,7 +69,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "window_bytes", lambda _: WINDOW)
+    monkeypatch.setattr(exporting, "window_bytes", lambda *_: WINDOW)
     monkeypatch.setattr(exporting, "WORKERS", 1)
 
 
@@ -204,7 +205,7 @@ def sources(tmp_path: Path) -> list[Path]:
 
 def import_into(root: Store, sources: list[Path]) -> ImportReport:
     plans = [plan_import(open_import(path, None, lambda saved, _: saved)) for path in sources]
-    return import_all(plans, root, lambda *_: None, 1 << 20)
+    return import_all(plans, root, lambda *_: None, 128 << 20)
 
 
 def assert_whole(root: Path, sources: list[Path]) -> None:
@@ -256,6 +257,56 @@ def test_finished_images_are_compared_and_kept(sources: list[Path], tmp_path: Pa
     image.write_bytes(data)
     assert import_into(LocalStore(other), sources).resumed_bytes == 0
     assert_whole(other, sources)
+
+
+def test_a_bucket_is_a_root_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "step-1").mkdir()
+    tensors = {"a": torch.randn(1100, 700), "b": torch.randn(900, 600)}
+    save_file(tensors, tmp_path / "step-1" / "model.safetensors")
+    store = model_store(World(), monkeypatch)
+    import_into(store, [tmp_path / "step-1"])
+    (manifest,) = catalogue(store).manifests
+    assert not verify(store, manifest, deep=True).faults
+    checkpoint = from_manifest(store, manifest)
+    saved = saved_state(checkpoint)
+    plan = plan_format("safetensors", saved, 1 << 30)
+    reader = LeafReader(checkpoint, saved.leaves)
+    export(plan, reader, tmp_path / "out", "bucket", lambda *_: None)
+    read = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(read[name], one) for name, one in tensors.items())
+
+
+HIGHEST = """
+import re, sys
+from pathlib import Path
+from holdfast.cli import main, parser
+parser(("import", "export"))
+def highest():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+begin = highest()
+assert main(sys.argv[1:]) == 0
+print(highest() - begin)
+"""
+
+
+def test_memory_stays_within_the_bound(tmp_path: Path) -> None:
+    tensors = {f"w{n}": torch.randn(12_000_000) for n in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    bound = 100 << 20
+    for argv in (
+        ("import", "model.safetensors", "root", "--memory", str(bound)),
+        ("export", "root", "out.pt", "--to", "torch", "--memory", str(bound)),
+        ("export", "root", "out", "--to", "safetensors", "--cast", "BF16", "--memory", str(bound)),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", HIGHEST, *argv],
+            env=os.environ | {"PYTHONPATH": SOURCE},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert int(done.stdout.splitlines()[-1]) < bound, argv
 
 
 # ── SIGKILL ──────────────────────────────────────────────────────────────────────────────────

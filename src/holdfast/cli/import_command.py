@@ -64,12 +64,13 @@ def run(args: argparse.Namespace) -> int:
     """Makes the checkpoints; returns 3 where there is none, 4 for one that is damaged or changes
     meanwhile, 5 while a run writes to the root.
     """
-    window = window_bytes(memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES))
+    memory = memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES)
+    window_bytes(memory)
     plans = _plans(args)
     report = ImportReport()
     if not args.dry_run:
         with SlowProgress("importing") as progress:
-            report = import_all(plans, open_store(args.root), progress, window)
+            report = import_all(plans, open_store(args.root), progress, memory)
     if args.json:
         print_json(_record(args, plans, report))
     else:

@@ -86,6 +86,11 @@ class LeafReader:
         self._checkpoint, self.leaves = checkpoint, dict(leaves)
         self._near: dict[str, NearLeaf] = {}
 
+    @property
+    def is_plain(self) -> bool:
+        """True if every leaf is written as it is stored."""
+        return all(leaf.same_as is not None for leaf in self.leaves.values())
+
     def fill(self, wants: Sequence[tuple[str, Box, memoryview]]) -> int:
         """Fill memory with boxes of leaves, row by row; returns the bytes that were read.
 

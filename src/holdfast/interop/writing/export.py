@@ -27,7 +27,7 @@ from holdfast.interop.writing.crc import joined_crc
 from holdfast.interop.writing.planned_files import FormatPlan, LeafBytes, PlannedFile, fill_window
 from holdfast.restore.reading.read import in_parallel
 from holdfast.storage.base import reporting
-from holdfast.storage.direct import aligned_memory
+from holdfast.storage.direct import ALIGNMENT_BYTES, aligned_memory
 from holdfast.storage.files import FILE_MODE, allocate, remove_tree, sync_directory, write_once
 
 Progress = Callable[[int, int], None]
@@ -40,11 +40,14 @@ _READING_BYTES = 24 << 20
 DEFAULT_MEMORY_BYTES = 512 << 20
 
 
-def window_bytes(memory_bytes: int) -> int:
-    """The size of a window that leaves the whole within a bound. UsageError for too small a one."""
-    room = (memory_bytes // WORKERS - _READING_BYTES) // 2
+def window_bytes(memory_bytes: int, is_plain: bool = True) -> int:
+    """The size of a window that leaves the whole within a bound. UsageError for too small a one.
+
+    ``is_plain``: no leaf is put together or converted, which takes memory of its own.
+    """
+    room = (memory_bytes // WORKERS - _READING_BYTES) // (2 if is_plain else 8)
     if room < BLOCK_BYTES:
-        least = WORKERS * (_READING_BYTES + 2 * BLOCK_BYTES)
+        least = WORKERS * (_READING_BYTES + (2 if is_plain else 8) * BLOCK_BYTES)
         raise UsageError(f"--memory: at least {least >> 20} MiB are needed")
     return min(MAX_WINDOW_BYTES, room // BLOCK_BYTES * BLOCK_BYTES)
 
@@ -103,7 +106,7 @@ def export(
     called before each operation on files. ``require_unchanged``: raises when the source has changed
     meanwhile. UsageError when there are files at ``out``, StorageError when storage refuses.
     """
-    size = window_bytes(memory_bytes)
+    size = window_bytes(memory_bytes, reader.is_plain)
     refuse_taken(out, is_file=plan.is_file)
     target = _WorkDirectory(out, before)
     with contextlib.closing(target):
@@ -214,6 +217,8 @@ class _WorkDirectory:
         self._path = work_directory(out)
         self._files = self._path / "files"
         self._open: dict[str, int] = {}
+        #: The same files past the page cache, where that is possible.
+        self._direct: dict[str, int] = {}
         self._journal_file: int | None = None
         self._lock = threading.Lock()
         self.journal: dict[tuple[str, int], str] = {}
@@ -253,6 +258,8 @@ class _WorkDirectory:
             if os.fstat(descriptor).st_size != file.size_bytes:
                 os.ftruncate(descriptor, 0)
                 _reserve(descriptor, file.size_bytes)
+            with contextlib.suppress(OSError):  # EINVAL: a file system without direct I/O
+                self._direct[file.path] = os.open(place, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 
     def has(self, file: PlannedFile, start: int, memory: memoryview, known: str) -> bool:
         """Read bytes that were written before; True if they are those that were meant."""
@@ -266,8 +273,13 @@ class _WorkDirectory:
         return text(checksum(memory)) == known
 
     def write(self, file: PlannedFile, offset: int, data: memoryview) -> None:
-        """Write bytes of a file."""
+        """Write bytes of a file, whole pages past the page cache."""
         with self._reporting("write", file.path):
+            direct = self._direct.get(file.path)
+            whole = len(data) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            if direct is not None and whole and not offset % ALIGNMENT_BYTES:
+                count = _write_direct(direct, offset, data[:whole])
+                offset, data = offset + count, data[count:]
             while data:
                 count = write_once(self._open[file.path], offset, data)
                 offset, data = offset + count, data[count:]
@@ -287,7 +299,9 @@ class _WorkDirectory:
         """Make a file durable."""
         with self._reporting("fsync", file.path):
             os.fsync(self._open[file.path])
-            os.close(self._open.pop(file.path))
+            for descriptors in (self._open, self._direct):
+                if file.path in descriptors:
+                    os.close(descriptors.pop(file.path))
 
     def publish(self, plan: FormatPlan) -> None:
         """Give the files their name, durably, and remove what was beside them."""
@@ -314,8 +328,9 @@ class _WorkDirectory:
 
     def close(self) -> None:
         """Close all files; what was written stays for the next export of the same."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        for descriptors in (self._open, self._direct):
+            while descriptors:
+                os.close(descriptors.popitem()[1])
         if self._journal_file is not None:
             os.close(self._journal_file)
             self._journal_file = None
@@ -335,6 +350,20 @@ class _WorkDirectory:
             )
             error.args = (f"{error}{hint}",)
             raise
+
+
+def _write_direct(descriptor: int, offset: int, data: memoryview) -> int:
+    """Write whole pages; returns how much was taken: nothing where direct I/O is refused, or what
+    remains is not aligned.
+    """
+    done = 0
+    try:
+        while done < len(data) and not done % ALIGNMENT_BYTES:
+            done += write_once(descriptor, offset + done, data[done:])
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return done
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:

@@ -46,7 +46,7 @@ from holdfast.interop.directories import read_directory, recognize
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.writing.chosen_leaves import LeafReader
-from holdfast.interop.writing.export import WORKERS, Progress
+from holdfast.interop.writing.export import WORKERS, Progress, window_bytes
 from holdfast.interop.writing.planned_files import (
     KnownBytes,
     LeafBytes,
@@ -253,7 +253,7 @@ class ImportReport:
 
 
 def import_all(
-    plans: Sequence[ImportPlan], root: Store, progress: Progress, window_bytes: int
+    plans: Sequence[ImportPlan], root: Store, progress: Progress, memory_bytes: int
 ) -> ImportReport:
     """Make checkpoints of all ``plans``, in order of their steps, under the root's lock.
 
@@ -274,7 +274,7 @@ def import_all(
                 continue
             _refuse_order(root, found, plan)
             importing = _Import(plan, root, record.run_id, found, report, progress, total)
-            report.imported.append(importing.run(window_bytes))
+            report.imported.append(importing.run(memory_bytes))
     return report
 
 
@@ -328,9 +328,10 @@ class _Import:
         self._note = _ImportNote(root, copy_note_path(self.generation, plan.attempt))
         self._reader = LeafReader(plan.source.checkpoint, plan.source.saved.leaves)
 
-    def run(self, window_bytes: int) -> Generation:
+    def run(self, memory_bytes: int) -> Generation:
         """Write all images, then publish; returns the generation."""
-        refs = tuple(self._image(rank, window_bytes) for rank in range(self._plan.world))
+        size = window_bytes(memory_bytes, self._reader.is_plain)
+        refs = tuple(self._image(rank, size) for rank in range(self._plan.world))
         self._plan.source.files.require_unchanged()
         commit.record_incarnation(self._root, self._incarnation)
         commit.write_layout(self._root, self._plan.layout.hash, self._plan.layout.to_json())
@@ -357,7 +358,7 @@ class _Import:
             created_s=time.time(),
         )
 
-    def _image(self, rank: int, window_bytes: int) -> ImageRef:
+    def _image(self, rank: int, size: int) -> ImageRef:
         image, file = self._plan.image(rank, self._id, self._incarnation.run_id)
         known = self._note.find(file.path)
         if known is not None and self._is_good(known, image):
@@ -368,7 +369,7 @@ class _Import:
         writing = _ImageWriting(image, file, self._reader, self._count)
         sink = self._root.create(file.path, image.size_bytes)
         try:
-            table = writing.run(sink, window_bytes)
+            table = writing.run(sink, size)
             sink.finish()
         except BaseException:
             sink.abort()
@@ -434,13 +435,13 @@ class _ImageWriting:
         self._lock = threading.Lock()
         self._thread = threading.local()
 
-    def run(self, sink: ImageSink, window_bytes: int) -> bytes:
+    def run(self, sink: ImageSink, size: int) -> bytes:
         """Write everything; returns the block table."""
         image = self._image
         sink.write(0, memoryview(image.header))
-        windows = list(self._windows(window_bytes))
+        windows = list(self._windows(size))
         in_parallel(
-            lambda window: self._write(sink, *window, window_bytes),
+            lambda window: self._write(sink, *window, size),
             windows,
             threads=max(1, min(WORKERS, len(windows))),
             name="holdfast-import",
@@ -450,13 +451,13 @@ class _ImageWriting:
         sink.write(image.data_start + image.table_offset, memoryview(table))
         return table
 
-    def _windows(self, window_bytes: int) -> Iterator[tuple[int, int]]:
-        for start in range(0, self._image.table_offset, window_bytes):
-            yield start, min(start + window_bytes, self._image.table_offset)
+    def _windows(self, size: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, self._image.table_offset, size):
+            yield start, min(start + size, self._image.table_offset)
 
-    def _write(self, sink: ImageSink, start: int, stop: int, window_bytes: int) -> int:
+    def _write(self, sink: ImageSink, start: int, stop: int, size: int) -> int:
         if not hasattr(self._thread, "memory"):
-            self._thread.memory = memoryview(aligned_memory(window_bytes))
+            self._thread.memory = memoryview(aligned_memory(size))
         memory = self._thread.memory[: stop - start]
         at = self._image.data_start + start
         fill_window(self._file, at, memory, self._reader.fill)
