@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,10 @@ def measure(width: int, pairs: int, bytes_s: float, root: str, directory: Path) 
         return time.perf_counter() - began_s
 
     beside, alone, ratios, drains_s = list[float](), list[float](), list[float](), list[float]()
+    keepers_s = list[float]()
+    root_of_run = root or str(directory / "root")
     checkpointer = holdfast.Checkpointer(
-        root or directory / "root",
+        root_of_run,
         {"model": model, "optimizer": optimizer},
         memory=None,
         storage=None,
@@ -70,9 +73,11 @@ def measure(width: int, pairs: int, bytes_s: float, root: str, directory: Path) 
             step()  # the fence holds this one, not the drain
             handle.wait_cached(120)
             began_s, here = time.perf_counter(), list[float]()
+            used_s = keeper_s(root_of_run)
             while handle.state != "durable":
                 here.append(step())
             drains_s.append(time.perf_counter() - began_s)
+            keepers_s.append(keeper_s(root_of_run) - used_s)
             time.sleep(0.2)  # what was replaced is removed
             there = there or [step() for _ in here]
             steps = len(here)
@@ -84,19 +89,45 @@ def measure(width: int, pairs: int, bytes_s: float, root: str, directory: Path) 
         "state_bytes": state_bytes,
         "limit_bytes_s": bytes_s,
         "drain_bytes_s": round(state_bytes / statistics.median(drains_s)),
+        "keeper_s": series.summary(keepers_s),
         "beside_s": series.summary(beside),
         "alone_s": series.summary(alone),
         "ratio": series.summary(ratios),
     }
 
 
+def keeper_s(root: str) -> float:
+    """The processor seconds that the keeper of this root has used."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdecimal() and is_keeper_of(root, (entry / "cmdline").read_bytes()):
+                ticks += sum(
+                    map(int, (entry / "stat").read_text().rpartition(")")[2].split()[11:13])
+                )
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def is_keeper_of(root: str, command: bytes) -> bool:
+    """True for the command line of a keeper of this root."""
+    return b"holdfast.keeper" in command and root.encode() in command.split(b"\0")
+
+
 def shown(found: Sequence[dict[str, Any]]) -> str:
     """The table."""
-    head = ["limit, MB/s", "drained, MB/s", "step alone, s", "step beside, s", "ratio of a pair"]
+    head = [
+        "limit, MB/s",
+        "drained, MB/s",
+        "of a core",
+        "step alone, s",
+        "step beside, s",
+        "ratio of a pair",
+    ]
     rows = [
         [
             f"{one['limit_bytes_s'] / 1e6:.0f}" if one["limit_bytes_s"] else "none",
             f"{one['drain_bytes_s'] / 1e6:.0f}",
+            f"{one['keeper_s']['median'] * one['drain_bytes_s'] / one['state_bytes']:.0%}",
             markdown.spread(one["alone_s"]),
             markdown.spread(one["beside_s"]),
             markdown.spread(one["ratio"]),
