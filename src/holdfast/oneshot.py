@@ -347,7 +347,7 @@ def load(
     request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
-    store = open_source(path, format, lambda: group_names(sort_objects(state)))
+    store = open_source(path, format, lambda: group_names(sort_objects(state)), step)
     world = current_world(timeout_s=timeout_s)
     sources = StoredSources(store, world.rank)
     try:
@@ -381,4 +381,5 @@ def open(
     run's. While it is open it is not pruned, for a day at most, if this process can write a lease
     below ``path``.
     """
-    return CheckpointReader(open_source(path, format), wanted_step(step))
+    step = wanted_step(step)
+    return CheckpointReader(open_source(path, format, step=step), step)

@@ -166,7 +166,7 @@ class _Fitting:
             return f"torch.{value.name}"
         if isinstance(value, NumpyArray):
             self._spend(value.data)
-            return _array(value, where)
+            return array_of(value, where)
         if isinstance(value, (set, frozenset)):
             self._nodes -= len(value)
             for item in value:
@@ -256,7 +256,8 @@ def _is_text(value: str) -> bool:
 _DTYPE = re.compile(r"[<>|=]?[biufcSU][0-9]{1,4}")
 
 
-def _array(value: NumpyArray, where: str) -> Any:
+def array_of(value: NumpyArray, where: str) -> Any:
+    """The array or scalar of numpy that a record stands for; Unfit for what is none."""
     import numpy as np
 
     try:
