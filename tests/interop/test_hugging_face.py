@@ -48,7 +48,7 @@ class Gpt2(nn.Module):
             ("mlp", "c_fc", (4, 16)),
             ("mlp", "c_proj", (16, 4)),
         ):
-            block[part].add_module(name, _turned(*size))  # type: ignore[misc]
+            block[part].add_module(name, _turned(*size))
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(12, 4),

@@ -16,12 +16,13 @@ from holdfast.interop.hugging_face import (
     weight_files,
 )
 from holdfast.interop.lightning import META, read_lightning_directory, read_lightning_file
+from holdfast.interop.megatron import COMMON, CONFIG, is_torch_dist, read_torch_dist
 from holdfast.interop.random_states import is_random_states
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.state_files import Gathered, checkpoint_of, state_in, step_of
 
 #: The formats that can be named by ``format=``.
-FORMATS = ("dcp", "safetensors", "torch", "lightning", "trainer", "accelerate")
+FORMATS = ("dcp", "safetensors", "torch", "lightning", "trainer", "accelerate", "megatron")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -33,6 +34,8 @@ def recognize(files: SourceFiles) -> str | None:
     names = files.names()
     there = set(names)
     _refuse_unread(names)
+    if is_torch_dist(there):
+        return "megatron"
     if METADATA in there:
         return "lightning" if META in there else "dcp"
     if any(name.endswith(SUFFIX) and "/" not in name for name in names):
@@ -65,10 +68,15 @@ def _refuse_unread(names: list[str]) -> None:
         raise UsageError("DeepSpeed ZeRO directories can't be read yet")
     if any(name == "fp32.pt" for name in last):
         raise UsageError("DeepSpeed universal checkpoints can't be read yet")
-    if "metadata.json" in names and ("common.pt" in names or METADATA in names):
-        raise UsageError("Megatron-Core torch_dist directories can't be read yet")
+    if CONFIG in names and COMMON in names and METADATA not in names:
+        raise UsageError(
+            f"this directory of Megatron-Core has no {METADATA}: the save was not finished"
+        )
     if any(name in ("model_optim_rng.pt", "distrib_optim.pt") for name in last):
-        raise UsageError("Megatron-LM mp_rank directories can't be read yet")
+        raise UsageError(
+            "Megatron-LM mp_rank directories can't be read yet: convert it to torch_dist with "
+            "Megatron's own tools (--ckpt-convert-format torch_dist)"
+        )
     if any(name.endswith(".metadata") and "_" in name for name in last if name != METADATA):
         raise UsageError("DCP checkpoints saved without collectives can't be read yet")
 
@@ -110,4 +118,5 @@ _READERS: dict[str, Callable[[SourceFiles, Orders], ForeignCheckpoint]] = {
     "lightning": _read_lightning,
     "trainer": read_trainer,
     "accelerate": read_accelerate,
+    "megatron": read_torch_dist,
 }
