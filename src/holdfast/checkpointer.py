@@ -263,7 +263,7 @@ class Checkpointer:
                 restored = restore_stored(
                     self.world,
                     self.state,
-                    open_source(start_from, orders=partial(names_in_groups, self.state)),
+                    open_source(start_from, None, partial(names_in_groups, self.state), None),
                     request,
                     timeout_s=self.timeout_s,
                     incarnation=self.incarnation,

@@ -380,7 +380,7 @@ def load(
     request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
-    store = open_source(path, format, partial(names_in_groups, state))
+    store = open_source(path, format, partial(names_in_groups, state), step)
     world = current_world(timeout_s=timeout_s)
     try:
         return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
@@ -400,4 +400,5 @@ def open(
     run's. While it is open it is not pruned, for a day at most, if this process can write a lease
     below ``path``.
     """
-    return CheckpointReader(open_source(path, format), wanted_step(step))
+    step = wanted_step(step)
+    return CheckpointReader(open_source(path, format, step=step), step)

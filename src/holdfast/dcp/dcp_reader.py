@@ -84,7 +84,7 @@ class Reader(StorageReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """See torch: what DCP would have written, from the manifest, the layout and the values."""
         self._close()
-        reader = self._reader = CheckpointReader(open_source(self.root), self.step)
+        reader = self._reader = CheckpointReader(open_source(self.root, step=self.step), self.step)
         stored = self._stored = StoredDict(reader)
         described = _DescribedItems(stored, reader)
         paths = {name: path for name, (path, _) in stored.items.items()}

@@ -144,6 +144,7 @@ class _Fitting:
         kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         unknown: list[_Unknown] = []
         for key, item in value.items():
+            key = _plain_key(key)
             self._spend(key)
             try:
                 kept[key] = self._fit(item, f"{where}.{key}", depth + 1)
@@ -166,7 +167,7 @@ class _Fitting:
             return f"torch.{value.name}"
         if isinstance(value, NumpyArray):
             self._spend(value.data)
-            return _array(value, where)
+            return array_of(value, where)
         if isinstance(value, (set, frozenset)):
             self._nodes -= len(value)
             for item in value:
@@ -181,6 +182,13 @@ class _Fitting:
             self._bytes -= len(value)
             if self._bytes < 0:
                 raise Unfit(f"the values have more than {MAX_VALUE_BYTES} bytes")
+
+
+def _plain_key(key: Any) -> Any:
+    """The key of a dictionary, with the names of dtypes in place of these."""
+    if isinstance(key, TorchDtype):
+        return f"torch.{key.name}"
+    return tuple(map(_plain_key, key)) if type(key) is tuple else key
 
 
 def _take(key: str, value: Any, found: Arranged, orders: Orders) -> None:
@@ -256,7 +264,8 @@ def _is_text(value: str) -> bool:
 _DTYPE = re.compile(r"[<>|=]?[biufcSU][0-9]{1,4}")
 
 
-def _array(value: NumpyArray, where: str) -> Any:
+def array_of(value: NumpyArray, where: str) -> Any:
+    """The array or scalar of numpy that a record stands for; Unfit for what is none."""
     import numpy as np
 
     try:

@@ -40,7 +40,31 @@ class _Item:
 
 def read_dcp(files: SourceFiles, prefix: str, step: int, orders: Orders) -> ForeignCheckpoint:
     """Read a directory of DCP below ``prefix`` ("" or one that ends with "/")."""
-    return _DcpDirectory(files, prefix).read(step, orders)
+    tree = read_dcp_tree(files, prefix)
+    found = arrange(tree.entries, orders, files.where(prefix + METADATA))
+    return ForeignCheckpoint(
+        "dcp",
+        step,
+        found.leaves,
+        found.values,
+        found.aliases,
+        tuple(tree.notes + found.notes),
+        tree.world,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTree:
+    """The state dict in a directory of DCP, with leaves in place of tensors."""
+
+    entries: dict[str, Any]
+    notes: list[str]
+    world: int
+
+
+def read_dcp_tree(files: SourceFiles, prefix: str, *, is_nested: bool = True) -> DcpTree:
+    """What a directory of DCP holds. ``is_nested``: as it was before it was flattened."""
+    return _DcpDirectory(files, prefix).read(is_nested)
 
 
 class _DcpDirectory:
@@ -52,7 +76,7 @@ class _DcpDirectory:
         #: The number of the image of each rank that has files.
         self._images: dict[int, int] = {}
 
-    def read(self, step: int, orders: Orders) -> ForeignCheckpoint:
+    def read(self, is_nested: bool) -> DcpTree:
         fields = self._metadata()
         described = self._dictionary(fields, "state_dict_metadata")
         paths = fields.get("planner_data")
@@ -69,19 +93,11 @@ class _DcpDirectory:
             except UsageError as error:
                 raise self._error(f"{name!r:.200}: {error}") from None
         try:
-            tree = _nested(entries, paths if isinstance(paths, dict) else {})
+            known = paths if isinstance(paths, dict) else {}
+            tree = _nested(entries, known) if is_nested else entries
         except _PathTaken as error:
             raise self._error(str(error)) from None
-        found = arrange(tree, orders, self._where)
-        return ForeignCheckpoint(
-            "dcp",
-            step,
-            found.leaves,
-            found.values,
-            found.aliases,
-            tuple(self._notes + found.notes),
-            max(1, len(self._images)),
-        )
+        return DcpTree(tree, self._notes, max(1, len(self._images)))
 
     def _error(self, why: str, offset: int = 0) -> ForeignFormatError:
         text = f"{self._where}: {why}"

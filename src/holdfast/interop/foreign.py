@@ -67,6 +67,7 @@ class ForeignCheckpoint:
     """All that a reader found. ``values``: as ``format.values`` encodes them, by key of the state.
 
     ``notes``: what is there and cannot be read, in words. ``world``: the number of images.
+    ``own``: the values that differ between ranks, of each; none where there are none.
     """
 
     format: str
@@ -76,6 +77,7 @@ class ForeignCheckpoint:
     aliases: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     world: int = 1
+    own: tuple[Mapping[str, Any], ...] = ()
 
     def layout(self, where: str) -> Layout:
         """The layout that the boxes make; ForeignFormatError when two of them overlap."""

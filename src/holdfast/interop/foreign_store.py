@@ -68,15 +68,21 @@ class ForeignStore:
 
     has_block_sums = False
 
-    def __init__(self, files: SourceFiles, found: ForeignCheckpoint) -> None:
+    def __init__(
+        self, files: SourceFiles, found: ForeignCheckpoint, *, run_id: str | None = None
+    ) -> None:
         self._files, self.found = files, found
         where = str(files.path)
         self.layout: Layout = found.layout(where)
         shared = dict(found.values)
-        self._values = msgspec.json.encode(
-            {"shared": shared, "own": {}, "aliases": dict(found.aliases)}
-        )
-        self._run_id = xxhash.xxh3_64_hexdigest(self.layout.to_json() + self._values)[:12]
+        self._values = [
+            msgspec.json.encode(
+                {"shared": shared, "own": dict(own), "aliases": dict(found.aliases)}
+            )
+            for own in found.own or ({},)
+        ]
+        said = self.layout.to_json() + b"".join(self._values)
+        self._run_id = run_id or xxhash.xxh3_64_hexdigest(said)[:12]
         self._generation = Generation(_INCARNATION, found.step)
         self._images: dict[int, list[_Segment]] = {}
         self._lock = threading.Lock()
@@ -99,7 +105,7 @@ class ForeignStore:
 
     def _manifest(self, shared: dict[str, Any]) -> Manifest:
         found, attempt = self.found, found_attempt(self.found.format)
-        is_short = len(self._values) <= _SHOWN_BYTES
+        is_short = len(self._values[0]) <= _SHOWN_BYTES
         id_ = AttemptId(_INCARNATION, found.step, attempt, found.world, self.layout.hash)
         refs = []
         for rank in range(found.world):
@@ -135,8 +141,8 @@ class ForeignStore:
         return max(map(self._files.changed_s, sorted(named)[:_DATED]), default=0.0)
 
     def _image(self, rank: int, id_: AttemptId) -> Image:
-        plan = plan_rank(self.layout, rank)
-        image = fill_in(plan, id_.image_metadata(self._run_id, rank), len(self._values))
+        plan, values = plan_rank(self.layout, rank), self._values[min(rank, len(self._values) - 1)]
+        image = fill_in(plan, id_.image_metadata(self._run_id, rank), len(values))
         segments = [_Segment(0, image.data_start, image.header)]
         for entry in plan.entries:
             name, dtype, part = self._boxes[rank, entry.name]
@@ -145,8 +151,8 @@ class ForeignStore:
                 _Segment(start, start + entry.size_bytes, b"", name, dtype, part.box, part.extent)
             )
         at = image.data_start + image.values_offset
-        segments.append(_Segment(at, at + len(self._values), self._values))
-        segments.append(_Segment(at + len(self._values), image.size_bytes))
+        segments.append(_Segment(at, at + len(values), values))
+        segments.append(_Segment(at + len(values), image.size_bytes))
         self._images[rank] = [one for one in segments if one.start < one.stop]
         return image
 
@@ -175,6 +181,10 @@ class ForeignStore:
     def require_unchanged(self) -> None:
         """Raise ForeignFormatError when a file that was read is another one by now."""
         self._files.require_unchanged()
+
+    def names(self) -> list[str]:
+        """The names of all that is shown."""
+        return [*self._documents, *self._sizes]
 
     def identity(self) -> str:
         """See ``Store``."""
@@ -289,8 +299,7 @@ class ForeignStore:
     def list(self, prefix: str) -> list[str]:
         """See ``Store``."""
         begin = f"{prefix.rstrip('/')}/" if prefix else ""
-        names = [*self._documents, *self._sizes]
-        below = (name.removeprefix(begin) for name in names if name.startswith(begin))
+        below = (name.removeprefix(begin) for name in self.names() if name.startswith(begin))
         return sorted({name.partition("/")[0] for name in below})
 
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:

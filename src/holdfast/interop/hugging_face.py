@@ -35,7 +35,7 @@ def state_dict(
 
     Tied tensors are one tensor under several names. Raises NotFound where there is no such model.
     """
-    with CheckpointReader(open_source(root, format), step) as opened:
+    with CheckpointReader(open_source(root, format, step=step), step) as opened:
         saved = saved_state(opened.checkpoint)
         if rules is not None:
             saved = map_state(saved, rules, opened.checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ from holdfast.storage.open import is_bucket, normal_root, open_store
 if TYPE_CHECKING:
     from holdfast.interop.arrange import Orders
 
+#: In place of a step: all that there are.
+EVERY = "every"
 _SHOWN = 5
 
 
@@ -24,11 +27,13 @@ def open_source(
     root: str | os.PathLike[str],
     format_: str | None = None,
     orders: Callable[[], Orders] | None = None,
+    step: int | str | None = EVERY,
 ) -> Store:
     """The store of a root; of anything else that is known, one that shows it as a root.
 
     ``format_``: the format to read, where content does not tell it. ``orders``: the names of the
-    parameters of the optimizers that are to be filled, as in ``arrange``. Raises
+    parameters of the optimizers that are to be filled, as in ``arrange``. ``step``: of checkpoints
+    of several steps below one directory, the one to show alone, None for the last. Raises
     ForeignFormatError for files that can't be what they should be, UsageError for a kind that can't
     be read yet.
     """
@@ -43,13 +48,25 @@ def open_source(
     if not path.exists():
         return open_store(root)
     # Imported here, because it loads numpy: commands on roots of ours must be fast.
-    from holdfast.interop.directories import read_directory
+    from holdfast.interop.directories import read_directory, recognize
     from holdfast.interop.foreign_store import ForeignStore
+    from holdfast.interop.steps import ForeignSteps, choose_step, find_steps
 
-    files = SourceFiles(path)
+    files, place = SourceFiles(path), None
+    if format_ is None and path.is_dir() and recognize(files) is None:
+        places, notes = find_steps(path)
+        if not places:
+            return open_store(root)
+        if step is EVERY:
+            _warn(tuple(notes), where)
+            return ForeignSteps(path, places, notes)
+        place = choose_step(path, places, step)
+        files = SourceFiles(path / place.name)
     found = read_directory(files, format_, orders() if orders else None)
     if found is None:
         return open_store(root)
+    if place is not None:
+        found = replace(found, step=place.step)  # as it was asked for
     _warn(found.notes, where)
     return ForeignStore(files, found)
 

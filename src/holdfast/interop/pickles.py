@@ -21,6 +21,7 @@ from holdfast.interop.records import (
     GlobalName,
     Opaque,
     Record,
+    TorchDtype,
     as_key,
     build,
     call,
@@ -72,7 +73,7 @@ def interpret(
 
 
 _NOTHING = object()
-_KEYS = frozenset({str, int, float, bool, bytes, type(None)})
+_KEYS = frozenset({str, int, float, bool, bytes, type(None), TorchDtype})
 
 
 class _Machine:

@@ -1,0 +1,142 @@
+"""Reads the files of a state, and makes a checkpoint of what several of them hold together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holdfast.errors import ForeignFormatError
+from holdfast.interop.arrange import MODEL, Orders, arrange, is_module
+from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
+from holdfast.interop.records import Opaque
+from holdfast.interop.source_files import SourceFiles, refuse_hollow
+from holdfast.interop.torch_files import Tree, open_torch_file
+
+_STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,15})")
+#: How Lightning names the step in the names of its files, before what makes a name unlike others.
+_NAMED_STEP = re.compile(r"(?:.*[^a-z])?step=([0-9]{1,15})(?:[^0-9].*)?")
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a directory, as in ``step-100``; 0 when there is none."""
+    step = named_step(name)
+    return 0 if step is None else step
+
+
+def named_step(name: str) -> int | None:
+    """The step in the name of a directory or file; None when there is none."""
+    stem = name.partition(".")[0]
+    matched = _NAMED_STEP.fullmatch(stem) or _STEP.fullmatch(stem)
+    return int(matched[1]) if matched else None
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What the files of a checkpoint hold, by key of the state.
+
+    ``own``: the values that each rank has of its own. ``world``: how many images the parts of the
+    leaves name.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    own: list[Mapping[str, Any]] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    world: int = 1
+
+
+def checkpoint_of(
+    format_: str, files: SourceFiles, step: int, gathered: Gathered, orders: Orders
+) -> ForeignCheckpoint:
+    """Arrange what was gathered. Where ranks have values of their own, there are as many images."""
+    found = arrange(gathered.tree, orders, str(files.path))
+    leaves: Mapping[str, ForeignLeaf] = found.leaves
+    world = gathered.world
+    if gathered.own:
+        world = len(gathered.own)
+        leaves = {name: _among(leaf, world) for name, leaf in leaves.items()}
+    aliases = {
+        name: there
+        for name, there in gathered.aliases.items()
+        if there in leaves and name not in leaves
+    }
+    return ForeignCheckpoint(
+        format_,
+        step,
+        leaves,
+        found.values,
+        found.aliases | aliases,
+        (*gathered.notes, *found.notes),
+        world,
+        tuple(gathered.own),
+    )
+
+
+def _among(leaf: ForeignLeaf, world: int) -> ForeignLeaf:
+    """The leaf with its parts shown in the first ``world`` images."""
+    parts = tuple(replace(part, rank=part.rank % world) for part in leaf.parts)
+    return replace(leaf, parts=parts)
+
+
+def value_in(files: SourceFiles, name: str) -> Any:
+    """What a ``torch.save`` file holds, with leaves in place of tensors."""
+    return Tree(open_torch_file(files, name)).value()
+
+
+def document_in(files: SourceFiles, name: str, what: str) -> dict[str, Any]:
+    """The object in a JSON file; ``what``: what it should be, for the error."""
+    where = files.where(name)
+    try:
+        document = json.loads(refuse_hollow(files.read(name), where))
+        if not isinstance(document, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
+        raise ForeignFormatError(
+            f"{where} is no {what}: {error!s:.200}", path=where, offset=0
+        ) from None
+    return document
+
+
+def state_in(files: SourceFiles, name: str) -> dict[str, Any]:
+    """The state in a file: a dictionary, in which a state dict alone is the model."""
+    value = value_in(files, name)
+    where = files.where(name)
+    if isinstance(value, Opaque):
+        raise ForeignFormatError(
+            f"{where}, byte {value.offset} of its pickle: it holds {value.what}, an object that "
+            "needs code to be read, and no state",
+            path=where,
+            offset=value.offset,
+        )
+    if isinstance(value, ForeignLeaf):
+        return {"tensor": value}
+    if not isinstance(value, dict) or not all(type(key) is str for key in value):
+        raise ForeignFormatError(
+            f"{where} holds a {type(value).__name__} and no dictionary of a state",
+            path=where,
+            offset=0,
+        )
+    if is_module(value):
+        return {MODEL: value}
+    if {"state", "param_groups"} <= value.keys():
+        return {"optimizer": value}
+    return dict(value)
+
+
+def whole_bytes(files: SourceFiles, leaf: Any, limit: int) -> bytes | None:
+    """All bytes of a small tensor that lies in one run; None for anything else."""
+    if not isinstance(leaf, ForeignLeaf) or len(leaf.parts) != 1 or leaf.dtype != "U8":
+        return None
+    (part,) = leaf.parts
+    size = part.box.volume
+    if part.extent.strides is not None or part.extent.item_bytes is not None or size > limit:
+        return None
+    return files.read(part.extent.file, part.extent.offset, size)
+
+
+def sorted_ranks(names: Sequence[str], pattern: re.Pattern[str]) -> list[tuple[int, str]]:
+    """(rank, name) of the files whose name has a number by ``pattern``, by rank."""
+    return sorted((int(found[1]), name) for name in names if (found := pattern.fullmatch(name)))

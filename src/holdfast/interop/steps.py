@@ -1,0 +1,200 @@
+"""Shows the checkpoints of several steps below one directory as one root.
+
+So do the Trainer (``checkpoint-500``), Lightning (``epoch=1-step=20.ckpt``), Accelerate, torchtitan
+and Megatron keep them. The newest is the one with the highest step, or the one that a file of the
+directory names as the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from holdfast.errors import HoldfastError, NotFound, StorageError, UsageError
+from holdfast.interop.directories import read_directory, recognize
+from holdfast.interop.foreign_store import ForeignStore
+from holdfast.interop.source_files import SourceFiles
+from holdfast.interop.state_files import named_step
+from holdfast.storage.base import ImageSink, Lock
+
+#: Files that are a checkpoint by themselves, when several lie in a directory.
+_FILES = (".ckpt",)
+#: The file in which Megatron names the last step.
+_LAST = "latest_checkpointed_iteration.txt"
+_MAX_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlace:
+    """The checkpoint of one step: its step, and its name in the directory."""
+
+    step: int
+    name: str
+
+
+def find_steps(path: Path) -> tuple[list[StepPlace], list[str]]:
+    """The steps below a directory in order, and notes about what has a step in its name and is no
+    checkpoint. Of two of one step, Lightning's ``last.ckpt`` gives way to the one that names it.
+    """
+    by_step: dict[int, str] = {}
+    notes: list[str] = []
+    try:
+        children = sorted(child for child in path.iterdir() if not child.name.startswith("."))
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be listed: {error.strerror}", operation="list", errno=error.errno
+        ) from error
+    for child in children:
+        step = named_step(child.name)
+        is_file = child.suffix in _FILES and child.is_file()
+        if step is None or not (is_file or child.is_dir()) or child.name.startswith("tmp-"):
+            continue
+        try:
+            format_ = recognize(SourceFiles(child))
+        except UsageError as error:
+            notes.append(f"{child} is left out: {error}")
+            continue
+        if format_ is None:
+            continue
+        if step in by_step:
+            notes.append(
+                f"{child} is left out: {by_step[step]} is of step {step} too; give the path of one"
+            )
+            continue
+        by_step[step] = child.name
+    return [StepPlace(step, name) for step, name in sorted(by_step.items())], notes
+
+
+def finished(path: Path, places: list[StepPlace]) -> tuple[list[StepPlace], list[str]]:
+    """The steps up to the one that is named as the last, and notes about those behind it."""
+    last = _last_named(path)
+    kept = [place for place in places if last is None or place.step <= last]
+    return kept or places, [
+        f"{path / place.name} is left out: {_LAST} names step {last} as the last"
+        for place in places
+        if kept and place not in kept
+    ]
+
+
+def choose_step(path: Path, places: list[StepPlace], step: int | str | None) -> StepPlace:
+    """The place of ``step``, None: of the last; NotFound lists those that there are."""
+    wanted = step
+    if step is None:
+        wanted = _last_named(path)
+        if wanted is None:
+            return places[-1]
+    by_step = {place.step: place for place in places}
+    number = int(str(wanted)) if str(wanted).isdecimal() and len(str(wanted)) < 20 else None
+    if number is not None and number in by_step:
+        return by_step[number]
+    there = ", ".join(f"{place.name} (step {place.step})" for place in places[-_MAX_SHOWN:])
+    why = (
+        f"{path / _LAST} names step {number}, which is not there"
+        if step is None
+        else (f"{path} has no step {step}")
+    )
+    raise NotFound(f"{why}; there are {there}", root=str(path), step=str(wanted))
+
+
+def _last_named(path: Path) -> int | None:
+    try:
+        text = (path / _LAST).read_bytes()[:64].decode(errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and len(text) < 16 else None
+
+
+class ForeignSteps:
+    """A read-only store of the checkpoints of several steps."""
+
+    has_block_sums = False
+
+    def __init__(self, path: Path, places: list[StepPlace], notes: list[str]) -> None:
+        self._path, self._run_id = path, xxhash.xxh3_64_hexdigest(str(path).encode())[:12]
+        places, unfinished = finished(path, places)
+        self._notes = [*notes, *unfinished]
+        self._stores: dict[str, ForeignStore] = {}
+        for place in places:
+            files = SourceFiles(path / place.name)
+            try:
+                found = read_directory(files, None, None)
+                if found is not None:
+                    found = replace(found, step=place.step)
+                    self._stores[place.name] = ForeignStore(files, found, run_id=self._run_id)
+            except HoldfastError as error:
+                self._notes.append(f"{files.path} is left out: {error}")
+        if not self._stores:
+            raise NotFound(f"{path}: {'; '.join(self._notes)}", root=str(path))
+        self._of = {name: store for store in self._stores.values() for name in store.names()}
+
+    @property
+    def url(self) -> str:
+        """The path of the directory."""
+        return str(self._path)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is there and is not read, in words."""
+        return (*self._notes, *(note for one in self._stores.values() for note in one.notes))
+
+    def identity(self) -> str:
+        """See ``Store``."""
+        return f"foreign {self._run_id}"
+
+    def data_faults(self) -> Iterator[str]:
+        """See ``ForeignStore``, of all steps."""
+        for store in self._stores.values():
+            yield from store.data_faults()
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        """See ``Store``."""
+        return self._store(path).read(path, offset_bytes, size_bytes)
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        """See ``Store``."""
+        self._store(path).read_into(path, offset_bytes, buffer, is_shared=is_shared)
+
+    def size_bytes(self, path: str) -> int:
+        """See ``Store``."""
+        return self._store(path).size_bytes(path)
+
+    def exists(self, path: str) -> bool:
+        """See ``Store``."""
+        return path in self._of
+
+    def list(self, prefix: str) -> list[str]:
+        """See ``Store``."""
+        return sorted({name for store in self._stores.values() for name in store.list(prefix)})
+
+    def _store(self, path: str) -> ForeignStore:
+        if path not in self._of:
+            raise NotFound(f"{self.url} shows no {path}", path=path)
+        return self._of[path]
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """Refused, as everything that writes."""
+        self._any().publish(path, data, replace=replace)
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        """Refused."""
+        return self._any().create(path, size_bytes, aside=aside)
+
+    def remove(self, path: str) -> None:
+        """Refused."""
+        self._any().remove(path)
+
+    def remove_tree(self, prefix: str) -> None:
+        """Refused."""
+        self._any().remove_tree(prefix)
+
+    def lock(self, name: str, owner: str) -> Lock:
+        """Refused."""
+        return self._any().lock(name, owner)
+
+    def _any(self) -> ForeignStore:
+        return next(iter(self._stores.values()))
