@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_module
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
+from holdfast.interop.deepspeed import find_tag, read_deepspeed
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
 from holdfast.interop.records import Opaque
 from holdfast.interop.safetensors_files import (
@@ -22,7 +23,7 @@ from holdfast.interop.source_files import SourceFiles, refuse_hollow
 from holdfast.interop.torch_files import Tree, open_torch_file
 
 #: The formats that can be named by ``format=``.
-FORMATS = ("dcp", "safetensors", "torch", "lightning", "trainer", "accelerate")
+FORMATS = ("dcp", "safetensors", "torch", "lightning", "trainer", "accelerate", "deepspeed")
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,15})")
 _INDEX = ".safetensors.index.json"
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -38,6 +39,8 @@ def recognize(files: SourceFiles) -> str | None:
     names = files.names()
     there = set(names)
     _refuse_unread(names)
+    if find_tag(files) is not None:
+        return "deepspeed"
     if METADATA in there:
         return "dcp"
     if any(name.endswith(SUFFIX) and "/" not in name for name in names):
@@ -66,10 +69,6 @@ def _of_file(name: str) -> str | None:
 
 def _refuse_unread(names: list[str]) -> None:
     last = [name.rpartition("/")[2] for name in names]
-    if any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in last):
-        raise UsageError("DeepSpeed ZeRO directories can't be read yet")
-    if any(name == "fp32.pt" for name in last):
-        raise UsageError("DeepSpeed universal checkpoints can't be read yet")
     if "metadata.json" in names and ("common.pt" in names or METADATA in names):
         raise UsageError("Megatron-Core torch_dist directories can't be read yet")
     if any(name in ("model_optim_rng.pt", "distrib_optim.pt") for name in last):
@@ -211,6 +210,17 @@ def _read_trainer(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     return _read_parts("trainer", files, step, {"trainer_state": trainer}, orders)
 
 
+def _read_deepspeed(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
+    tag = find_tag(files)
+    if tag is None:
+        raise UsageError(f"{files.path} has no checkpoint of DeepSpeed")
+    found = read_deepspeed(files, tag)
+    beside = (name for name in files.names() if tag and "/" not in name)
+    left = (name for name in beside if name.endswith((*_STATE_SUFFIXES, ".json")))
+    notes = (*found.notes, *(f"{files.where(name)} is not read" for name in left))
+    return _of_tree("deepspeed", files, found.step, found.tree, orders, found.world, notes)
+
+
 def _read_accelerate(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     return _read_parts("accelerate", files, step_of(files.path.name), {}, orders)
 
@@ -259,4 +269,5 @@ _READERS: dict[str, Callable[[SourceFiles, Orders], ForeignCheckpoint]] = {
     "lightning": _read_lightning,
     "trainer": _read_trainer,
     "accelerate": _read_accelerate,
+    "deepspeed": _read_deepspeed,
 }
