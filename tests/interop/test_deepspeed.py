@@ -12,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import ForeignFormatError, HoldfastError
+from support.runs.launch import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "deepspeed-0.19.8"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -68,6 +72,22 @@ def test_a_live_model_and_optimizer_take_parameters_moments_and_hyperparameters(
     for group, known in zip(optimizer.param_groups, values["groups"], strict=True):
         assert (group["lr"], group["weight_decay"]) == (known["lr"], known["weight_decay"])
         assert list(group["betas"]) == known["betas"]
+
+
+def _sharded(rank: int, world: int, source: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    model = Net()
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    holdfast.load(source, {"model": model})
+    expected = load_file(Path(source).parent / "expected.safetensors")
+    for name, one in model.named_parameters():
+        whole = one.full_tensor() if isinstance(one, DTensor) else one
+        assert torch.equal(whole, expected[f"model.{name}"])
+
+
+def test_two_ranks_of_fsdp_take_what_two_ranks_of_zero_wrote() -> None:
+    run_ranks(2, _sharded, str(GOLDEN / "zero1-fp32-2" / "checkpoint"))
 
 
 def copied(tmp_path: Path, case: str) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.errors import ForeignFormatError, UsageError
+from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
 from holdfast.geometry.box import ITEMSIZE, Box, flat_boxes
 from holdfast.interop.arrange import MODEL
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
@@ -95,7 +95,15 @@ class DeepSpeedState:
 
 def read_deepspeed(files: SourceFiles, tag: str) -> DeepSpeedState:
     """Read the checkpoint in the folder ``tag``."""
-    return _Checkpoint(files, tag).read()
+    try:
+        return _Checkpoint(files, tag).read()
+    except HoldfastError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        where = files.where(tag.rstrip("/"))
+        raise ForeignFormatError(
+            f"{where} is not in the form of DeepSpeed: {error!s:.200}", path=where, offset=0
+        ) from None
 
 
 class _Checkpoint:
@@ -289,7 +297,7 @@ class _Checkpoint:
     def _run(
         self,
         file: str,
-        ref: TensorRef,
+        ref: Any,
         begin: int,
         start: int,
         count: int,
@@ -382,7 +390,7 @@ class _Checkpoint:
                 ref = (state.get("frozen_param_fragments") or {}).get(name)
                 for _, begin, start, some in _third_cuts({name: shape}, rank, count):
                     boxes += self._run(file, ref, begin, start, some, shape, 0)
-                    dtype = ref.dtype
+                    dtype = getattr(ref, "dtype", "")
             model[name] = ForeignLeaf(dtype, shape, tuple(boxes))
         buffers = set(main.get("buffer_names") or ())
         for name in [n for n, leaf in model.items() if n not in buffers and _is_hollow(leaf)]:
