@@ -165,3 +165,14 @@ def test_a_universal_checkpoint_without_steps_is_said_to_have_none(tmp_path: Pat
     (root / "global_step3_universal" / "zero" / "optimizer_state.pt").unlink()
     with holdfast.open(root) as opened:
         assert not any(name.endswith(".step") for name in opened.leaves)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    "name", ["global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero/w/fp32.pt"]
+)
+def test_files_without_a_model_state_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ForeignFormatError, match=r"mp_rank_00_model_states\.pt: it is not there"):
+        holdfast.open(tmp_path)
