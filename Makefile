@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 RIVALS := .venv-rivals
 # Where the environments of libraries go that Holdfast has adapters for, one for each list.
 INTEGRATIONS := .venv-integrations
+# Where the environments of other checkpoint writers go, one for each list in tests/golden/foreign/.
+FOREIGN := .venv-foreign
+FOREIGN_LISTS := $(wildcard tests/golden/foreign/*.txt)
 # Where Triton goes for its interpreter, which runs kernels without a GPU.
 TRITON := .triton
 # Where atheris goes, which searches inputs that a parser does not expect, and for how many seconds.
@@ -130,6 +133,9 @@ bench-rivals: $(RIVALS)/.ready ## an environment with the rivals, for `make benc
 integrations: $(INTEGRATIONS)/transformers/.ready ## adapters inside the libraries they are for, killed and resumed (downloads 300 MB)
 	$(INTEGRATIONS)/transformers/bin/python -m pytest tests/integrations/test_transformers.py $(PYTEST_ARGS)
 
+.PHONY: foreign
+foreign: $(FOREIGN_LISTS:tests/golden/foreign/%.txt=$(FOREIGN)/%/.written) ## other writers, each in an environment of its own, write their golden checkpoints (downloads 200 MB each)
+
 clean: ## remove what was built and cached; the virtual environment stays
 	rm -rf build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
@@ -157,6 +163,21 @@ $(INTEGRATIONS)/%/.ready: tests/integrations/%.txt constraints.txt pyproject.tom
 		"$$(grep '^torch==' constraints.txt)"
 	$(PIP) --python $(INTEGRATIONS)/$*/bin/python install --quiet --constraint constraints.txt \
 		--requirement $< --editable '.[cloud,parity]' hypothesis packaging pytest pytest-timeout pytest-xdist "moto[server]" safetensors
+	@touch $@
+
+# The same torch, first. Each list has all that its writer brings, so nothing else is taken along.
+$(FOREIGN)/%/.ready: tests/golden/foreign/%.txt constraints.txt | $(READY)
+	$(BIN)/python -m venv --without-pip $(FOREIGN)/$*
+	$(PIP) --python $(FOREIGN)/$*/bin/python install --quiet --constraint constraints.txt \
+		"$$(grep '^torch==' constraints.txt)" numpy safetensors setuptools
+	$(PIP) --python $(FOREIGN)/$*/bin/python install --quiet --no-deps --ignore-requires-python \
+		--requirement $<
+	@touch $@
+
+.PRECIOUS: $(FOREIGN)/%/.ready
+# What is there stays as it is: golden checkpoints are written once.
+$(FOREIGN)/%/.written: $(FOREIGN)/%/.ready
+	$(FOREIGN)/$*/bin/python tests/golden/foreign/write.py $*
 	@touch $@
 
 $(AZURITE)/.ready:

@@ -238,8 +238,6 @@ def test_a_lightning_file_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed ZeRO"),
-        ("zero/w/fp32.pt", "DeepSpeed universal"),
         ("mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
+from holdfast.interop.deepspeed import find_tag, read_deepspeed
 from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.lightning import META, read_lightning_directory, read_lightning_file
 from holdfast.interop.megatron import COMMON, CONFIG, is_torch_dist, read_torch_dist
@@ -14,6 +15,7 @@ from holdfast.interop.random_states import is_random_states
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.state_files import Gathered, checkpoint_of, state_in, step_of
 from holdfast.interop.trainer_directories import (
+    STATE_SUFFIXES,
     TRAINER_STATE,
     read_accelerate,
     read_trainer,
@@ -22,7 +24,16 @@ from holdfast.interop.trainer_directories import (
 )
 
 #: The formats that can be named by ``format=``.
-FORMATS = ("dcp", "safetensors", "torch", "lightning", "trainer", "accelerate", "megatron")
+FORMATS = (
+    "dcp",
+    "safetensors",
+    "torch",
+    "lightning",
+    "trainer",
+    "accelerate",
+    "megatron",
+    "deepspeed",
+)
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -34,6 +45,8 @@ def recognize(files: SourceFiles) -> str | None:
     names = files.names()
     there = set(names)
     _refuse_unread(names)
+    if find_tag(files) is not None:
+        return "deepspeed"
     if is_torch_dist(there):
         return "megatron"
     if METADATA in there:
@@ -64,10 +77,6 @@ def _of_file(name: str) -> str | None:
 
 def _refuse_unread(names: list[str]) -> None:
     last = [name.rpartition("/")[2] for name in names]
-    if any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in last):
-        raise UsageError("DeepSpeed ZeRO directories can't be read yet")
-    if any(name == "fp32.pt" for name in last):
-        raise UsageError("DeepSpeed universal checkpoints can't be read yet")
     if CONFIG in names and COMMON in names and METADATA not in names:
         raise UsageError(
             f"this directory of Megatron-Core has no {METADATA}: the save was not finished"
@@ -111,6 +120,18 @@ def _read_lightning(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     return read_lightning_file(files, orders)
 
 
+def _read_deepspeed(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
+    tag = find_tag(files)
+    if tag is None:
+        raise UsageError(f"{files.path} has no checkpoint of DeepSpeed")
+    found = read_deepspeed(files, tag)
+    beside = (name for name in files.names() if tag and "/" not in name)
+    left = [name for name in beside if name.endswith((*STATE_SUFFIXES, ".json"))]
+    notes = [*found.notes, *(f"{files.where(name)} is not read" for name in left)]
+    gathered = Gathered(dict(found.tree), notes, world=found.world)
+    return checkpoint_of("deepspeed", files, found.step, gathered, orders)
+
+
 _READERS: dict[str, Callable[[SourceFiles, Orders], ForeignCheckpoint]] = {
     "dcp": _read_dcp,
     "safetensors": read_weights,
@@ -119,4 +140,5 @@ _READERS: dict[str, Callable[[SourceFiles, Orders], ForeignCheckpoint]] = {
     "trainer": read_trainer,
     "accelerate": read_accelerate,
     "megatron": read_torch_dist,
+    "deepspeed": _read_deepspeed,
 }

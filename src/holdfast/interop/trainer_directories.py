@@ -33,7 +33,7 @@ TRAINER_STATE = "trainer_state.json"
 INDEX = ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
 #: Files that hold state; those among them that are not read are noted.
-_STATE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", SUFFIX)
+STATE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", SUFFIX)
 #: The files of the Trainer and of Accelerate, and the keys of a state that they are; a second
 #: model of Accelerate's has a 1 in the names of its files.
 _PARTS = {
@@ -131,7 +131,7 @@ def _gather(files: SourceFiles) -> Gathered:
     gathered.notes += [
         f"{files.where(name)} is not read"
         for name in names
-        if name.endswith(_STATE_SUFFIXES) and name not in taken and not is_random_states(name)
+        if name.endswith(STATE_SUFFIXES) and name not in taken and not is_random_states(name)
     ]
     return gathered
 

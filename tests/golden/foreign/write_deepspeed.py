@@ -1,0 +1,195 @@
+"""Write small checkpoints by DeepSpeed on a CPU: ZeRO 0 to 3, and the universal form of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+from golden.foreign.kit import run_ranks, save_expected
+
+STEPS = 3
+MOMENTS = ("exp_avg", "exp_avg_sq")
+#: What a converter asks for: the names of parameters that are cut, or not, over tensor ranks.
+UNIVERSAL = {"universal_checkpoint_version": 0.4}
+
+
+class Net(nn.Module):
+    """Uneven sizes, a tied and a frozen parameter, buffers of two element types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 9)
+        self.norm = nn.LayerNorm(9)
+        self.frozen = nn.Linear(9, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("mean", torch.arange(3) / 8)
+        self.register_buffer("count", torch.tensor(5))
+        self.universal_checkpoint_info = dict(UNIVERSAL)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(torch.tanh(self.norm(self.up(self.embed(tokens)))))
+        found: torch.Tensor = self.head(hidden).float().square().mean()
+        return found
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    some = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    decay = [one for _, one in some if one.ndim > 1]
+    rest = [one for _, one in some if one.ndim <= 1]
+    return [
+        {"params": decay, "lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)},
+        {"params": rest, "lr": 0.02, "weight_decay": 0.0},
+    ]
+
+
+def config_of(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10},
+        },
+        "gradient_clipping": 1.0,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"]["initial_scale_power"] = 4
+    for key, value in more.items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+def engine_of(config: dict[str, Any], seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model))
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=copy.deepcopy(config))[0]
+
+
+def train(engine: Any, rank: int) -> None:
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        loss = engine(torch.randint(0, 11, (2, 5), generator=generator))
+        engine.backward(loss)
+        engine.step()
+
+
+def step_of(engine: Any) -> float:
+    state = engine.optimizer.optimizer.state if engine.zero_optimization_stage() else None
+    state = engine.optimizer.state if state is None else state
+    return float(next(iter(state.values()))["step"])
+
+
+def loaded(engine: Any, masters: bool) -> dict[str, torch.Tensor]:
+    """What an engine has after a load, by the names of leaves here."""
+    found: dict[str, torch.Tensor] = {}
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # as its next step would
+    step = torch.tensor(step_of(engine))
+    for name, one in engine.module.named_parameters():
+        if not one.requires_grad or not masters:
+            with deepspeed.zero.GatheredParameters([one]):
+                found[f"model.{name}"] = one.detach().clone()
+        if not one.requires_grad:
+            continue
+        if masters:
+            found[f"model.{name}"] = safe_get_full_fp32_param(one)
+        for kind in MOMENTS:
+            if masters:
+                found[f"optimizer.{name}.{kind}"] = safe_get_full_optimizer_state(one, kind)
+            else:
+                found[f"optimizer.{name}.{kind}"] = engine.optimizer.state[one][kind]
+        found[f"optimizer.{name}.step"] = step
+    found |= {f"model.{name}": one for name, one in engine.module.named_buffers()}
+    return found
+
+
+def values_of(engine: Any) -> dict[str, Any]:
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in engine.optimizer.param_groups
+    ]
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        "groups": groups,
+        "lr_scheduler": engine.lr_scheduler.state_dict(),
+        "global_steps": engine.global_steps,
+        "loss_scale": getattr(scaler, "cur_scale", None),
+    }
+
+
+def zero(rank: int, world: int, case: str, config: dict[str, Any]) -> None:
+    """One case: train, save, and load it into another engine."""
+    deepspeed.init_distributed("gloo")
+    accelerator = deepspeed.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # torch can, on a CPU
+    root = Path(case)
+    engine = engine_of(config, 1)
+    train(engine, rank)
+    engine.save_checkpoint(root / "checkpoint", client_state={"note": "x", "seen": [3, 4]})
+    other = engine_of(config, 2)
+    path, client = other.load_checkpoint(root / "checkpoint")
+    assert path is not None
+    stage = config["zero_optimization"]["stage"]
+    tensors = loaded(other, stage > 0 or "bf16" in config)
+    if rank == 0:
+        client = {key: client[key] for key in ("note", "seen")}
+        save_expected(root, tensors, {**values_of(other), "client": client})
+    dist.barrier()
+    if rank == 0:
+        for script in (root / "checkpoint").glob("*.py"):  # its converters, which it copies along
+            script.unlink()
+
+
+def universal(source: Path, case: Path) -> None:
+    """Convert a case by DeepSpeed's own script; what is expected is that of the case."""
+    tag = (source / "checkpoint" / "latest").read_text()
+    target = case / "checkpoint" / f"{tag}_universal"
+    target.parent.mkdir(parents=True)
+    arguments = ["", "--input_folder", str(source / "checkpoint" / tag), "--output_folder"]
+    sys.argv = [*arguments, str(target), "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    ds_to_universal.main(ds_to_universal.parse_arguments())
+    for name in ("expected.json", "expected.safetensors"):
+        (case / name).write_bytes((source / name).read_bytes())
+
+
+def main(out: Path) -> None:
+    cases = {
+        "zero0-fp32-2": (2, config_of(0, "fp32")),
+        "zero1-bf16-2": (2, config_of(1, "bf16")),
+        "zero1-fp32-2": (2, config_of(1, "fp32")),
+        "zero2-fp16-2": (2, config_of(2, "fp16")),
+        "zero3-bf16-2": (2, config_of(3, "bf16")),
+        "zero2-bf16-4": (4, config_of(2, "bf16")),
+        "zero3-fp16-4": (4, config_of(3, "fp16", zero_optimization={"sub_group_size": 100})),
+        "bf16-optimizer-2": (2, config_of(1, "bf16", data_types={"grad_accum_dtype": "fp32"})),
+    }
+    only = sys.argv[2:]
+    for name, (world, config) in cases.items():
+        if not only or name in only:
+            (out / name).mkdir()
+            run_ranks(world, zero, str(out / name), config)
+    for name in ("zero1-bf16-2", "zero2-fp16-2", "zero3-bf16-2"):
+        if (out / name).exists():
+            universal(out / name, out / f"universal-{name}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,178 @@
+"""DeepSpeed's checkpoints: every element as its own loader gives it, or refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import holdfast
+from holdfast.errors import ForeignFormatError, HoldfastError
+from support.runs.launch import run_ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "deepspeed-0.19.8"
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+
+
+def test_the_golden_checkpoints_are_those_that_were_written() -> None:
+    for line in (GOLDEN / "SHA256SUMS").read_text().splitlines():
+        known, name = line.split("  ")
+        assert hashlib.sha256((GOLDEN / name).read_bytes()).hexdigest() == known
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zero0")])
+def test_every_element_is_what_deepspeeds_own_loader_gives(case: str) -> None:
+    expected = load_file(GOLDEN / case / "expected.safetensors")
+    with holdfast.open(GOLDEN / case / "checkpoint") as opened:
+        assert set(opened.leaves) == set(expected)
+        for name, tensor in expected.items():
+            found = opened.read(name)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(11, 6), nn.Linear(6, 9)
+        self.norm, self.frozen = nn.LayerNorm(9), nn.Linear(9, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.tensor(0))
+
+
+@pytest.mark.parametrize("case", ["zero1-fp32-2", "zero0-fp32-2"])
+def test_a_live_model_and_optimizer_take_parameters_moments_and_hyperparameters(case: str) -> None:
+    model = Net()
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in model.parameters() if one.requires_grad and one.ndim > 1]},
+        {"params": [one for one in model.parameters() if one.requires_grad and one.ndim == 1]},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    state = {"model": model, "optimizer": optimizer, "note": ""}
+    holdfast.load(GOLDEN / case / "checkpoint", state)
+    expected = load_file(GOLDEN / case / "expected.safetensors")
+    values = json.loads((GOLDEN / case / "expected.json").read_text())
+    for name, one in model.named_parameters():
+        assert torch.equal(one, expected[f"model.{name}"])
+        for kind, item in optimizer.state.get(one, {}).items():
+            assert torch.equal(item, expected[f"optimizer.{name}.{kind}"])
+    assert len(optimizer.state) == 5 and state["note"] == "x"
+    for group, known in zip(optimizer.param_groups, values["groups"], strict=True):
+        assert (group["lr"], group["weight_decay"]) == (known["lr"], known["weight_decay"])
+        assert list(group["betas"]) == known["betas"]
+
+
+def _sharded(rank: int, world: int, source: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    model = Net()
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    holdfast.load(source, {"model": model})
+    expected = load_file(Path(source).parent / "expected.safetensors")
+    for name, one in model.named_parameters():
+        whole = one.full_tensor() if isinstance(one, DTensor) else one
+        assert torch.equal(whole, expected[f"model.{name}"])
+
+
+def test_two_ranks_of_fsdp_take_what_two_ranks_of_zero_wrote() -> None:
+    run_ranks(2, _sharded, str(GOLDEN / "zero1-fp32-2" / "checkpoint"))
+
+
+def copied(tmp_path: Path, case: str) -> Path:
+    return Path(shutil.copytree(GOLDEN / case / "checkpoint", tmp_path / case))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("case", "file"),
+    [
+        ("zero2-bf16-4", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"),
+        ("zero3-fp16-4", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("zero3-fp16-4", "zero_pp_rank_3_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_missing_file_of_a_rank_is_refused_by_name(tmp_path: Path, case: str, file: str) -> None:
+    root = copied(tmp_path, case)
+    (root / "global_step3" / file).unlink()
+    with pytest.raises(ForeignFormatError, match=rf"{file}: it is not there"):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_a_ranks_file_of_another_save_is_refused(tmp_path: Path) -> None:
+    root = copied(tmp_path, "zero1-fp32-2")
+    file = root / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    raw = file.read_bytes()
+    at = raw.index(b"\x00\x00@@")  # the step, 3.0
+    file.write_bytes(raw[:at] + b"\x00\x00\x80@" + raw[at + 4 :])
+    with pytest.raises(HoldfastError, match="two saves are mixed"):
+        holdfast.open(root)
+
+
+def test_latest_that_names_an_absent_tag_and_several_tags_without_it_are_refused(
+    tmp_path: Path,
+) -> None:
+    root = copied(tmp_path, "zero1-fp32-2")
+    (root / "latest").write_text("global_step9")
+    with pytest.raises(holdfast.UsageError, match=r"latest names 'global_step9'.*global_step3"):
+        holdfast.open(root)
+    (root / "latest").unlink()
+    shutil.copytree(root / "global_step3", root / "global_step2")
+    with pytest.raises(holdfast.UsageError, match="global_step2, global_step3: give the path"):
+        holdfast.open(root)
+    with holdfast.open(root / "global_step3") as opened:
+        assert "model.up.weight" in opened.leaves
+
+
+def test_one_file_of_a_checkpoint_is_refused_with_what_to_give() -> None:
+    file = GOLDEN / "zero1-fp32-2/checkpoint/global_step3/mp_rank_00_model_states.pt"
+    with pytest.raises(holdfast.UsageError, match="give its directory"):
+        holdfast.open(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert files"),
+        ("layer_00-model_00-model_states.pt", "pipelines"),
+        ("mp_rank_01_model_states.pt", "several model-parallel ranks"),
+    ],
+)
+def test_experts_pipelines_and_tensor_parallel_ranks_are_refused_by_name(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    root = copied(tmp_path, "zero1-fp32-2")
+    (root / "global_step3" / name).write_bytes(b"")
+    with pytest.raises(holdfast.UsageError, match=words):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_a_universal_checkpoint_without_steps_is_said_to_have_none(tmp_path: Path) -> None:
+    root = copied(tmp_path, "universal-zero3-bf16-2")
+    (root / "global_step3_universal" / "zero" / "optimizer_state.pt").unlink()
+    with holdfast.open(root) as opened:
+        assert not any(name.endswith(".step") for name in opened.leaves)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    "name", ["global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero/w/fp32.pt"]
+)
+def test_files_without_a_model_state_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ForeignFormatError, match=r"mp_rank_00_model_states\.pt: it is not there"):
+        holdfast.open(tmp_path)
