@@ -16,6 +16,7 @@ from holdfast.errors import AlreadyPublished, RootBusy, StorageError, UsageError
 from holdfast.storage import open as roots
 from holdfast.storage import tokens
 from holdfast.storage.azure_account import account
+from holdfast.storage.base import heads
 from holdfast.storage.bucket import Bucket, Outcome
 from holdfast.storage.google import GoogleBucket
 from holdfast.storage.objects import ObjectStore
@@ -319,6 +320,23 @@ def test_a_lock_is_held_by_one_and_taken_over_by_its_tag(store: ObjectStore, clo
 
 
 # Names, errors, credentials.
+
+
+def test_a_list_has_a_tag_for_each_object_that_another_content_changes(store: ObjectStore) -> None:
+    for name in ("1-1.json", "1-2.json", "12-1.json"):
+        store.publish(f"manifests/{name}", b"one")
+    before = store.tags("manifests")
+    assert [*before] == store.list("manifests") and all(before.values())
+    store.publish("manifests/1-2.json", b"two", replace=True)
+    after = store.tags("manifests")
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"1-2.json"} and before.keys() == after.keys()
+    assert list(store.tag_pages("manifests")) == [after]
+    assert heads(store, "manifests", "-") == ["1", "12"]
+    assert store.recall("index", 100) == b""
+    store.note("index", b"advice")
+    assert store.recall("index", 100) == b"advice" and store.list("") == ["manifests"]
+    assert store.recall("index", 5) == b""
 
 
 def test_names_with_special_letters_are_listed_as_they_are(store: ObjectStore) -> None:
