@@ -10,6 +10,7 @@ and one declared to be a part without any, shows none of these.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -161,7 +162,9 @@ def _shape(shape: Any) -> str:
 #: The search's limits: depth, items in all, and items of one container.
 _DEEPEST, _MOST, _MOST_IN_ONE = 5, 1000, 100
 _NOTHING_INSIDE = (nn.Module, torch.Tensor, LRScheduler, type)
-_LEAVES = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter})
+_LEAVES = frozenset(
+    {int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter, OrderedDict}
+)
 _PLAIN_KEYS = frozenset({int, float, bool, str, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 #: Attributes of an optimizer that hold tensors, thousands of them, and are not searched.
