@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -171,8 +171,7 @@ _CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 _OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
+class Inner(msgspec.Struct, frozen=True):
     """A torch optimizer, and the path in the state where it is held."""
 
     path: str
