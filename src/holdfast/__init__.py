@@ -13,9 +13,10 @@ torch: the command line answers at once, and the keeper never carries it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 __version__ = "0.1.0"
+
+#: Type checkers take it for true. ``typing`` itself takes longer to import than all else here.
+TYPE_CHECKING = False
 
 __all__ = [
     "AlreadyPublished",
@@ -120,8 +121,6 @@ if TYPE_CHECKING:
     from .state.rng import Rng
     from .state.tensors import register_tensor
 else:  # hidden from type checkers, which would take every misspelt name for a public one
-    import importlib
-
     _HOME = {
         "Checkpointer": ".checkpointer",
         "Event": ".events",
@@ -154,7 +153,9 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-        home = importlib.import_module(_HOME.get(name, ".errors"), __name__)
+        from importlib import import_module
+
+        home = import_module(_HOME.get(name, ".errors"), __name__)
         value = home if name in ("dcp", "events", "offload", "rules") else getattr(home, name)
         globals()[name] = value
         return value

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from holdfast.catalogue import LEASES, ROOT, layout_path, lease_path, manifest_path, read_bounded
@@ -143,8 +144,7 @@ def _keep_renewing(
         del lease
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(msgspec.Struct):
     data: bytes
     first_s: float
     changed_s: float

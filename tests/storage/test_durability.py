@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import StorageError
+from holdfast.errors import AlreadyPublished, StorageError
 from holdfast.storage import LocalStore, files
 from holdfast.testing.store_suite import PAGE, pattern
 
@@ -109,6 +109,18 @@ class TestOrder:
             ("replace", "name"),
             ("fsync", "."),
         ]
+
+    @pytest.mark.promise
+    def test_a_name_that_is_there_is_made_durable_and_nothing_is_written_beside_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = LocalStore(tmp_path)
+        store.publish("layouts/a.json", b"content")
+        spy = Spy(monkeypatch, tmp_path)
+        with pytest.raises(AlreadyPublished):
+            store.publish("layouts/a.json", b"content")
+        assert spy.acts == [("fsync", "layouts")]
+        assert store.read("layouts/a.json") == b"content"
 
     @pytest.mark.promise
     def test_an_image_and_every_directory_above_it_are_durable_when_it_is_finished(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from holdfast.accelerator.devices import host_address, memory_key
@@ -167,8 +168,7 @@ libc = ctypes.CDLL(None)
 libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentCopy:
+class SegmentCopy(msgspec.Struct, frozen=True):
     """Bytes copied from an address to an offset from the start of the image's data."""
 
     offset: int
@@ -176,8 +176,7 @@ class SegmentCopy:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """The image data from ``start`` to ``stop``, in whole blocks, with the copies into each block.
 
     A block is checksummed right after its copy, while source and copy both lie in the processor's

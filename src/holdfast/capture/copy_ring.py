@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 
 from holdfast.accelerator import devices
@@ -41,8 +41,7 @@ class Move(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class BatchedSmall:
+class BatchedSmall(msgspec.Struct, frozen=True):
     """Several small tensors, copied in one call."""
 
     stop: int
@@ -57,8 +56,7 @@ class BatchedSmall:
         torch._foreach_copy_(self.into, self.sources, non_blocking=self.device.type != "cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredSmall:
+class GatheredSmall(msgspec.Struct, frozen=True):
     """Several small tensors that follow each other, gathered on their device and copied at once."""
 
     stop: int
@@ -73,8 +71,7 @@ class GatheredSmall:
         self.tensors.enqueue(self.into)
 
 
-@dataclass(frozen=True, slots=True)
-class ContiguousRun:
+class ContiguousRun(msgspec.Struct, frozen=True):
     """A contiguous run of bytes in host memory."""
 
     stop: int
@@ -91,8 +88,7 @@ class ContiguousRun:
         libc.memcpy(self.address, host_address(self.source) + self.begin, self.size_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Elements:
+class _Elements(msgspec.Struct, frozen=True):
     """Elements of any tensor, in order; a temporary holds only the elements of this copy."""
 
     stop: int
@@ -110,8 +106,7 @@ class _Elements:
         self.into.copy_(part, non_blocking=self.device.type != "cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class _Zeros:
+class _Zeros(msgspec.Struct, frozen=True):
     """Zero bytes for a gap, where the ring may hold data of an earlier chunk."""
 
     stop: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 
 from holdfast.capture.save_state import Ordered, SaveStore
 from holdfast.errors import (
@@ -227,12 +228,17 @@ class PendingHandles:
                         held.remove(handle)
                         handle.renew(step)
                 self.join(step, handle)
-            for old in [
-                s for s, held in list(self._handles.items()) if all(map(_is_settled, held))
-            ]:
-                if len(self._handles) > _KEPT_STEPS and old != max(self._handles):
-                    for handle in self._handles.pop(old):
-                        handle.not_protected(_passed_over(old, "a later one"))
+            self._forget_settled()
+
+    def _forget_settled(self) -> None:
+        excess = len(self._handles) - _KEPT_STEPS
+        if excess <= 0:
+            return
+        newest = max(self._handles)
+        settled = (s for s, held in self._handles.items() if all(map(_is_settled, held)))
+        for old in list(islice((s for s in settled if s != newest), excess)):
+            for handle in self._handles.pop(old):
+                handle.not_protected(_passed_over(old, "a later one"))
 
     def join(self, step: int, handle: SaveHandle) -> None:
         """Add ``handle`` to ``step``, which was saved already."""

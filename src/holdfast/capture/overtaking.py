@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import compress, count
 from operator import ne
 
@@ -20,6 +20,10 @@ from holdfast.state.unchanged import plain_looks
 
 _captures = count()
 _version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+#: What ``ctypes.string_at`` calls.
+_read = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -42,7 +46,7 @@ class OvertakeDetector:
         self._leaves = bindings.sampled
         self._versions = self._versions_now()
         number = next(_captures)
-        self._samples = list(self._sample(number))
+        self._samples = self._sample(number)
         self._device_samples = sample_devices(bindings.sampled_on_devices, number)
         self._at_fence: list[list[int]] = []
         """Versions when an update was let pass, those of the first one in front."""
@@ -51,14 +55,17 @@ class OvertakeDetector:
         with plain_looks():
             return list(map(_version, self._counted))
 
-    def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (leaf, address, current bytes) of some host leaves, different ones each time."""
-        leaves, distance = len(self._leaves), number * 7919 * SAMPLE_BYTES
-        for place in range(number * SAMPLES, number * SAMPLES + min(SAMPLES, leaves)):
-            name, address, size = self._leaves[place % leaves]
-            length = size if size < SAMPLE_BYTES else SAMPLE_BYTES
-            at = address + distance % (size - length + 1)
-            yield name, at, ctypes.string_at(at, length)
+    def _sample(self, number: int) -> list[tuple[str, int, bytes]]:
+        """Return (leaf, address, current bytes) of some host leaves, different ones each time."""
+        leaves, distance = self._leaves, number * 7919 * SAMPLE_BYTES
+        first = number * SAMPLES % len(leaves) if leaves else 0
+        chosen = leaves[first : first + SAMPLES]
+        chosen += leaves[: min(first, SAMPLES - len(chosen))]
+        return [
+            (name, at := address + distance % (size - length + 1), _read(at, length))
+            for name, address, size in chosen
+            for length in (size if size < SAMPLE_BYTES else SAMPLE_BYTES,)
+        ]
 
     def pass_fence(self) -> None:
         """Note the versions the first time that an update is let pass."""
@@ -106,7 +113,7 @@ class OvertakeDetector:
         self.agreeing.read_on_host()
         for name, at, before in self._samples:
             there = target.address_of(name, at, len(before))
-            if there is not None and ctypes.string_at(there, len(before)) != before:
+            if there is not None and _read(there, len(before)) != before:
                 raise _overtaken(name)
         lazy = target.sampled
         for number in range(min(SAMPLES, len(lazy))):
@@ -125,7 +132,7 @@ class OvertakeDetector:
         self._check_versions()
         self.agreeing.read_on_host()
         for name, at, before in self._samples:
-            if ctypes.string_at(at, len(before)) != before:
+            if _read(at, len(before)) != before:
                 raise _overtaken(name)
         self._check_devices(has_landed=False)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
@@ -14,16 +15,14 @@ if TYPE_CHECKING:
     from holdfast.coordinator.layouts import Tables
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessage(msgspec.Struct, frozen=True):
     """Send ``message`` to ``rank`` (None: to all ranks)."""
 
     message: m.Message
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AllocateSlots:
+class AllocateSlots(msgspec.Struct, frozen=True):
     """Create slot ``slot`` with room for an image of this size, and report the result."""
 
     slot: int
@@ -32,22 +31,19 @@ class AllocateSlots:
     """Free bytes that must remain after creation; otherwise the slot is not created."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllocateRings:
+class AllocateRings(msgspec.Struct, frozen=True):
     """Create these rings from the available memory, all or none, and report the result."""
 
     needs: tuple[RingNeed, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveSlot:
+class RemoveSlot(msgspec.Struct, frozen=True):
     """Delete slot ``slot``: nothing refers to it any more."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class GrantSlot:
+class GrantSlot(msgspec.Struct, frozen=True):
     """Write the slot's record with state "writing" for this attempt, then send the grant."""
 
     slot: int
@@ -55,8 +51,7 @@ class GrantSlot:
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoreLayout:
+class StoreLayout(msgspec.Struct, frozen=True):
     """Store the bytes of this layout beside the slots, on each host: ranks read them there."""
 
     hash: str
@@ -66,8 +61,7 @@ class StoreLayout:
     """The tables that it was agreed from, for which it is remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgreeLayout:
+class AgreeLayout(msgspec.Struct, frozen=True):
     """Find or merge the layout of these tables, of which some are ``held``, off the loop
     (``layouts.agree_layout``), and report it.
     """
@@ -76,8 +70,7 @@ class AgreeLayout:
     held: Mapping[str, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanImages:
+class PlanImages(msgspec.Struct, frozen=True):
     """Have this host plan the images of its ranks, off the loop, and report their sizes."""
 
     host: int
@@ -85,22 +78,19 @@ class PlanImages:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StartPersist:
+class StartPersist(msgspec.Struct, frozen=True):
     """Start making the attempt durable; images that are not captured yet follow later."""
 
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class AbortPersist:
+class AbortPersist(msgspec.Struct, frozen=True):
     """Cancel the attempt's write and remove everything written for it from storage."""
 
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReportOutcome:
+class ReportOutcome(msgspec.Struct, frozen=True):
     """Report the outcome of a generation as an event: complete or missed."""
 
     attempt: str
@@ -113,15 +103,13 @@ class ReportOutcome:
     late_hosts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ReportReplicasDiffer:
+class ReportReplicasDiffer(msgspec.Struct, frozen=True):
     """Report as an event that replicas differ."""
 
     message: m.ReplicaDifferences
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(msgspec.Struct, frozen=True):
     """Report a warning that a person should see; nothing was lost."""
 
     text: str

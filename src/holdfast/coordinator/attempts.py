@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from holdfast.format.manifest import AttemptId
 from holdfast.protocol import messages as m
@@ -25,8 +26,7 @@ class CompleteStep(NamedTuple):
     writers: Mapping[int, SlotWriter]
 
 
-@dataclass(slots=True)
-class Attempt:
+class Attempt(msgspec.Struct):
     """One attempt to capture a generation on all ranks."""
 
     id: str
@@ -39,10 +39,10 @@ class Attempt:
     persisting: bool = False
     refused: bool = False  # storage refused it
     started_s: float = 0.0
-    slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
-    allocating: set[int] = field(default_factory=set)  # slot ids
-    sealed: set[int] = field(default_factory=set)
-    damaged: set[int] = field(default_factory=set)
+    slots: dict[int, int] = msgspec.field(default_factory=dict)  # rank -> slot id
+    allocating: set[int] = msgspec.field(default_factory=set)  # slot ids
+    sealed: set[int] = msgspec.field(default_factory=set)
+    damaged: set[int] = msgspec.field(default_factory=set)
     """Slots whose images were damaged while storage reads the attempt."""
     requested: CompleteStep | None = None  # None: discovered, or decoded
     lacks_room: bool = False  # one of its slots could not be allocated

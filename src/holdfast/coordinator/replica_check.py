@@ -8,9 +8,9 @@ never costs a save.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from holdfast.coordinator.actions import Action, ReportReplicasDiffer, SendMessage, Warn
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from holdfast.geometry.replicas import TileDifference
 
 
-@dataclass(slots=True)
-class ReplicaComparison:
+class ReplicaComparison(msgspec.Struct):
     """The compared part of the replicated data in one attempt, and the sums that ranks sent."""
 
     layout: Layout
     turn: int
     turns: int | None
-    sums: dict[int, Sequence[bytes]] = field(default_factory=dict)
+    sums: dict[int, Sequence[bytes]] = msgspec.field(default_factory=dict)
 
 
 class ReplicaCheck:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from holdfast.protocol import messages as m
 
@@ -17,10 +18,9 @@ from holdfast.protocol import messages as m
 _DECLINED_STEPS = 8
 
 
-@dataclass(slots=True)
-class _StepRequests:
+class _StepRequests(msgspec.Struct):
     first_s: float
-    by_rank: dict[int, m.RequestCapture] = field(default_factory=dict)
+    by_rank: dict[int, m.RequestCapture] = msgspec.field(default_factory=dict)
     spare_s: float = math.inf
     """How long the others are waited for, so that no copy holds an update."""
     is_durable: bool = False

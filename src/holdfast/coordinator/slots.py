@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from holdfast.coordinator.actions import Action, AllocateRings, AllocateSlots, RemoveSlot
 from holdfast.coordinator.attempts import Attempt, Attempts
@@ -68,8 +69,7 @@ class SlotWriter(NamedTuple):
     start: int
 
 
-@dataclass(slots=True)
-class Slot:
+class Slot(msgspec.Struct):
     """One slot for an image, and its state."""
 
     id: int
@@ -120,11 +120,10 @@ class Slot:
         self.attempt, self.rank, self.writer, self.incarnation = "", -1, None, 0
 
 
-@dataclass(slots=True)
-class HostMemory:
+class HostMemory(msgspec.Struct):
     """Memory state of one host, and its slots by id."""
 
-    slots: dict[int, Slot] = field(default_factory=dict)
+    slots: dict[int, Slot] = msgspec.field(default_factory=dict)
     next: int = 0
     """Number of the next slot created on the host."""
     needed_bytes: int = 0

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -65,8 +65,7 @@ def piece_name(leaf: str, shape: Sequence[int], box: Box) -> str:
     return leaf + "@" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One tensor in an image: ``offset`` counts bytes from the start of the data."""
 
     name: str
@@ -95,8 +94,7 @@ def _entry_text(name: str, dtype: str, shape: Sequence[int], start: int, stop: i
     return f'{key}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
 
 
-@dataclass(frozen=True, slots=True)
-class ImagePlan:
+class ImagePlan(msgspec.Struct, frozen=True):
     """The place of each tensor in an image; the same at every save of one layout."""
 
     entries: tuple[Entry, ...]
@@ -154,8 +152,7 @@ def plan_entries(entries: Sequence[Entry], gap: tuple[int, int] | None) -> Image
     return ImagePlan(tuple(entries), stop, header_text, round_up(room, PAGE_BYTES), gap)
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(msgspec.Struct, frozen=True):
     """An image about to be filled: its header, and the places of everything else.
 
     ``data_start`` counts from the start of the image; the other offsets from ``data_start``.
@@ -438,8 +435,7 @@ def _entries(document: dict[str, msgspec.Raw], where: str, data_bytes: int) -> d
 PART_METADATA = {"part": "frozen"}
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     """The two files that an image makes; ``frozen_blocks`` of its blocks are in ``part``."""
 
     live: Image
@@ -493,7 +489,7 @@ def join(live: Header, part: Header, where: str) -> Header:
 
 
 def _moved(entry: Entry, by: int) -> Entry:
-    return replace(entry, offset=entry.offset + by)
+    return msgspec.structs.replace(entry, offset=entry.offset + by)
 
 
 # Locates the block table of an image, and checks bytes of the image against it.

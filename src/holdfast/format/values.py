@@ -28,6 +28,7 @@ import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from operator import methodcaller
 from typing import Any
 
 import msgspec
@@ -60,6 +61,7 @@ MAX_ALIKE = 64
 _NESTING = frozenset({dict, list})
 _PLAIN_INT = 1 << 53
 _NUMBERS, _WORDS = frozenset({int, float}), frozenset({str, bool, type(None)})
+_TEXT, _is_tag = frozenset({str}), methodcaller("startswith", "$")
 _FLOATS = ("nan", "inf", "-inf")
 _HEX_FLOAT = re.compile(r"0x[0-9a-f]{16}")
 _COMMON_NAN = struct.pack("<d", math.nan)
@@ -131,7 +133,7 @@ class _Encoder:
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, str):
+        if kind in _WORDS:
             return value
         if kind is int:
             return value if -_PLAIN_INT < value < _PLAIN_INT else {"$int": digits(value)}
@@ -181,9 +183,12 @@ class _Encoder:
         ]
 
     def mapping(self, value: dict[Any, Any], where: str, depth: int) -> Any:
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(item, f"{where}.{key}", depth) for key, item in value.items()}
-        return {"$dict": self.pairs(value, where, depth)}
+        if not _TEXT.issuperset(map(type, value)) or any(map(_is_tag, value)):
+            return {"$dict": self.pairs(value, where, depth)}
+        return {
+            key: item if type(item) in _WORDS else self.encode(item, f"{where}.{key}", depth)
+            for key, item in value.items()
+        }
 
     def default(self, value: defaultdict[Any, Any], where: str, depth: int) -> Any:
         for name, factory in _FACTORIES.items():

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from operator import eq, itemgetter, sub
 from typing import Literal, TypeVar
 
+import msgspec
+
 from holdfast.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(msgspec.Struct, frozen=True):
     """The elements with ``start[d] <= index[d] < stop[d]`` in every dimension ``d``.
 
     A box of no dimensions has one element: a scalar.
@@ -182,8 +182,7 @@ def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
         yield first + sum(offsets), length
 
 
-@dataclass(frozen=True, slots=True)
-class CoverFault:
+class CoverFault(msgspec.Struct, frozen=True):
     """The reason why pieces are not a partition: no piece has any of ``box``, or several have all
     of it.
     """

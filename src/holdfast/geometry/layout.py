@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise, starmap
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from holdfast.errors import FormatError, StateMismatch, UsageError
@@ -65,8 +66,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """A box that is stored as one run of bytes; ``leaf`` counts the layout's leaves."""
 
     leaf: int

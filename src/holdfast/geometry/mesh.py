@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
+import msgspec
+
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 
@@ -72,8 +74,7 @@ def _coordinate(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
     return tuple(reversed(backwards))
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """One mesh dimension of a placement: it cuts the leaf's dimension ``dim``, or repeats it (-1).
 
     ``split_factor`` is that of ``_StridedShard``; 1 is a plain ``Shard``.
@@ -90,8 +91,7 @@ class Placement:
 REPLICATE = Placement(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
+class Instance(msgspec.Struct, frozen=True):
     """One copy of a whole leaf: the ranks that hold it together, and how it is cut for them."""
 
     mesh: Mesh

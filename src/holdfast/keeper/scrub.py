@@ -12,9 +12,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from holdfast.errors import ArenaError, FormatError, HoldfastError, NotFound
@@ -46,8 +46,7 @@ Span = tuple[int, int]
 HEADER: Span = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedImage:
+class DamagedImage(msgspec.Struct, frozen=True):
     """Bytes of a sealed image that differ from the captured ones."""
 
     slot: int
@@ -55,8 +54,7 @@ class DamagedImage:
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DamagedShard:
+class DamagedShard(msgspec.Struct, frozen=True):
     """Blocks of a parity shard that differ from the encoded ones."""
 
     row: StoredParity

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from holdfast.catalogue import damage_note
 from holdfast.errors import HoldfastError
@@ -41,8 +42,7 @@ class StoredPart(NamedTuple):
     is_reused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SplitWrite:
+class SplitWrite(msgspec.Struct, frozen=True):
     """An image that is stored in two files, as soon as its header is there."""
 
     header: Header
@@ -148,8 +148,7 @@ class FrozenParts:
             return False
 
 
-@dataclass(frozen=True, slots=True)
-class _PartHash:
+class _PartHash(msgspec.Struct, frozen=True):
     """A file that has its header and its data, and not yet its table."""
 
     sink: ImageSink

@@ -30,7 +30,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from holdfast.catalogue import (
     PINS,
@@ -51,8 +52,7 @@ _PATIENCE_S = 10.0
 _PAUSE_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedGenerations:
+class PinnedGenerations(msgspec.Struct, frozen=True):
     """A pinned generation. ``pin`` is None, and ``reason`` says why, when the pin is unreadable."""
 
     generation: Generation

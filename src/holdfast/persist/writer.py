@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from holdfast.errors import ChecksumMismatch, PersistFailed
 from holdfast.format.checksum import (
@@ -60,8 +61,7 @@ class Arrival:
                 raise PersistFailed(self._broken)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenImage:
+class WrittenImage(msgspec.Struct, frozen=True):
     """The header and table of the bytes handed to the store: to be compared with the seal of the
     capture.
     """

@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import xxhash
 from msgspec import Struct, msgpack
 
@@ -48,8 +48,7 @@ _RequestUsage = tuple[bytes, bytes, list[str] | None]
 _NO_USAGE: _RequestUsage = (b"", b"", None)
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreRequest:
+class RestoreRequest(msgspec.Struct, frozen=True):
     """Options of a restore beside filling the state with everything stored.
 
     ``rules``: map the tensors of the state to leaves of the checkpoint. ``stored_rules``: the rules
@@ -58,7 +57,7 @@ class RestoreRequest:
 
     rules: Rules | None = None
     stored_rules: Rules | None = None
-    choice: LeafSelection = field(default_factory=LeafSelection)
+    choice: LeafSelection = msgspec.field(default_factory=LeafSelection)
 
     @property
     def is_plain(self) -> bool:
@@ -82,8 +81,7 @@ class RestoreRequest:
         self.choice.refuse_unused([used for _, used, _ in decoded])
 
 
-@dataclass(frozen=True, slots=True)
-class MatchResult:
+class MatchResult(msgspec.Struct, frozen=True):
     """The match of this state with a checkpoint. ``problems``: the mismatches in words.
 
     ``usage``: the usage of rules and patterns that this rank reports to the others.
@@ -94,8 +92,7 @@ class MatchResult:
     usage: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StateMatch:
+class StateMatch(msgspec.Struct, frozen=True):
     """Compares one checkpoint with the state of one rank. ``base``: the saved rank whose values
     are used.
     """

@@ -10,11 +10,12 @@ and one declared to be a part without any, shows none of these.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -161,15 +162,16 @@ def _shape(shape: Any) -> str:
 #: The search's limits: depth, items in all, and items of one container.
 _DEEPEST, _MOST, _MOST_IN_ONE = 5, 1000, 100
 _NOTHING_INSIDE = (nn.Module, torch.Tensor, LRScheduler, type)
-_LEAVES = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter})
+_LEAVES = frozenset(
+    {int, float, bool, str, bytes, type(None), torch.Tensor, nn.Parameter, OrderedDict}
+)
 _PLAIN_KEYS = frozenset({int, float, bool, str, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, set, frozenset})
 #: Attributes of an optimizer that hold tensors, thousands of them, and are not searched.
 _OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
+class Inner(msgspec.Struct, frozen=True):
     """A torch optimizer, and the path in the state where it is held."""
 
     path: str

@@ -290,6 +290,8 @@ def _refuse_one_path_for_two(paths: list[str]) -> None:
             raise UsageError(f"two things in the state are both called {path!r}: rename a key")
         known.add(path)
     for path in paths:
+        if "." not in path:
+            continue
         ends = (at for at, character in enumerate(path) if character == ".")
         outer = next((path[:at] for at in ends if path[:at] in known), None)
         if outer is not None:

@@ -10,8 +10,9 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from holdfast.errors import FormatError
 
@@ -30,8 +31,7 @@ def same_name(name: str) -> Sequence[str]:
     return (name,)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRef:
+class GroupRef(msgspec.Struct, frozen=True):
     """The place of hyperparameters: the number of a group in the values of a saved rank."""
 
     rank: int
@@ -138,8 +138,7 @@ def mapping(items: Encoded) -> dict[str, Any]:
     return dict(items)
 
 
-@dataclass(slots=True)
-class MergedGroups:
+class MergedGroups(msgspec.Struct):
     """An optimizer's values for the groups it has here.
 
     ``places``: for each group here, where its hyperparameters were saved; ``None`` when the groups
@@ -150,7 +149,7 @@ class MergedGroups:
     places: list[list[GroupRef]] | None = None
     home: int = 0
     """The rank that had the first parameter: values that no name identifies are taken from it."""
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = msgspec.field(default_factory=list)
     new: frozenset[int] = frozenset()
     """Groups here none of whose parameters was saved: they keep their values."""
 
@@ -357,8 +356,7 @@ def regroup_scheduler(
     return found.of(states, here)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scheduler:
+class _Scheduler(msgspec.Struct, frozen=True):
     name: str
     key: str
     saved: SavedGroups

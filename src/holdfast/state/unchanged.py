@@ -117,8 +117,11 @@ class _ModuleDicts:
         self._buffered = [part for part in self._parts if part._buffers]
         self._not_saved = [set(_not_saved(part)) for part in self._buffered]
         self._types = list(map(type, self._parts))
-        dicts = self._dicts()
+        dicts = self._every = self._dicts()
+        self._filled = [each for each in dicts if each]
+        self._empty = [each for each in dicts if not each]
         self._lengths = list(map(len, dicts))
+        self._filled_lengths = list(map(len, self._filled))
         self._names = list(chain.from_iterable(dicts))
         self._held = list(chain.from_iterable(map(_values, dicts)))
 
@@ -131,9 +134,13 @@ class _ModuleDicts:
             return False
         for part in self._sharded:
             part.reshard()  # no-op unless a forward without backward left it gathered
-        dicts = self._dicts()
+        dicts, lengths = self._dicts(), self._lengths
+        if _are_all(dicts, self._every):  # most parts have one thing, and so two empty dicts
+            if any(self._empty):
+                return False
+            dicts, lengths = self._filled, self._filled_lengths
         return (
-            list(map(len, dicts)) == self._lengths
+            list(map(len, dicts)) == lengths
             and list(chain.from_iterable(dicts)) == self._names
             and _are_all(chain.from_iterable(map(_values, dicts)), self._held)
             and list(map(_not_saved, self._buffered)) == self._not_saved

@@ -156,10 +156,13 @@ class LocalStore:
             self._require_locked_root()
             self._settle(directory)
             try:
-                write_durably(temporary, data)
+                # A layout is published with each checkpoint: where it is, it is not written again.
+                is_there = not replace and os.path.lexists(target)
+                if not is_there:
+                    write_durably(temporary, data)
                 if replace:
                     os.replace(temporary, target)
-                elif not link(temporary, target):
+                elif is_there or not link(temporary, target):
                     # The first writer may have been killed before its name was durable, and readers
                     # of the name rely on it.
                     sync_directory(directory)

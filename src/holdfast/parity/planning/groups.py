@@ -17,6 +17,8 @@ from heapq import heappop, heappush
 from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
+import msgspec
+
 from holdfast.errors import UsageError
 
 #: The most hosts of one group. Two joined groups still form a code (``codes.MAX_MEMBERS``).
@@ -25,8 +27,7 @@ MAX_GROUP = 128
 GROUP_SIZE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class GroupHost:
+class GroupHost(msgspec.Struct, frozen=True):
     """A host: its id, its failure domain (``""``: it fails alone), and the sizes of its images."""
 
     id: str
@@ -39,16 +40,14 @@ class GroupHost:
         return (True, self.domain) if self.domain else (False, self.id)
 
 
-@dataclass(frozen=True, slots=True)
-class HostGroup:
+class HostGroup(msgspec.Struct, frozen=True):
     """Hosts in the order of their ids, ``parity`` of which can be lost."""
 
     hosts: tuple[GroupHost, ...]
     parity: int
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(msgspec.Struct, frozen=True):
     """The losses that a division survives: any ``hosts`` hosts, and any ``domains`` failure
     domains.
 

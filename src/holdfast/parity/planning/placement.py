@@ -19,14 +19,14 @@ sends m - 1 parity shards. So all members send and receive at all times.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+import msgspec
 
 from holdfast.errors import TooManyLost, UsageError
 from holdfast.format.checksum import BLOCK_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class StripePart:
+class StripePart(msgspec.Struct, frozen=True):
     """Bytes ``start`` to ``stop`` of an image, or of the parity shard that a member stores of a
     stripe.
 
@@ -39,8 +39,7 @@ class StripePart:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class StripeSource:
+class StripeSource(msgspec.Struct, frozen=True):
     """The bytes to read from one member; ``number`` is its number in the stripe's code.
 
     A member without parts has no bytes there and counts as zeros, which the code must know.
@@ -51,8 +50,7 @@ class StripeSource:
     parts: tuple[StripePart, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stripe:
+class Stripe(msgspec.Struct, frozen=True):
     """Data, one source for each column, and the members that store its parity, by row."""
 
     number: int
@@ -61,8 +59,7 @@ class Stripe:
     parity: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredShard:
+class StoredShard(msgspec.Struct, frozen=True):
     """A parity shard that a member stores: row ``row`` of one stripe."""
 
     stripe: int
@@ -70,8 +67,7 @@ class StoredShard:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RepairStep:
+class RepairStep(msgspec.Struct, frozen=True):
     """Rebuilds bytes ``start`` to ``stop`` of lost data: member ``wanted`` of the code of
     ``stripe``.
 
@@ -86,8 +82,7 @@ class RepairStep:
     sources: tuple[StripeSource, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StripePlacement:
+class StripePlacement(msgspec.Struct, frozen=True):
     """For each member, in the group's order, the bytes of its images; and the group's parity.
 
     The coded bytes of an image are its data, from block 0 on. All members keep its header.

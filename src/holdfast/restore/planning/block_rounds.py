@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import msgpack
 
@@ -285,14 +286,13 @@ class HostShare(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class SlotTable:
+class SlotTable(msgspec.Struct, frozen=True):
     """The blocks in the slots of an outbox or inbox, in one round."""
 
-    shares: list[HostShare] = field(default_factory=list)
-    blocks: list[Slots] = field(default_factory=list)
+    shares: list[HostShare] = msgspec.field(default_factory=list)
+    blocks: list[Slots] = msgspec.field(default_factory=list)
     """Of each share, its blocks in the order of their slots."""
-    pools: list[Slots] = field(default_factory=list)
+    pools: list[Slots] = msgspec.field(default_factory=list)
     """Of each share, the number of each block's pool."""
 
     @property
@@ -324,8 +324,7 @@ class SlotTable:
         return np.flatnonzero(np.isin(np.concatenate(self.pools), numbers))
 
 
-@dataclass(frozen=True, slots=True)
-class HostRound:
+class HostRound(msgspec.Struct, frozen=True):
     """One round of one host. ``readers``: for each slot of the outbox, the rank that reads it."""
 
     outbox: SlotTable

@@ -7,9 +7,10 @@ is never left half filled (promise 2).
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
+
+import msgspec
 
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
@@ -30,8 +31,7 @@ RUN_BYTES = 16 << 10
 STRAIGHT_BLOCKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True):
     """A box of a leaf that must be filled. ``key`` names its destination, chosen by the caller."""
 
     leaf: str
@@ -111,8 +111,7 @@ class ByteSpan(NamedTuple):
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slab:
+class Slab(msgspec.Struct, frozen=True):
     """A range of an image's data, and the part of a want inside it.
 
     ``start`` and ``stop`` count bytes from the start of the data; ``rows`` is the box, within its
@@ -126,8 +125,7 @@ class Slab:
     part: Box
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBatch:
+class ReadBatch(msgspec.Struct, frozen=True):
     """Neighbouring spans and slabs that are read and verified together, as whole blocks.
 
     ``is_straight``: one span holds all of these blocks, so they are read straight into its

@@ -11,8 +11,9 @@ refused by a restarted server and by one that has forgotten clients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+import msgspec
 
 from holdfast.transport.wire.signing import HttpRequest, Signer, is_same
 
@@ -98,8 +99,7 @@ class Admission:
 # PURE. Lists every refusal of a request, with its counter and its HTTP status.
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionRefused:
+class AdmissionRefused(msgspec.Struct, frozen=True):
     """A request that is not served."""
 
     kind: str
@@ -213,8 +213,7 @@ LEAST_CHUNK_BYTES = 256 << 10
 """The smallest chunk: below this the request takes longer than the bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Bytes ``start`` to ``stop`` of the range number ``wanted``."""
 
     wanted: int
