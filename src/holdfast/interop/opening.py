@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.interop.source_files import SourceFiles
 from holdfast.storage.base import Store
-from holdfast.storage.open import is_bucket, normal_root, open_store
+from holdfast.storage.open import is_bucket, normal_root, open_store, root_around
 
 if TYPE_CHECKING:
     from holdfast.interop.arrange import Orders
@@ -54,7 +54,8 @@ def open_source(
 
     files, place = SourceFiles(path), None
     if format_ is None and path.is_dir() and recognize(files) is None:
-        places, notes = find_steps(path)
+        # The images of a root lie as several steps of another writer would.
+        places, notes = ([], []) if root_around(path) else find_steps(path)
         if not places:
             return open_store(root)
         if step is EVERY:

@@ -160,14 +160,22 @@ def what_is_at(url: str) -> str:
     return _directory(names)
 
 
+def root_around(path: Path) -> Path | None:
+    """Returns the root that ``path`` is a part of, if it is one or two levels below it."""
+    try:
+        around = [parent for parent in list(path.parents)[:2] if (parent / ROOT_FILE).is_file()]
+    except OSError:  # a name too long, say: then nothing near it was meant
+        return None
+    return next(iter(around), None)
+
+
 def _near(path: Path) -> Path | None:
     """Returns a root around ``path``, for users who gave a part of one, or right below it."""
     try:
-        around = [parent for parent in list(path.parents)[:2] if (parent / ROOT_FILE).is_file()]
         below = sorted(found.parent for found in path.glob(f"*/{ROOT_FILE}"))
-    except OSError:  # a name too long, say: then nothing near it was meant
-        return None
-    return next(iter([*around, *below]), None)
+    except OSError:
+        below = []
+    return root_around(path) or next(iter(below), None)
 
 
 def _file(path: Path) -> str:
