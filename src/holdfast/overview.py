@@ -174,8 +174,11 @@ def _look(store: Store, known: Overview, has_records: bool, is_brief: bool) -> O
         known.read,
         len(listed) - len(manifests) + len(read),
     )
-    is_few = not is_brief or len(found.unread) <= _most_read(store)
-    found = _read_more(store, found, found.unread if is_few else _of_unrecorded(found))
+    if not is_brief or len(found.unread) <= _most_read(store):
+        found = _read_more(store, found, found.unread)
+    # The newest may be damaged: then one before it tells the parent of its start.
+    while some := _of_unrecorded(found):
+        found = _read_more(store, found, some)
     return found if found.line.missing is None else with_missing_records(store, found)
 
 

@@ -246,6 +246,18 @@ def test_a_record_that_is_lost_is_told_by_the_manifests_of_its_start(
     assert read_first(bucket, found, found.line).latest == catalogue(bucket).latest
 
 
+@pytest.mark.promise
+def test_where_record_and_newest_manifest_of_a_start_are_lost_the_one_before_tells_its_parent(
+    bucket: ObjectStore, world: World
+) -> None:
+    BAD["absent"](world)
+    del world.objects[f"root/{INCARNATIONS}/{STARTS}.json"]
+    newest = f"root/{manifest_path(Generation(STARTS, COUNT))}"
+    world.objects[newest] = world.objects[newest][:-7] + bytes(7)
+    assert choose_stored(bucket, None)[1][0].generation == (STARTS, COUNT - 1)
+    assert overview(bucket, is_brief=True).parents == catalogue(bucket).parents
+
+
 def test_a_second_look_reads_what_is_new_alone(bucket: ObjectStore, world: World) -> None:
     known = overview(bucket)
     added = manifest(STARTS, COUNT + 1)

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.catalogue import LEASES, ROOT, manifest_path
+from holdfast import overview
+from holdfast.catalogue import INCARNATIONS, LEASES, ROOT, manifest_path
 from holdfast.errors import NotFound, PeerError, RestoreError
-from holdfast.format.manifest import Generation, Incarnation
+from holdfast.format.manifest import Generation, Incarnation, seal
 from holdfast.hosts import HostTable
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
@@ -148,6 +149,24 @@ def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_
 
 def never(*_: Any) -> Any:
     raise AssertionError("nothing is asked again")
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("record", [b"damaged", None])
+def test_checkpoints_that_a_lost_record_leaves_undecided_are_something_to_continue_from(
+    record: bytes | None, store: MemoryStore, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a bucket, where a start reads no manifest of a line that is not known."""
+    monkeypatch.setattr(overview, "_MOST_READ", 1)
+    for step in (10, 20):
+        save(store, Generation(1, step))
+    later = 3 if record is None else 2
+    if record is not None:
+        store.publish(f"{INCARNATIONS}/2.json", record)
+    else:
+        third = Incarnation(run_id="r", n=later, nonce="n3", parent=(2, 50))
+        store.publish(f"{INCARNATIONS}/3.json", seal(third))
+    assert is_there_any(offers_of(store, arena_dir, incarnation=1))
 
 
 def test_a_start_that_found_nothing_or_not_all_leaves_the_choice_to_the_restore(

@@ -422,9 +422,9 @@ class Persister:
         self._images.parts.learn(stays)
         self._unindexed += 1
         if is_indexed:
-            with contextlib.suppress(HoldfastError):  # at the next one
+            self._unindexed = 0  # where it is refused too: the sweeper has its turns meanwhile
+            with contextlib.suppress(HoldfastError):
                 leave_index(self.store, self._known)
-                self._unindexed = 0
         self._holding = held_by
 
     def would_remove(self, manifest: Manifest) -> bool:

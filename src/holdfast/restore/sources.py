@@ -191,7 +191,11 @@ class RestoreSources:
         """Return whether a new run has anything to continue from, be it damaged."""
         inventories, line = known.inventories, known.inventories.line
         is_there = any(not line.is_abandoned(one.generation) for one in inventories.candidates())
-        contents = known.contents if is_there else all_read(self._store, known.contents)
+        contents = known.contents
+        if not is_there:  # those that no line was known to have are not read yet
+            contents = all_read(self._store, contents)
+            read = (one.generation for one in contents.manifests)
+            is_there = any(not line.is_abandoned(generation) for generation in read)
         is_broken = bool(broken_manifests(contents))
         return is_there or is_broken or bool(self._silent) or not is_root(self._store)
 
@@ -417,11 +421,15 @@ class ClusterRestore:
         is_partial = candidate.where == "storage" and self._storage.is_partial()
         if not is_partial and not self._storage.hold.should_list_again(candidate):
             return known
-        with suppress(StorageError):  # storage fails: try what is known
+        try:
             listed = self._storage.list(known.inventories)
-            remaining = tuple(one for one in listed.stored if one not in self._failed)
-            return known._replace(inventories=replace(listed, stored=remaining))
-        return known
+        except StorageError:
+            # What else is stored is not known: to begin anew for that would abandon it.
+            if is_partial and not any(known.inventories.candidates()):
+                raise
+            return known
+        remaining = tuple(one for one in listed.stored if one not in self._failed)
+        return known._replace(inventories=replace(listed, stored=remaining))
 
     def _decide(
         self, learn: Callable[[], KnownRecoveries], explain: Callable[[], None]

@@ -170,6 +170,8 @@ def choose_stored(store: Store, step: int | str | None) -> tuple[Overview, list[
             return contents, fit
         contents = _told(confirmed(store, contents, fit[0].generation), contents)
     contents = all_read(store, contents)
+    if fit := choose(stored(contents), contents.parents, step, contents.unreadable):
+        return contents, fit
     require_whole_line(store, stored(contents), contents.line, step)
     raise nothing_fits(store, contents, step)
 
