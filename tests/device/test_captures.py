@@ -102,7 +102,7 @@ def test_streams_that_wait_for_captured_work_are_captured_with_it(sim: Any) -> N
         total.add_(1)
         other.wait_event(stream.record_event())
         with other:
-            assert sim.is_capturing()
+            assert other.is_capturing()
             total.mul_(3)
         stream.wait_event(other.record_event())
     assert total.sum().item() == 0

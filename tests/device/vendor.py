@@ -33,9 +33,6 @@ class SimulatedVendor(Vendor):
             stream_id=self._sim.own_stream(), device_index=index, device_type=made.device_type
         )
 
-    def is_capturing(self, stream: torch.Stream) -> bool:
-        return bool(self._sim.is_capturing())
-
     @contextmanager
     def relax_capture(self) -> Iterator[None]:
         before = self._sim.relaxed(True)
