@@ -128,6 +128,49 @@ def test_workers_and_steps_that_end_in_the_middle_of_an_epoch(tmp_path: Path) ->
 
 @needs_it
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"args": {"train_sampling_strategy": "group_by_length"}},
+        {"args": {"max_steps": 15, "eval_strategy": "no"}, "stream": True},
+    ],
+    ids=["an order drawn from the generator", "a stream"],
+)
+def test_data_in_another_order_or_without_a_length(options: dict[str, Any], tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", **options)
+    assert whole.returncode == 0, whole.stderr
+    check_same(killed_and_resumed(tmp_path / "run", 12, "end", **options), said(tmp_path / "whole"))
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_a_run_that_was_stopped_is_over_until_it_is_made_longer(tmp_path: Path) -> None:
+    root = tmp_path / "stopped"
+    for _ in range(2):
+        assert run(root, stop_at=5).returncode == 0
+    assert [line.split()[2] for line in said(root) if ": step " in line] == list("12345")
+    ends = [line for line in said(root) if line.startswith("end ")]
+    assert len(ends) == 2 and ends[0].split()[1:3] == ends[1].split()[1:3]
+    for stream in (False, True):
+        root = tmp_path / f"longer-{stream}"
+        for steps in (6, 10):
+            args = {"max_steps": steps, "eval_strategy": "no"}
+            done = run(root, args=args, stream=stream)
+            assert done.returncode == 0, done.stderr
+        taken = [int(line.split()[2]) for line in said(root) if ": step " in line]
+        assert taken == list(range(1, 11))
+        whole = tmp_path / f"whole-{stream}"
+        assert (
+            run(whole, args={"max_steps": 10, "eval_strategy": "no"}, stream=stream).returncode == 0
+        )
+        epochs = [
+            [line.split()[-1] for line in said(one) if ": step " in line] for one in (root, whole)
+        ]
+        assert epochs[0][6:] == epochs[1][6:] or stream
+
+
+@needs_it
+@pytest.mark.timeout(300)
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused_by_name(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert run(root, 11, "end").returncode == -9
@@ -149,7 +192,7 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_refused_by_name(tmp_pat
 def test_the_words_of_resume_from_checkpoint(tmp_path: Path, unbroken: list[str]) -> None:
     root = tmp_path / "run"
     empty = run(root, resume=True)
-    assert empty.returncode != 0 and "has none" in empty.stderr
+    assert empty.returncode != 0 and "has no checkpoint" in empty.stderr
     assert run(root, 13, "end", resume=None).returncode == -9
     number = read_report(root).starts[-1].incarnation
     done = run(root, resume=f"{root}@{number}-10")

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,19 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= self._size:
+            raise IndexError(index)  # ends a loop over the data
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(0, 50, (16,), generator=generator)
         return {"input_ids": tokens, "labels": tokens}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The same without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        tokens = Tokens(1000)
+        return (tokens[index] for index in range(1000))
 
 
 def note(line: str) -> None:
@@ -76,6 +87,8 @@ class Witness(TrainerCallback):  # type: ignore[misc]
         rate = kwargs["lr_scheduler"].get_last_lr()[0]
         digest = hashlib.sha256(data).hexdigest()[:12]
         note(f"{self.rank}: step {state.global_step} {digest} {rate!r} {state.epoch!r}")
+        if state.global_step == OPTIONS.get("stop_at"):
+            control.should_training_stop = True
         self._pass("end", state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -122,7 +135,7 @@ def main() -> None:
             use_cpu=True,
             **(settings | OPTIONS.get("args", {})),
         ),
-        train_dataset=Tokens(60),
+        train_dataset=Stream() if OPTIONS.get("stream") else Tokens(60),
         eval_dataset=Tokens(8),
         callbacks=[Witness()],
         holdfast=ROOT,

@@ -634,7 +634,8 @@ def test_lines_too_long_or_too_deep_cost_themselves_alone(run: Path) -> None:
     before = read_report(run)
     long = b'{"event":"Warned","message":"' + b"x" * (5 << 20) + b'"}\n'
     after = msgspec.json.encode(events.to_record(events.Warned(message="after"), 5.0)) + b"\n"
-    write(run, "rank-00009.jsonl", long, b'{"a":' * 100_000 + b"\n", after)
+    deep = b'{"event":"Newer","x":' + b"[" * 200_000 + b"\n"
+    write(run, "rank-00009.jsonl", long, b'{"a":' * 100_000 + b"\n", deep, after)
     report = read_report(run)
     assert report.warnings == (*before.warnings, "after")
     assert report.torn_lines == before.torn_lines + 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -101,21 +102,30 @@ class HoldfastMixin:
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, **kwargs: Any
+    ) -> Any:
         """Train, from where the root says; see ``Trainer.train``.
 
         ``resume_from_checkpoint``: a generation of the root, as ``ROOT@1-39``; True: raise NotFound
         if the root has none; the directory of a checkpoint of the Trainer's own: begin there if
         the root has none.
         """
+        if kwargs.get("trial") is not None:
+            raise UsageError(
+                "a search over hyperparameters trains many runs, and a root is one: search with "
+                "the Trainer itself, and train the best by this class"
+            )
         resume = resume_from_checkpoint
-        text = resume if isinstance(resume, str) else ""
+        text = "" if resume is None or isinstance(resume, bool) else os.fspath(resume)
         own_root, _, generation = text.rpartition(_AT)
         is_ours = resume == self._hf_root or own_root == self._hf_root
         self._hf_wanted = generation if is_ours and own_root else None
         self._hf_must = resume is True or is_ours
         self._hf_restored = None
         foreign = text if text and not is_ours else None
+        self._hf_gone = foreign if foreign and not os.path.isdir(foreign) else None
+        foreign = None if self._hf_gone else foreign  # it may have been removed since the begin
         try:
             found = super().train(resume_from_checkpoint=foreign, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -139,22 +149,33 @@ class HoldfastMixin:
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         loop = self._hf_loop
-        loop.begin(num_update_steps_per_epoch, *found)
+        is_stream = num_train_epochs >= sys.maxsize  # the Trainer's word for data without a length
+        loop.begin(num_update_steps_per_epoch, *found, is_stream=is_stream)
         self._hf_state: dict[str, Any] = {"trainer": loop}
         self.checkpointer = Checkpointer(self._hf_root, self._hf_state, **self._hf_options)
         restored = self.checkpointer.restore(self._hf_wanted, only=["trainer"])
         if restored is None:
-            if self._hf_must and resume_from_checkpoint is None:
+            if self._hf_must or self._hf_gone:
+                what = (
+                    f"there is no directory {self._hf_gone}" if self._hf_gone else "it asks for one"
+                )
                 raise NotFound(
-                    f"resume_from_checkpoint asks for a checkpoint, and {self._hf_root} has none: "
+                    f"resume_from_checkpoint: {what}, and {self._hf_root} has no checkpoint: "
                     "leave it out to begin a run",
                     root=self._hf_root,
                 )
             return found
         self._hf_restored = restored
         loop.check_fits()
+        self._hf_terms = (max_steps, num_train_epochs, trial)
+        self._take_terms()
+        return loop.place(max_steps, num_train_epochs)
+
+    def _take_terms(self) -> None:
+        """Gives the restored counters the terms of this run: its length, and its intervals."""
+        max_steps, num_train_epochs, trial = self._hf_terms
+        self.state.compute_steps(self.args, max_steps)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
-        return loop.place()
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -175,14 +196,27 @@ class HoldfastMixin:
             assert self.checkpointer is not None
             generation = f"{self._hf_restored.generation}"
             self._hf_restored = self.checkpointer.restore(generation)
+            self._take_terms()
         return model, loader
 
     def _run_epoch(self, **given: Any) -> Any:
-        loop = self._hf_loop
+        loop, restored = self._hf_loop, self._hf_restored
         loop.epoch = given["epoch"]
-        if self._hf_restored is not None:
+        if restored is not None:
             given["resume_from_checkpoint"] = _RESUMED
+        if restored is not None and given["epoch"] == given["epochs_trained"]:
+            if given["steps_trained_in_current_epoch"]:
+                # The order of the data may be drawn from it; the Trainer rewinds after the skip.
+                torch.set_rng_state(loop.generator)
+            else:
+                restored.rewind()
+        loop.generator = torch.get_rng_state()
         return super()._run_epoch(**given)  # type: ignore[misc]
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.checkpointer is not None:
+            self.checkpointer.before_update()  # the best model may be loaded over the last one
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint != _RESUMED:
@@ -207,13 +241,21 @@ class _Loop:
         self._updates_an_epoch = 1
         self._first_step, self._updates_before = 0, 0
         self._last_step = -1
+        self._is_stream = self._is_stopped = False
         self._saved: dict[str, Any] = {}
-        self._log: list[Any] = []
-        self._log_bytes = torch.empty(0, dtype=torch.uint8)
+        self._logged, self._log = 0, b""
+        self._log_leaf = torch.empty(0, dtype=torch.uint8)
+        self.generator = torch.get_rng_state()
+        """The state of torch's generator at the begin of the epoch."""
 
-    def begin(self, updates_an_epoch: int, epoch: int, batches: int) -> None:
-        """Begins at this epoch, after so many batches of it."""
+    def begin(self, updates_an_epoch: int, epoch: int, batches: int, *, is_stream: bool) -> None:
+        """Begins at this epoch, after so many batches of it.
+
+        ``is_stream``: the data have no length, and an epoch is the whole run.
+        """
         self.epoch, self._updates_an_epoch = epoch, updates_an_epoch
+        self._is_stream, self._is_stopped = is_stream, False
+        self._logged, self._log = 0, b""
         self._updates_before = batches // self._trainer.args.gradient_accumulation_steps
         self._first_step = self._last_step = self._trainer.state.global_step
         self._saved = {}
@@ -228,16 +270,25 @@ class _Loop:
             updates = self._updates()
             is_over = updates >= self._updates_an_epoch
             return not (is_over or control.should_epoch_stop or control.should_training_stop)
-        self.epoch, self._first_step, self._updates_before = self.epoch + 1, step, 0
+        self._is_stopped = bool(control.should_training_stop)
+        is_over = self._updates() >= self._updates_an_epoch and not self._is_stream
+        if is_over or not self._is_stopped:  # a run that is stopped may be made longer, and goes on
+            self.epoch, self._first_step, self._updates_before = self.epoch + 1, step, 0
         return step > 0
 
     def _updates(self) -> int:
         step: int = self._trainer.state.global_step
         return self._updates_before + step - self._first_step
 
-    def place(self) -> tuple[int, int]:
-        """Returns the epoch to go on with, and the batches of it that were trained on."""
-        trainer = self._trainer
+    def place(self, max_steps: int, epochs: int) -> tuple[int, int]:
+        """Returns the epoch to go on with, and the batches of it that were trained on.
+
+        A run that was stopped is over, unless it is to be longer now.
+        """
+        trainer, saved = self._trainer, self._saved
+        is_same = saved["stopped"] and saved["state"]["max_steps"] == max_steps
+        if is_same or trainer.state.global_step >= max_steps:
+            return epochs, 0
         if trainer.args.ignore_data_skip:
             self._updates_before = 0
             return self.epoch, 0
@@ -249,7 +300,7 @@ class _Loop:
         trainer = self._trainer
         return {
             "total batch size": trainer.get_total_train_batch_size(trainer.args),
-            "updates an epoch": self._updates_an_epoch,
+            "updates an epoch": 0 if self._is_stream else self._updates_an_epoch,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,15 +311,18 @@ class _Loop:
             for field in dataclasses.fields(trainer.state)
             if field.name not in ("log_history", "stateful_callbacks")
         }
-        if trainer.state.log_history != self._log:
-            self._log = list(trainer.state.log_history)
-            text = json.dumps(self._log).encode()
-            self._log_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        history = trainer.state.log_history
+        if len(history) != self._logged:  # entries are only ever added
+            added = (json.dumps(entry).encode() + b"\n" for entry in history[self._logged :])
+            self._log, self._logged = self._log + b"".join(added), len(history)
+            self._log_leaf = torch.frombuffer(bytearray(self._log), dtype=torch.uint8)
         loss = getattr(trainer, "_tr_loss", None)
         return {
             "state": plain,
             "callbacks": _callback_states(trainer),
-            "log": self._log_bytes,
+            "log": self._log_leaf,
+            "generator": self.generator,
+            "stopped": self._is_stopped,
             "epoch": self.epoch,
             "updates": self._updates(),
             "terms": self._terms(),
@@ -284,7 +338,10 @@ class _Loop:
         """Takes up counters and place; ``resume`` sets what the loop makes anew."""
         trainer = self._trainer
         self._saved = dict(found)
-        history = json.loads(bytes(found["log"].tolist()) or b"[]")
+        log = bytes(found["log"].tolist())
+        history = [json.loads(line) for line in log.splitlines()]
+        self._log, self._logged, self._log_leaf = log, len(history), found["log"].clone()
+        self.generator, self._is_stopped = found["generator"].clone(), False
         trainer.state = TrainerState(**found["state"], log_history=history)
         _set_callback_states(trainer, found["callbacks"])
         self.epoch, self._updates_before = found["epoch"], found["updates"]

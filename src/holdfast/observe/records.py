@@ -120,7 +120,7 @@ class RecordReader:
         """
         try:
             is_known = _decode_name(line).event in _KNOWN
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             is_known = False
         if is_known:
             self.invalid_lines += 1
