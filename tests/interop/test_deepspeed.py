@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import ForeignFormatError, HoldfastError
+from holdfast.interop.foreign_store import ForeignStore
+from holdfast.interop.opening import open_source
 from support.runs.launch import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "deepspeed-0.19.8"
@@ -88,6 +90,17 @@ def _sharded(rank: int, world: int, source: str) -> None:
 
 def test_two_ranks_of_fsdp_take_what_two_ranks_of_zero_wrote() -> None:
     run_ranks(2, _sharded, str(GOLDEN / "zero1-fp32-2" / "checkpoint"))
+
+
+def notes_of(root: Path) -> tuple[str, ...]:
+    store = open_source(root)
+    assert isinstance(store, ForeignStore)
+    return tuple(store.notes)
+
+
+def change(file: Path, **entries: Any) -> None:
+    """Write a file of ``torch.save`` again with other entries."""
+    torch.save({**torch.load(file, weights_only=False), **entries}, file)
 
 
 def copied(tmp_path: Path, case: str) -> Path:
@@ -176,3 +189,18 @@ def test_files_without_a_model_state_are_refused_by_name(tmp_path: Path, name: s
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ForeignFormatError, match=r"mp_rank_00_model_states\.pt: it is not there"):
         holdfast.open(tmp_path)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("case", ["zero0-fp32-2", "zero1-fp32-2"])
+def test_a_client_state_called_model_takes_the_place_of_no_parameter(
+    tmp_path: Path, case: str
+) -> None:
+    root = copied(tmp_path, case)
+    change(root / "global_step3" / "mp_rank_00_model_states.pt", model={"up": {"weight": "mine"}})
+    expected = load_file(GOLDEN / case / "expected.safetensors")
+    with holdfast.open(root) as opened:
+        for name, tensor in expected.items():
+            assert name not in opened.leaves or torch.equal(opened.read(name), tensor)
+        assert {"model.up.weight", "model.norm.bias"} <= set(opened.leaves)
+    assert any("model of the client state is left out" in note for note in notes_of(root))

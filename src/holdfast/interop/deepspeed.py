@@ -169,9 +169,14 @@ class _Checkpoint:
         for name, source in (main.get("shared_params") or {}).items():
             if source in model:
                 model[name] = model[source]
-        result: dict[str, Any] = {MODEL: model, **rest}
+        ours: dict[str, Any] = {MODEL: model}
         if optimizer is not None:
-            result["optimizer"] = optimizer
+            ours["optimizer"] = optimizer
+        self._notes += [
+            f"{key} of the client state is left out: what DeepSpeed keeps is called so"
+            for key in sorted(rest.keys() & ours.keys())
+        ]
+        result = rest | ours
         step = main.get("global_steps")
         number = step if type(step) is int and step >= 0 else 0
         return DeepSpeedState(result, number, max(1, len(self._optimizers)), tuple(self._notes))
