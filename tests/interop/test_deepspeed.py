@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -204,3 +204,32 @@ def test_a_client_state_called_model_takes_the_place_of_no_parameter(
             assert name not in opened.leaves or torch.equal(opened.read(name), tensor)
         assert {"model.up.weight", "model.norm.bias"} <= set(opened.leaves)
     assert any("model of the client state is left out" in note for note in notes_of(root))
+
+
+@pytest.mark.promise
+def test_tags_beside_the_one_that_latest_names_are_noted(tmp_path: Path) -> None:
+    root = copied(tmp_path, "zero0-fp32-2")
+    shutil.copytree(root / "global_step3", root / "global_step6")
+    assert ["global_step6 is another checkpoint" in note for note in notes_of(root)].count(
+        True
+    ) == 1
+    with holdfast.open(root) as opened:
+        assert opened.step == 3
+
+
+@pytest.mark.promise
+def test_directories_of_the_trainer_with_tags_in_them_are_its_steps(tmp_path: Path) -> None:
+    for step in (3, 6):
+        inner = tmp_path / f"checkpoint-{step}"
+        shutil.copytree(GOLDEN / "zero0-fp32-2" / "checkpoint", inner)
+        (inner / "global_step3").rename(inner / f"global_step{step}")
+        (inner / "latest").write_text(f"global_step{step}")
+        change(inner / f"global_step{step}" / "mp_rank_00_model_states.pt", global_steps=step)
+        (inner / "trainer_state.json").write_text("{}")
+    for asked, step in ((None, 6), (3, 3)):
+        with holdfast.open(tmp_path, step=asked) as opened:
+            assert opened.step == step and "model.up.weight" in opened.leaves
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with holdfast.open(tmp_path) as opened:
+        assert set(opened.leaves) == {"model.w"}

@@ -42,16 +42,15 @@ _INNER = frozenset(
 def find_tag(files: SourceFiles) -> str | None:
     """The folder of the checkpoint to read, "" or with "/" at its end; None if there is none.
 
-    That is the folder itself, the one that ``latest`` names, or the only one.
+    That is the folder itself, the one that ``latest`` names, or the only one directly below it:
+    those deeper are of the steps of another writer.
     """
-    names = files.names()
-    found = sorted({tag for name in names if (tag := _tag_of(name)) is not None})
+    found = _tags(files)
     if files.path.is_file() and found:
         raise UsageError(f"{files.path} is one file of a DeepSpeed checkpoint: give its directory")
-    if not found:
-        return None
-    if "" in found:
-        return ""
+    if not found or "" in found:
+        return "" if found else None
+    names = set(files.names())
     for pointer in _LATEST:
         if pointer in names:
             tag = files.read(pointer).decode("utf-8", "replace").strip()
@@ -61,12 +60,22 @@ def find_tag(files: SourceFiles) -> str | None:
                     f"{_shown(found)}: give the path of one"
                 )
             return f"{tag}/"
-    if len(found) > 1 or found[0].count("/") > 1:
+    found = [tag for tag in found if tag.count("/") == 1]
+    if len(found) > 1:
         raise UsageError(
             f"{files.path} has DeepSpeed checkpoints below it, and no file 'latest' that names "
             f"one. There are {_shown(found)}: give the path of one"
         )
-    return found[0]
+    return found[0] if found else None
+
+
+def other_tags(files: SourceFiles, tag: str) -> list[str]:
+    """The folders of checkpoints that are not in the one to read, without "/" at their ends."""
+    return [one.rstrip("/") for one in _tags(files) if not one.startswith(tag)]
+
+
+def _tags(files: SourceFiles) -> list[str]:
+    return sorted({tag for name in files.names() if (tag := _tag_of(name)) is not None})
 
 
 def _shown(tags: list[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
-from holdfast.interop.deepspeed import find_tag, read_deepspeed
+from holdfast.interop.deepspeed import find_tag, other_tags, read_deepspeed
 from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.lightning import META, read_lightning_directory, read_lightning_file
 from holdfast.interop.megatron import COMMON, CONFIG, is_torch_dist, read_torch_dist
@@ -128,6 +128,10 @@ def _read_deepspeed(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     beside = (name for name in files.names() if tag and "/" not in name)
     left = [name for name in beside if name.endswith((*STATE_SUFFIXES, ".json"))]
     notes = [*found.notes, *(f"{files.where(name)} is not read" for name in left)]
+    notes += [
+        f"{files.where(other)} is another checkpoint, and is not read: give its path"
+        for other in other_tags(files, tag)
+    ]
     gathered = Gathered(dict(found.tree), notes, world=found.world)
     return checkpoint_of("deepspeed", files, found.step, gathered, orders)
 
