@@ -233,3 +233,27 @@ def test_directories_of_the_trainer_with_tags_in_them_are_its_steps(tmp_path: Pa
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with holdfast.open(tmp_path) as opened:
         assert set(opened.leaves) == {"model.w"}
+
+
+@pytest.mark.promise
+def test_a_parameter_that_no_rank_holds_is_refused(tmp_path: Path) -> None:
+    root = copied(tmp_path, "zero1-bf16-2")
+    file = root / "global_step3" / "mp_rank_00_model_states.pt"
+    groups = torch.load(file, weights_only=False)["param_shapes"]
+    groups[1]["frozen.weight"] = torch.Size([6, 9])
+    change(file, param_shapes=groups)
+    with pytest.raises(ForeignFormatError, match=r"'frozen\.weight' is in no flat group"):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("case", ["zero1-fp32-2", "zero3-bf16-2"])
+def test_an_optimizer_of_other_steps_than_the_model_is_noted(tmp_path: Path, case: str) -> None:
+    root = copied(tmp_path, case)
+    assert not any("has taken" in note for note in notes_of(root))
+    for file in (root / "global_step3").glob("*_model_states.pt"):
+        change(file, global_steps=5, skipped_steps=1)
+    assert any("has taken 3 steps" in note and "says 4" in note for note in notes_of(root))
+    for file in (root / "global_step3").glob("*_model_states.pt"):
+        change(file, global_steps=5, skipped_steps=2)
+    assert not any("has taken" in note for note in notes_of(root))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,8 @@ _ATOM = re.compile(r"zero/(.+)/fp32\.pt")
 _EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
 _LAYER = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
 _LATEST = ("latest", "latest_universal")
+#: Of the element types that a count of steps has.
+_CODES = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 #: What describes the files of a checkpoint and is no state.
 _INNER = frozenset(
     (
@@ -257,6 +260,7 @@ class _Checkpoint:
                         at = start if is_third else sum(box.box.volume for box in have)
                         have += self._run(file, ref, begin, at, count, all_shapes[name], rank)
                         dtypes[name, kind] = ref.dtype
+        self._require_held(first, all_shapes, {name for name, kind in parts if not kind})
         found: dict[str, dict[str, Any]] = {}
         for (name, kind), boxes in parts.items():
             leaf = ForeignLeaf(dtypes[name, kind], all_shapes[name], tuple(boxes))
@@ -267,12 +271,21 @@ class _Checkpoint:
             else:
                 model[name] = leaf
         self._add_scaler(rest, state)
+        self._compare_steps(names[0], inner, main)
         groups = [
             [n for index in group["params"] for n in shapes[index]]
             for group in inner["param_groups"]
         ]
         self._add_steps(found, names[0], inner, shapes)
         return {"state": found, "param_groups": _options(inner["param_groups"], groups)}
+
+    def _require_held(
+        self, file: str, shapes: Mapping[str, tuple[int, ...]], held: set[str]
+    ) -> None:
+        """The copy of 16 bits that the model has of a parameter is never taken for it."""
+        for name, shape in shapes.items():
+            if math.prod(shape) and name not in held:
+                raise self._error(file, f"{name!r:.200} is in no flat group of the ranks' files")
 
     def _zero_state(self, name: str) -> dict[str, Any]:
         state = self._value(name).get("optimizer_state_dict")
@@ -353,6 +366,28 @@ class _Checkpoint:
                     f"{[*marks[0][0].values()]!s:.60}, or hyperparameters differ: files of two "
                     "saves are mixed",
                 )
+
+    def _compare_steps(self, name: str, inner: Mapping[str, Any], main: Mapping[str, Any]) -> None:
+        """Note an optimizer that has not taken the steps of the model: it may be of another save,
+        or was new when a run went on.
+        """
+        steps, skipped = main.get("global_steps"), main.get("skipped_steps") or 0
+        if type(steps) is not int or type(skipped) is not int:
+            return
+        for some in inner["state"].values():
+            taken = self._number(name, some.get("step")) if isinstance(some, dict) else None
+            if taken is not None and taken != steps - skipped:
+                self._notes.append(
+                    f"the optimizer in {name} has taken {taken:g} steps, {self._main} says "
+                    f"{steps - skipped}: files of two saves may be mixed"
+                )
+                return
+
+    def _number(self, name: str, value: Any) -> float | None:
+        if isinstance(value, TensorRef) and value.shape == () and value.dtype in _CODES:
+            raw = bytes.fromhex(self._single(name, value))
+            return float(struct.unpack(_CODES[value.dtype], raw)[0])
+        return value if type(value) in (int, float) else None
 
     def _single(self, name: str, value: Any) -> Any:
         """The bytes of a tensor with one element, or a plain value."""
