@@ -414,3 +414,15 @@ def test_a_trainer_state_without_a_step_is_an_error(tmp_path: Path) -> None:
     (copy / "trainer_state.json").write_text('{"global_step": "four"}')
     with pytest.raises(ForeignFormatError, match="global_step is 'four'"):
         holdfast.open(copy)
+
+
+def test_a_download_of_hugging_face_is_no_save_without_collectives(tmp_path: Path) -> None:
+    copy = shutil.copytree(ADAPTER / "checkpoint", tmp_path / "c")
+    cache = copy / ".cache" / "huggingface" / "download"
+    cache.mkdir(parents=True)
+    (cache / "tokenizer_config.json.metadata").write_text("0\n")
+    with holdfast.open(copy) as opened:
+        assert opened.leaves
+    (copy / "__0.metadata").write_bytes(b"")
+    with pytest.raises(holdfast.UsageError, match="saved without collectives"):
+        holdfast.open(copy)

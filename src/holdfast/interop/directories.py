@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from holdfast.errors import UsageError
@@ -34,6 +35,8 @@ FORMATS = (
     "megatron",
     "deepspeed",
 )
+#: What a rank of torch writes in place of the one file of metadata.
+_OF_A_RANK = re.compile(r"__[0-9]+(?:_[0-9]+)?\.metadata")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -86,7 +89,7 @@ def _refuse_unread(names: list[str]) -> None:
             "Megatron-LM mp_rank directories can't be read yet: convert it to torch_dist with "
             "Megatron's own tools (--ckpt-convert-format torch_dist)"
         )
-    if any(name.endswith(".metadata") and "_" in name for name in last if name != METADATA):
+    if any(map(_OF_A_RANK.fullmatch, names)):
         raise UsageError("DCP checkpoints saved without collectives can't be read yet")
 
 
