@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import ForeignFormatError, HoldfastError
+from holdfast.interop.foreign_store import ForeignStore
+from holdfast.interop.opening import open_source
 from support.runs.launch import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "deepspeed-0.19.8"
@@ -88,6 +90,17 @@ def _sharded(rank: int, world: int, source: str) -> None:
 
 def test_two_ranks_of_fsdp_take_what_two_ranks_of_zero_wrote() -> None:
     run_ranks(2, _sharded, str(GOLDEN / "zero1-fp32-2" / "checkpoint"))
+
+
+def notes_of(root: Path) -> tuple[str, ...]:
+    store = open_source(root)
+    assert isinstance(store, ForeignStore)
+    return tuple(store.notes)
+
+
+def change(file: Path, **entries: Any) -> None:
+    """Write a file of ``torch.save`` again with other entries."""
+    torch.save({**torch.load(file, weights_only=False), **entries}, file)
 
 
 def copied(tmp_path: Path, case: str) -> Path:
@@ -176,3 +189,71 @@ def test_files_without_a_model_state_are_refused_by_name(tmp_path: Path, name: s
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ForeignFormatError, match=r"mp_rank_00_model_states\.pt: it is not there"):
         holdfast.open(tmp_path)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("case", ["zero0-fp32-2", "zero1-fp32-2"])
+def test_a_client_state_called_model_takes_the_place_of_no_parameter(
+    tmp_path: Path, case: str
+) -> None:
+    root = copied(tmp_path, case)
+    change(root / "global_step3" / "mp_rank_00_model_states.pt", model={"up": {"weight": "mine"}})
+    expected = load_file(GOLDEN / case / "expected.safetensors")
+    with holdfast.open(root) as opened:
+        for name, tensor in expected.items():
+            assert name not in opened.leaves or torch.equal(opened.read(name), tensor)
+        assert {"model.up.weight", "model.norm.bias"} <= set(opened.leaves)
+    assert any("model of the client state is left out" in note for note in notes_of(root))
+
+
+@pytest.mark.promise
+def test_tags_beside_the_one_that_latest_names_are_noted(tmp_path: Path) -> None:
+    root = copied(tmp_path, "zero0-fp32-2")
+    shutil.copytree(root / "global_step3", root / "global_step6")
+    assert ["global_step6 is another checkpoint" in note for note in notes_of(root)].count(
+        True
+    ) == 1
+    with holdfast.open(root) as opened:
+        assert opened.step == 3
+
+
+@pytest.mark.promise
+def test_directories_of_the_trainer_with_tags_in_them_are_its_steps(tmp_path: Path) -> None:
+    for step in (3, 6):
+        inner = tmp_path / f"checkpoint-{step}"
+        shutil.copytree(GOLDEN / "zero0-fp32-2" / "checkpoint", inner)
+        (inner / "global_step3").rename(inner / f"global_step{step}")
+        (inner / "latest").write_text(f"global_step{step}")
+        change(inner / f"global_step{step}" / "mp_rank_00_model_states.pt", global_steps=step)
+        (inner / "trainer_state.json").write_text("{}")
+    for asked, step in ((None, 6), (3, 3)):
+        with holdfast.open(tmp_path, step=asked) as opened:
+            assert opened.step == step and "model.up.weight" in opened.leaves
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with holdfast.open(tmp_path) as opened:
+        assert set(opened.leaves) == {"model.w"}
+
+
+@pytest.mark.promise
+def test_a_parameter_that_no_rank_holds_is_refused(tmp_path: Path) -> None:
+    root = copied(tmp_path, "zero1-bf16-2")
+    file = root / "global_step3" / "mp_rank_00_model_states.pt"
+    groups = torch.load(file, weights_only=False)["param_shapes"]
+    groups[1]["frozen.weight"] = torch.Size([6, 9])
+    change(file, param_shapes=groups)
+    with pytest.raises(ForeignFormatError, match=r"'frozen\.weight' is in no flat group"):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("case", ["zero1-fp32-2", "zero3-bf16-2"])
+def test_an_optimizer_of_other_steps_than_the_model_is_noted(tmp_path: Path, case: str) -> None:
+    root = copied(tmp_path, case)
+    assert not any("has taken" in note for note in notes_of(root))
+    for file in (root / "global_step3").glob("*_model_states.pt"):
+        change(file, global_steps=5, skipped_steps=1)
+    assert any("has taken 3 steps" in note and "says 4" in note for note in notes_of(root))
+    for file in (root / "global_step3").glob("*_model_states.pt"):
+        change(file, global_steps=5, skipped_steps=2)
+    assert not any("has taken" in note for note in notes_of(root))

@@ -18,6 +18,7 @@ import holdfast
 from holdfast.cli import main
 from holdfast.errors import ForeignFormatError, HoldfastError, NotFound
 from holdfast.interop.opening import open_source
+from holdfast.interop.state_files import named_step
 from support.runs.launch import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -291,6 +292,65 @@ def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     at.register_parameter(last, nn.Parameter(tensor))
 
 
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("epoch=0-val_loss=1.20-step=20.ckpt", 20),
+        ("epoch=3-step=20-train_loss_step=0.35.ckpt", 20),
+        ("step=20-v1.ckpt", 20),
+        ("epoch=0-val_loss=1.20.ckpt", None),
+        ("epoch=7.ckpt", None),
+        ("loss_step=3.ckpt", None),
+        ("last.ckpt", None),
+        ("llama-3.1-8B", None),
+        ("llama-3.1", None),
+        ("checkpoint-500", 500),
+        ("global_step3", 3),
+        ("state-100.pt", 100),
+    ],
+)
+def test_a_step_in_a_name_is_no_epoch_no_metric_and_no_version(name: str, step: int | None) -> None:
+    assert named_step(name) == step
+
+
+def lightning_at(path: Path, step: int | None) -> None:
+    """A file of Lightning of a step; None: a state of another writer."""
+    state: dict[str, Any] = {"state_dict": {"w": torch.full((2,), float(step or 0))}}
+    if step is not None:
+        state |= {"pytorch-lightning_version": "2.6.6", "global_step": step}
+    torch.save(state, path)
+
+
+@pytest.mark.promise
+def test_files_of_lightning_without_a_step_in_their_names_have_their_own(tmp_path: Path) -> None:
+    lightning_at(tmp_path / "epoch=1-step=20.ckpt", 20)
+    lightning_at(tmp_path / "epoch=1-val_loss=1.20.ckpt", 30)
+    lightning_at(tmp_path / "last.ckpt", 40)
+    for step in (20, 30, 40):
+        with holdfast.open(tmp_path, step=step) as opened:
+            assert opened.step == step and opened.read("model.w")[0] == step
+    with holdfast.open(tmp_path) as newest:
+        assert newest.step == 40 and newest.read("model.w")[0] == 40
+    lightning_at(tmp_path / "last.ckpt", 20)
+    lightning_at(tmp_path / "other.ckpt", None)
+    (tmp_path / "torn.ckpt").write_bytes(b"PK")
+    notes = open_source(tmp_path).notes  # type: ignore[attr-defined]
+    assert [one for one in notes if "other.ckpt is left out: nothing in its name" in one]
+    assert [one for one in notes if "torn.ckpt is left out" in one] and len(notes) == 2
+    with holdfast.open(tmp_path) as newest:
+        assert newest.step == 30
+
+
+@pytest.mark.promise
+def test_the_step_that_a_checkpoint_says_goes_before_that_of_its_name(tmp_path: Path) -> None:
+    lightning_at(tmp_path / "step=7.ckpt", 70)
+    lightning_at(tmp_path / "step=8.ckpt", 70)
+    with holdfast.open(tmp_path, step=None) as opened:
+        assert opened.step == 70
+    notes = open_source(tmp_path).notes  # type: ignore[attr-defined]
+    assert ["it is of step 70, as another is" in note for note in notes] == [True]
+
+
 # ── wrong inputs ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -353,4 +413,16 @@ def test_a_trainer_state_without_a_step_is_an_error(tmp_path: Path) -> None:
     copy = shutil.copytree(TRAINER / "steps" / "checkpoint" / "checkpoint-4", tmp_path / "c")
     (copy / "trainer_state.json").write_text('{"global_step": "four"}')
     with pytest.raises(ForeignFormatError, match="global_step is 'four'"):
+        holdfast.open(copy)
+
+
+def test_a_download_of_hugging_face_is_no_save_without_collectives(tmp_path: Path) -> None:
+    copy = shutil.copytree(ADAPTER / "checkpoint", tmp_path / "c")
+    cache = copy / ".cache" / "huggingface" / "download"
+    cache.mkdir(parents=True)
+    (cache / "tokenizer_config.json.metadata").write_text("0\n")
+    with holdfast.open(copy) as opened:
+        assert opened.leaves
+    (copy / "__0.metadata").write_bytes(b"")
+    with pytest.raises(holdfast.UsageError, match="saved without collectives"):
         holdfast.open(copy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,36 @@ def test_all_steps_become_checkpoints_in_their_order(
     assert restored(root)[0] == 10
     shown = json_of(capsys, "show", root)["values"]["imported_from"]
     assert shown == {"source": str(steps / "step-10"), "format": "dcp", "step": 10}
+
+
+@pytest.mark.promise
+def test_steps_that_are_not_finished_or_can_not_be_read_are_left_out_with_a_note(
+    steps: Path, tmp_path: Path, capsys: Out
+) -> None:
+    shutil.copytree(steps / "step-10", steps / "tmp-step-12")
+    shutil.copytree(steps / "step-10", steps / ".step-13")
+    shutil.copytree(steps / "step-10", steps / "step-14")
+    (steps / "step-14" / ".metadata").write_bytes(b"torn")
+    shutil.copytree(steps / "step-10", steps / "step-15")
+    (steps / "step-15" / ".metadata").unlink()
+    state = {"pytorch-lightning_version": "2.6.6", "global_step": 5}
+    torch.save({**state, "state_dict": {"w": torch.ones(2)}}, steps / "last.ckpt")
+    said = json_of(capsys, "import", steps, tmp_path / "root", "--dry-run")
+    assert [one["step"] for one in said["checkpoints"]] == [2, 5, 10]
+    assert len(said["notes"]) == 2
+    assert all(f"step-{15 - n} is left out" in one for n, one in enumerate(said["notes"]))
+    assert "step-14 is left out" in text_of(capsys, "import", steps, tmp_path / "root")
+    assert restored(tmp_path / "root")[0] == 10
+
+
+@pytest.mark.promise
+def test_a_step_behind_the_one_that_is_named_as_the_last_is_left_out(
+    steps: Path, tmp_path: Path, capsys: Out
+) -> None:
+    (steps / "latest_checkpointed_iteration.txt").write_text("2\n")
+    said = json_of(capsys, "import", steps, tmp_path / "root")
+    assert said["imported"] == ["1-2"]
+    assert ["step-10 is left out" in note for note in said["notes"]] == [True]
 
 
 def test_what_is_imported_has_the_boxes_of_its_source_and_checksums(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
@@ -154,3 +156,14 @@ def test_a_model_with_other_shapes_is_refused_by_name(copied: Path) -> None:
     expected["output_layer.weight"] = torch.zeros(17, 8)
     with pytest.raises(holdfast.StateMismatch, match=r"model\.output_layer\.weight"):
         holdfast.load(copied, {"model": model_of(expected)})
+
+
+def test_an_object_and_parts_of_one_of_its_name_are_refused(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "a": [1, 2], "a/shard_0_1": [3, 4]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"iteration": 20}, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(ForeignFormatError, match=r"\.metadata has an object 'a', and parts of"):
+        holdfast.open(tmp_path)

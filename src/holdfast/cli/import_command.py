@@ -21,9 +21,8 @@ from holdfast.interop.writing.export import DEFAULT_MEMORY_BYTES, window_bytes
 from holdfast.interop.writing.import_state import (
     ImportPlan,
     ImportReport,
-    find_sources,
     import_all,
-    open_import,
+    open_imports,
     plan_import,
 )
 from holdfast.observe.text import count_text, size_text
@@ -66,29 +65,30 @@ def run(args: argparse.Namespace) -> int:
     """
     memory = memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES)
     window_bytes(memory)
-    plans = _plans(args)
+    plans, notes = _plans(args)
     report = ImportReport()
     if not args.dry_run:
         with SlowProgress("importing") as progress:
             report = import_all(plans, open_store(args.root), progress, memory)
     if args.json:
-        print_json(_record(args, plans, report))
+        print_json(_record(args, plans, notes, report))
     else:
-        _print(args, plans, report)
+        _print(args, plans, notes, report)
     return 0
 
 
-def _plans(args: argparse.Namespace) -> list[ImportPlan]:
+def _plans(args: argparse.Namespace) -> tuple[list[ImportPlan], list[str]]:
+    """What is made, and notes about what is left out."""
     orders = None if args.parameters is None else _orders(args.parameters)
-    sources = [
-        open_import(path, args.format, lambda saved, opened: portion(args, saved, opened), orders)
-        for path in find_sources(args.source, args.format)
-    ]
+    sources, notes = open_imports(
+        args.source, args.format, lambda saved, opened: portion(args, saved, opened), orders
+    )
     steps = sorted(source.step for source in sources)
     wanted = set(args.step or steps)
     if missing := wanted.difference(steps):
+        there = f"there are: {', '.join(map(str, steps))}"
         raise NotFound(
-            f"no step {min(missing)} in {args.source}; there are: {', '.join(map(str, steps))}"
+            "; ".join([f"no step {min(missing)} in {args.source}; {there}", *notes]),
         )
     chosen = sorted(
         (source for source in sources if source.step in wanted), key=lambda source: source.step
@@ -99,7 +99,7 @@ def _plans(args: argparse.Namespace) -> list[ImportPlan]:
                 f"{one.path} and {other.path} are both of step {one.step}: import them by "
                 "themselves, each to a root of its own"
             )
-    return [plan_import(source) for source in chosen]
+    return [plan_import(source) for source in chosen], notes
 
 
 def _orders(path: str) -> Orders:
@@ -119,7 +119,10 @@ def _orders(path: str) -> Orders:
 
 
 def _record(
-    args: argparse.Namespace, plans: Sequence[ImportPlan], report: ImportReport
+    args: argparse.Namespace,
+    plans: Sequence[ImportPlan],
+    notes: Sequence[str],
+    report: ImportReport,
 ) -> dict[str, Any]:
     return {
         "source": args.source,
@@ -138,6 +141,7 @@ def _record(
             }
             for plan in plans
         ],
+        "notes": list(notes),
         "imported": [str(generation) for generation in report.imported],
         "there": [str(generation) for generation in report.there],
         "plan_bytes": sum(plan.size_bytes for plan in plans),
@@ -145,7 +149,12 @@ def _record(
     }
 
 
-def _print(args: argparse.Namespace, plans: Sequence[ImportPlan], report: ImportReport) -> None:
+def _print(
+    args: argparse.Namespace,
+    plans: Sequence[ImportPlan],
+    notes: Sequence[str],
+    report: ImportReport,
+) -> None:
     console = stdout()
     verb = "would be imported" if args.dry_run else "imported"
     for plan in plans:
@@ -161,6 +170,8 @@ def _print(args: argparse.Namespace, plans: Sequence[ImportPlan], report: Import
                 console.print(f"    {escape(name)}  {leaf.dtype} {shape}", soft_wrap=True)
         for note in source.notes:
             console.print(f"    [yellow]{escape(note)}[/]", soft_wrap=True)
+    for note in notes:
+        console.print(f"[yellow]{escape(note)}[/]", soft_wrap=True)
     there = f", {len(report.there)} there already" if report.there else ""
     resumed = f", {size_text(report.resumed_bytes)} there already" if report.resumed_bytes else ""
     count = len(plans) - len(report.there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,8 @@ _ATOM = re.compile(r"zero/(.+)/fp32\.pt")
 _EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
 _LAYER = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
 _LATEST = ("latest", "latest_universal")
+#: Of the element types that a count of steps has.
+_CODES = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 #: What describes the files of a checkpoint and is no state.
 _INNER = frozenset(
     (
@@ -42,16 +45,15 @@ _INNER = frozenset(
 def find_tag(files: SourceFiles) -> str | None:
     """The folder of the checkpoint to read, "" or with "/" at its end; None if there is none.
 
-    That is the folder itself, the one that ``latest`` names, or the only one.
+    That is the folder itself, the one that ``latest`` names, or the only one directly below it:
+    those deeper are of the steps of another writer.
     """
-    names = files.names()
-    found = sorted({tag for name in names if (tag := _tag_of(name)) is not None})
+    found = _tags(files)
     if files.path.is_file() and found:
         raise UsageError(f"{files.path} is one file of a DeepSpeed checkpoint: give its directory")
-    if not found:
-        return None
-    if "" in found:
-        return ""
+    if not found or "" in found:
+        return "" if found else None
+    names = set(files.names())
     for pointer in _LATEST:
         if pointer in names:
             tag = files.read(pointer).decode("utf-8", "replace").strip()
@@ -61,12 +63,22 @@ def find_tag(files: SourceFiles) -> str | None:
                     f"{_shown(found)}: give the path of one"
                 )
             return f"{tag}/"
-    if len(found) > 1 or found[0].count("/") > 1:
+    found = [tag for tag in found if tag.count("/") == 1]
+    if len(found) > 1:
         raise UsageError(
             f"{files.path} has DeepSpeed checkpoints below it, and no file 'latest' that names "
             f"one. There are {_shown(found)}: give the path of one"
         )
-    return found[0]
+    return found[0] if found else None
+
+
+def other_tags(files: SourceFiles, tag: str) -> list[str]:
+    """The folders of checkpoints that are not in the one to read, without "/" at their ends."""
+    return [one.rstrip("/") for one in _tags(files) if not one.startswith(tag)]
+
+
+def _tags(files: SourceFiles) -> list[str]:
+    return sorted({tag for name in files.names() if (tag := _tag_of(name)) is not None})
 
 
 def _shown(tags: list[str]) -> str:
@@ -169,9 +181,14 @@ class _Checkpoint:
         for name, source in (main.get("shared_params") or {}).items():
             if source in model:
                 model[name] = model[source]
-        result: dict[str, Any] = {MODEL: model, **rest}
+        ours: dict[str, Any] = {MODEL: model}
         if optimizer is not None:
-            result["optimizer"] = optimizer
+            ours["optimizer"] = optimizer
+        self._notes += [
+            f"{key} of the client state is left out: what DeepSpeed keeps is called so"
+            for key in sorted(rest.keys() & ours.keys())
+        ]
+        result = rest | ours
         step = main.get("global_steps")
         number = step if type(step) is int and step >= 0 else 0
         return DeepSpeedState(result, number, max(1, len(self._optimizers)), tuple(self._notes))
@@ -243,6 +260,7 @@ class _Checkpoint:
                         at = start if is_third else sum(box.box.volume for box in have)
                         have += self._run(file, ref, begin, at, count, all_shapes[name], rank)
                         dtypes[name, kind] = ref.dtype
+        self._require_held(first, all_shapes, {name for name, kind in parts if not kind})
         found: dict[str, dict[str, Any]] = {}
         for (name, kind), boxes in parts.items():
             leaf = ForeignLeaf(dtypes[name, kind], all_shapes[name], tuple(boxes))
@@ -253,12 +271,21 @@ class _Checkpoint:
             else:
                 model[name] = leaf
         self._add_scaler(rest, state)
+        self._compare_steps(names[0], inner, main)
         groups = [
             [n for index in group["params"] for n in shapes[index]]
             for group in inner["param_groups"]
         ]
         self._add_steps(found, names[0], inner, shapes)
         return {"state": found, "param_groups": _options(inner["param_groups"], groups)}
+
+    def _require_held(
+        self, file: str, shapes: Mapping[str, tuple[int, ...]], held: set[str]
+    ) -> None:
+        """The copy of 16 bits that the model has of a parameter is never taken for it."""
+        for name, shape in shapes.items():
+            if math.prod(shape) and name not in held:
+                raise self._error(file, f"{name!r:.200} is in no flat group of the ranks' files")
 
     def _zero_state(self, name: str) -> dict[str, Any]:
         state = self._value(name).get("optimizer_state_dict")
@@ -339,6 +366,28 @@ class _Checkpoint:
                     f"{[*marks[0][0].values()]!s:.60}, or hyperparameters differ: files of two "
                     "saves are mixed",
                 )
+
+    def _compare_steps(self, name: str, inner: Mapping[str, Any], main: Mapping[str, Any]) -> None:
+        """Note an optimizer that has not taken the steps of the model: it may be of another save,
+        or was new when a run went on.
+        """
+        steps, skipped = main.get("global_steps"), main.get("skipped_steps") or 0
+        if type(steps) is not int or type(skipped) is not int:
+            return
+        for some in inner["state"].values():
+            taken = self._number(name, some.get("step")) if isinstance(some, dict) else None
+            if taken is not None and taken != steps - skipped:
+                self._notes.append(
+                    f"the optimizer in {name} has taken {taken:g} steps, {self._main} says "
+                    f"{steps - skipped}: files of two saves may be mixed"
+                )
+                return
+
+    def _number(self, name: str, value: Any) -> float | None:
+        if isinstance(value, TensorRef) and value.shape == () and value.dtype in _CODES:
+            raw = bytes.fromhex(self._single(name, value))
+            return float(struct.unpack(_CODES[value.dtype], raw)[0])
+        return value if type(value) in (int, float) else None
 
     def _single(self, name: str, value: Any) -> Any:
         """The bytes of a tensor with one element, or a plain value."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from holdfast.errors import UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
-from holdfast.interop.deepspeed import find_tag, read_deepspeed
+from holdfast.interop.deepspeed import find_tag, other_tags, read_deepspeed
 from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.lightning import META, read_lightning_directory, read_lightning_file
 from holdfast.interop.megatron import COMMON, CONFIG, is_torch_dist, read_torch_dist
@@ -34,6 +35,8 @@ FORMATS = (
     "megatron",
     "deepspeed",
 )
+#: What a rank of torch writes in place of the one file of metadata.
+_OF_A_RANK = re.compile(r"__[0-9]+(?:_[0-9]+)?\.metadata")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -86,7 +89,7 @@ def _refuse_unread(names: list[str]) -> None:
             "Megatron-LM mp_rank directories can't be read yet: convert it to torch_dist with "
             "Megatron's own tools (--ckpt-convert-format torch_dist)"
         )
-    if any(name.endswith(".metadata") and "_" in name for name in last if name != METADATA):
+    if any(map(_OF_A_RANK.fullmatch, names)):
         raise UsageError("DCP checkpoints saved without collectives can't be read yet")
 
 
@@ -128,6 +131,10 @@ def _read_deepspeed(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     beside = (name for name in files.names() if tag and "/" not in name)
     left = [name for name in beside if name.endswith((*STATE_SUFFIXES, ".json"))]
     notes = [*found.notes, *(f"{files.where(name)} is not read" for name in left)]
+    notes += [
+        f"{files.where(other)} is another checkpoint, and is not read: give its path"
+        for other in other_tags(files, tag)
+    ]
     gathered = Gathered(dict(found.tree), notes, world=found.world)
     return checkpoint_of("deepspeed", files, found.step, gathered, orders)
 

@@ -62,7 +62,7 @@ def _of(
     if isinstance(schedulers, list):
         tree |= {_numbered("lr_scheduler", at): one for at, one in enumerate(schedulers)}
     step = state.get("global_step")
-    number = step if type(step) is int and step >= 0 else 0
+    number = step if type(step) is int and step >= 0 else step_of(files.path.name)
     twice = sorted(tree.keys() & state.keys())
     gathered.notes += [
         f"{key} of the file is left out: what Lightning keeps is called so" for key in twice

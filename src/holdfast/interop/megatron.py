@@ -81,7 +81,7 @@ def read_torch_dist(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     objects = {name: one for name, one in objects.items() if one is not None}
     tree |= {key: value for key, value in common.items() if key not in tree}
     if objects:
-        tree["objects"] = _by_place(objects)
+        tree["objects"] = _by_place(objects, files)
     step = common.get("iteration")
     number = step if type(step) is int and step >= 0 else step_of(files.path.name)
     return checkpoint_of("megatron", files, number, gathered, orders)
@@ -147,13 +147,21 @@ def _take_optimizer(
     )
 
 
-def _by_place(objects: dict[str, Any]) -> dict[str, Any]:
+def _by_place(objects: dict[str, Any], files: SourceFiles) -> dict[str, Any]:
     """Objects by their name, and by the place of each where ranks have some of their own."""
     found: dict[str, Any] = {}
+    places: dict[str, dict[str, Any]] = {}
     for name, value in objects.items():
         matched = _OBJECT.fullmatch(name)
         if matched is None:
             found[name] = value
         else:
-            found.setdefault(matched[1], {})[matched[2]] = value
-    return found
+            places.setdefault(matched[1], {})[matched[2]] = value
+    if twice := sorted(found.keys() & places.keys()):
+        where = files.where(METADATA)
+        raise ForeignFormatError(
+            f"{where} has an object {twice[0]!r:.200}, and parts of another of this name",
+            path=where,
+            offset=0,
+        )
+    return found | places

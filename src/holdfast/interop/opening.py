@@ -56,10 +56,10 @@ def open_source(
     if format_ is None and path.is_dir() and recognize(files) is None:
         # The images of a root lie as several steps of another writer would.
         places, notes = ([], []) if root_around(path) else find_steps(path)
+        _warn(tuple(notes), where)
         if not places:
             return open_store(root)
         if step is EVERY:
-            _warn(tuple(notes), where)
             return ForeignSteps(path, places, notes)
         place = choose_step(path, places, step)
         files = SourceFiles(path / place.name)
@@ -67,7 +67,7 @@ def open_source(
     if found is None:
         return open_store(root)
     if place is not None:
-        found = replace(found, step=place.step)  # as it was asked for
+        found = replace(found, step=found.step or place.step)
     _warn(found.notes, where)
     return ForeignStore(files, found)
 

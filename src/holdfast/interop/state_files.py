@@ -15,9 +15,14 @@ from holdfast.interop.records import Opaque
 from holdfast.interop.source_files import SourceFiles, refuse_hollow
 from holdfast.interop.torch_files import Tree, open_torch_file
 
-_STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,15})")
-#: How Lightning names the step in the names of its files, before what makes a name unlike others.
-_NAMED_STEP = re.compile(r"(?:.*[^a-z])?step=([0-9]{1,15})(?:[^0-9].*)?")
+#: A number at the end, and no part of a version or of a decimal number.
+_STEP = re.compile(r"(?:.*[^0-9.])?([0-9]{1,15})")
+#: How Lightning names the step in the names of its files, before what makes a name unlike others;
+#: ``loss_step=0.35`` is a metric.
+_NAMED_STEP = re.compile(r"(?:.*[^A-Za-z_])?step=([0-9]{1,15})(?![0-9]|\.[0-9]).*")
+#: Of a file of Lightning, which may have an epoch or a metric in its name.
+CKPT = ".ckpt"
+_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def step_of(name: str) -> int:
@@ -28,8 +33,12 @@ def step_of(name: str) -> int:
 
 def named_step(name: str) -> int | None:
     """The step in the name of a directory or file; None when there is none."""
-    stem = name.partition(".")[0]
-    matched = _NAMED_STEP.fullmatch(stem) or _STEP.fullmatch(stem)
+    if matched := _NAMED_STEP.fullmatch(name.removesuffix(CKPT)):
+        return int(matched[1])
+    if name.endswith(CKPT):
+        return None
+    stem = next((name.removesuffix(one) for one in _SUFFIXES if name.endswith(one)), name)
+    matched = _STEP.fullmatch(stem)
     return int(matched[1]) if matched else None
 
 

@@ -17,11 +17,11 @@ from holdfast.errors import HoldfastError, NotFound, StorageError, UsageError
 from holdfast.interop.directories import read_directory, recognize
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.source_files import SourceFiles
-from holdfast.interop.state_files import named_step
+from holdfast.interop.state_files import CKPT, named_step
 from holdfast.storage.base import ImageSink, Lock
 
-#: Files that are a checkpoint by themselves, when several lie in a directory.
-_FILES = (".ckpt",)
+#: What Lightning wrote last, at a step that another file may have too.
+_LAST_FILE = "last.ckpt"
 #: The file in which Megatron names the last step.
 _LAST = "latest_checkpointed_iteration.txt"
 _MAX_SHOWN = 10
@@ -36,36 +36,53 @@ class StepPlace:
 
 
 def find_steps(path: Path) -> tuple[list[StepPlace], list[str]]:
-    """The steps below a directory in order, and notes about what has a step in its name and is no
-    checkpoint. Of two of one step, Lightning's ``last.ckpt`` gives way to the one that names it.
+    """The steps below a directory in order, and notes about what is left out: what has a step in
+    its name and is no checkpoint, and files without a step. Of two of one step, Lightning's
+    ``last.ckpt`` gives way to the one that names it.
     """
     by_step: dict[int, str] = {}
     notes: list[str] = []
     try:
-        children = sorted(child for child in path.iterdir() if not child.name.startswith("."))
+        children = [child for child in path.iterdir() if _may_be_step(child)]
     except OSError as error:
         raise StorageError(
             f"{path} cannot be listed: {error.strerror}", operation="list", errno=error.errno
         ) from error
-    for child in children:
-        step = named_step(child.name)
-        is_file = child.suffix in _FILES and child.is_file()
-        if step is None or not (is_file or child.is_dir()) or child.name.startswith("tmp-"):
-            continue
+    for child in sorted(children, key=lambda one: (one.name == _LAST_FILE, one.name)):
         try:
-            format_ = recognize(SourceFiles(child))
-        except UsageError as error:
+            step = _step_at(child)
+        except HoldfastError as error:
             notes.append(f"{child} is left out: {error}")
             continue
-        if format_ is None:
-            continue
-        if step in by_step:
+        if step in by_step and child.name != _LAST_FILE:
             notes.append(
                 f"{child} is left out: {by_step[step]} is of step {step} too; give the path of one"
             )
-            continue
-        by_step[step] = child.name
+        if step is not None:
+            by_step.setdefault(step, child.name)
     return [StepPlace(step, name) for step, name in sorted(by_step.items())], notes
+
+
+def _may_be_step(child: Path) -> bool:
+    """True for what is finished, and has a step in its name or is of Lightning."""
+    if child.name.startswith((".", "tmp-")):
+        return False
+    if child.suffix == CKPT:
+        return child.is_file() or child.is_dir()
+    return named_step(child.name) is not None and child.is_dir()
+
+
+def _step_at(child: Path) -> int | None:
+    """The step that a checkpoint has in its name, or else in it; None for what is none."""
+    files, step = SourceFiles(child), named_step(child.name)
+    if recognize(files) is None:
+        return None
+    if step is not None:
+        return step
+    found = read_directory(files)
+    if found is None or found.format != "lightning":
+        raise UsageError("nothing in its name or in it says of which step it is")
+    return found.step
 
 
 def finished(path: Path, places: list[StepPlace]) -> tuple[list[StepPlace], list[str]]:
@@ -107,6 +124,11 @@ def _last_named(path: Path) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 16 else None
 
 
+def _refuse_twice(step: int, known: set[int]) -> None:
+    if step in known:
+        raise UsageError(f"it is of step {step}, as another is; give the path of one")
+
+
 class ForeignSteps:
     """A read-only store of the checkpoints of several steps."""
 
@@ -117,12 +139,15 @@ class ForeignSteps:
         places, unfinished = finished(path, places)
         self._notes = [*notes, *unfinished]
         self._stores: dict[str, ForeignStore] = {}
+        steps: set[int] = set()
         for place in places:
             files = SourceFiles(path / place.name)
             try:
                 found = read_directory(files, None, None)
                 if found is not None:
-                    found = replace(found, step=place.step)
+                    found = replace(found, step=found.step or place.step)
+                    _refuse_twice(found.step, steps)
+                    steps.add(found.step)
                     self._stores[place.name] = ForeignStore(files, found, run_id=self._run_id)
             except HoldfastError as error:
                 self._notes.append(f"{files.path} is left out: {error}")

@@ -43,8 +43,10 @@ from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import HolderBoxes, Layout, LeafEntry, merge
 from holdfast.interop.arrange import Orders
 from holdfast.interop.directories import read_directory, recognize
+from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.source_files import SourceFiles
+from holdfast.interop.steps import find_steps, finished
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.export import WORKERS, Progress, window_bytes
 from holdfast.interop.writing.planned_files import (
@@ -84,8 +86,8 @@ class ImportSource:
     notes: tuple[str, ...]
 
 
-def find_sources(source: str, format_: str | None) -> list[Path]:
-    """The checkpoints at a path: itself, or those in the directories below it.
+def find_sources(source: str, format_: str | None) -> tuple[list[Path], list[str]]:
+    """The checkpoints at a path: itself, or the finished steps below it; notes about others.
 
     Raises NotFound where there is none, UsageError for a bucket or a root of ours.
     """
@@ -97,15 +99,43 @@ def find_sources(source: str, format_: str | None) -> list[Path]:
     if not path.exists():
         raise NotFound(f"{path} is not there")
     if format_ is not None or recognize(SourceFiles(path)) is not None:
-        return [path]
-    inner = sorted(one for one in path.iterdir() if one.is_dir()) if path.is_dir() else []
-    found = [one for one in inner if recognize(SourceFiles(one)) is not None]
-    if not found:
+        return [path], []
+    places, notes = find_steps(path) if path.is_dir() else ([], [])
+    if not places:
         raise NotFound(
-            f"{path} is no checkpoint of a kind that is read, and has none in the directories "
-            "below it: give the path of one, or name its kind with --format"
+            "; ".join(
+                [
+                    f"{path} is no checkpoint of a kind that is read, and has none of a step in "
+                    "the directories below it: give the path of one, or name its kind with "
+                    "--format",
+                    *notes,
+                ]
+            )
         )
-    return found
+    places, unfinished = finished(path, places)
+    return [path / place.name for place in places], notes + unfinished
+
+
+def open_imports(
+    source: str, format_: str | None, portion: Portion, orders: Orders | None = None
+) -> tuple[list[ImportSource], list[str]]:
+    """Open each checkpoint at a path as ``open_import``; notes about those that are left out.
+
+    Of several, one that can't be read is left out. Raises as the readers do where none can.
+    """
+    paths, notes = find_sources(source, format_)
+    opened: list[ImportSource] = []
+    for path in paths:
+        files = SourceFiles(path)
+        try:
+            found = _read(files, format_, orders)
+        except HoldfastError as error:
+            if path == paths[-1] and not opened:
+                raise
+            notes.append(f"{path} is left out: {error}")
+            continue
+        opened.append(_opened(files, found, portion, orders))
+    return opened, notes
 
 
 def open_import(
@@ -116,9 +146,20 @@ def open_import(
     ``orders``: the parameters of optimizers that number them, as in ``arrange``.
     """
     files = SourceFiles(path)
+    return _opened(files, _read(files, format_, orders), portion, orders)
+
+
+def _read(files: SourceFiles, format_: str | None, orders: Orders | None) -> ForeignCheckpoint:
     found = read_directory(files, format_, orders)
     if found is None:
-        raise UsageError(f"{path} is no checkpoint of a kind that is read")
+        raise UsageError(f"{files.path} is no checkpoint of a kind that is read")
+    return found
+
+
+def _opened(
+    files: SourceFiles, found: ForeignCheckpoint, portion: Portion, orders: Orders | None
+) -> ImportSource:
+    path = files.path
     for key in orders or {}:
         if key not in found.values:  # the names given do not fit it, or there is no such key
             why = next((note for note in found.notes if note.startswith(key)), f"no {key} is there")
