@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from holdfast.catalogue import attempt_dir, catalogue, manifest_path, part_dir
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.manifest import Generation, ImageRef, Manifest
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import HostWrite, PersistJob
@@ -21,10 +21,10 @@ from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.removal import plan, remove
 from holdfast.persist.tiers import waiting
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tiered import TieredStore
-from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, job_at, paths_in
 from support.checkpoints.roots import whole
 from support.project.sample import points_of_the_day
@@ -269,6 +269,36 @@ def test_a_mark_that_a_host_did_not_hear_of_is_made_when_the_hosts_meet() -> Non
         assert len(waiting(far)) == 1
         pair.meet()
         assert not waiting(far)
+
+
+class Bucket(PassingStore):
+    """A root whose objects are there whole or not at all."""
+
+    settle_s = 0.001
+    refuses_parts_of = -1
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        if path.endswith(f"frozen-{self.refuses_parts_of:05d}.safetensors"):
+            raise StorageError("the line is cut", path=path)
+        return super().create(path, size_bytes, aside=aside)
+
+
+@pytest.mark.promise
+def test_a_rank_is_in_a_bucket_once_its_image_and_its_frozen_part_are() -> None:
+    inner = MemoryStore("root")
+    root = Bucket(inner)
+    with open_pair(root, MemoryStore("near"), MemoryStore("far")) as pair:
+        pair.cache(0)
+        root.refuses_parts_of = FAR_RANK
+        (broken,) = pair.drain_all()
+        assert not broken.is_lost
+        assert any(path.endswith("live-00001.safetensors") for path in paths_in(inner))
+        pair.other.is_away = True
+        (refused,) = pair.drain_all()
+        assert "ranks [1]" in refused.reason and not catalogue(root).manifests
+        pair.other.is_away, root.refuses_parts_of = False, -1
+        assert [one.reason for one in pair.drain_all()] == [""]
+    assert whole(inner) == ["1-0"]
 
 
 # ── stopped anywhere ─────────────────────────────────────────────────────────────────────────

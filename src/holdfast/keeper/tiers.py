@@ -420,8 +420,9 @@ class CacheTier:
                 if any(share.is_lost for share in shares):
                     self._drain.lost = str(error)
                 raise
-        left = [ref for ref in manifest.images if ref.rank not in here and ref not in receipts]
-        ranks = sorted(ref.rank for ref in left if not self._is_in_bucket(ref))
+        copied = {ref.rank for ref in manifest.images if ref in receipts} | here
+        left = [ref for ref in (*manifest.images, *manifest.parts) if ref.rank not in copied]
+        ranks = sorted({ref.rank for ref in left if not self._is_in_bucket(ref)})
         if ranks:
             reason, may_come = f"the images of ranks {ranks} {NOWHERE}", False
             if self.others is not None:
