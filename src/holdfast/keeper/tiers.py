@@ -124,7 +124,9 @@ class CacheTier:
         self._copy_to = TierCopy
         rate = limit or RateLimit(_rate())
         self._draining, self._is_stopped, self._is_closed = threading.Lock(), False, False
-        self._drain = TierCopy(self.store, root, rate, gives_way=lambda: self._is_stopped)
+        self._drain = TierCopy(
+            self.store, root, rate, gives_way=lambda: self._is_stopped or self._is_closed
+        )
         self._lost: set[Generation] = set()
         self._is_exact_next = True
         self._unmarked: dict[Generation, Manifest] = {}
@@ -160,8 +162,7 @@ class CacheTier:
 
     def close(self) -> None:
         """Finish what was queued, and release the cache. Blocks."""
-        self._is_closed = True
-        self.stop_drain()
+        self.end_drains()
         self.persister.stop()
         with self._draining:  # nobody else may drain these images meanwhile
             self._lock.release()
@@ -265,12 +266,16 @@ class CacheTier:
         done: Callable[[int], None] = lambda _: None,
     ) -> None:
         with self._draining:  # an earlier coordinator may have ordered one that goes on
-            self._is_stopped = self._is_closed
+            self._is_stopped = False
             self._drain.copy_files(manifest, ranks, done)
 
     def stop_drain(self) -> None:
         """Have a drain of this host's images end soon."""
         self._is_stopped = True
+
+    def end_drains(self) -> None:
+        """Have the drain of this host's images end soon, and every later one at once."""
+        self._is_closed = True
 
     @property
     def drain_lost(self) -> str:
