@@ -34,6 +34,7 @@ MODES: tuple[Mode, ...] = ("stop", "torn", "error", "lost")
 SAMPLE_S = 6.0
 #: Rank 0 is on host a, which coordinates, and rank 1 on host b.
 FAR_RANK = 1
+CLOSED = "its cache is not open"
 
 
 class OtherHost:
@@ -269,6 +270,37 @@ def test_a_mark_that_a_host_did_not_hear_of_is_made_when_the_hosts_meet() -> Non
         assert len(waiting(far)) == 1
         pair.meet()
         assert not waiting(far)
+
+
+@pytest.mark.promise
+def test_a_host_that_cannot_take_part_holds_up_only_what_it_alone_has() -> None:
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair:
+        ask = pair.other.drain
+
+        def drain(manifest: Manifest) -> Sequence[RemoteImages]:
+            closed = RemoteImages("c", frozenset({0, 1}), lambda: closed.end(CLOSED), share_stops)
+            closed.must_have_all = False
+            return [closed, *ask(manifest)]
+
+        pair.other.__dict__["drain"] = drain
+        pair.other.is_away = True
+        (refused,) = pair.drain_all()
+        assert CLOSED in refused.reason and not refused.is_lost
+        pair.other.is_away = False
+        assert [one.reason for one in pair.drain_all()] == [""]
+    assert whole(root) == ["1-1"]
+
+
+def test_a_host_that_hangs_may_write_yet_and_nothing_is_published_beside_it() -> None:
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair:
+        ask = pair.other.drain
+        hangs = RemoteImages("c", frozenset({1}), lambda: None, share_stops, stall_s=0.0)
+        pair.other.__dict__["drain"] = lambda manifest: [*ask(manifest), hangs]
+        (refused,) = pair.drain_all()
+        assert "written nothing" in refused.reason and not refused.is_lost
+    assert whole(root) == ["1-0"]
 
 
 class Bucket(PassingStore):

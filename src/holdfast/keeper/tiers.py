@@ -408,7 +408,9 @@ class CacheTier:
         copy_pin(self.store, self._root, manifest)  # before retention can see it
 
     def _copy_together(self, manifest: Manifest) -> None:
-        """Have every host copy the images that it has; all must be in the root then."""
+        """Have every host copy the images that it has; all must be in the root then. A host that
+        cannot take part fails it only if something is missing.
+        """
         shares = () if self.others is None else self.others.drain(manifest)
         here = ranks_held(self.store, manifest)
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain") as pool:
@@ -419,15 +421,17 @@ class CacheTier:
                 for share in shares:
                     share.abort(str(error))
                 raise
-            try:
-                receipts = {one.image for one in there.result()}
-            except PersistFailed as error:
-                if any(share.is_lost for share in shares):
-                    self._drain.lost = str(error)
-                raise
+            failure = there.exception()
+        if failure is not None and not all(share.has_ended for share in shares):
+            raise failure  # who hangs may write there yet
+        receipts = [one.image for share in shares for one in share.stored.values()]
         copied = {ref.rank for ref in manifest.images if ref in receipts} | here
         left = [ref for ref in (*manifest.images, *manifest.parts) if ref.rank not in copied]
         ranks = sorted({ref.rank for ref in left if not self._is_in_bucket(ref)})
+        if ranks and failure is not None:
+            if any(share.is_lost for share in shares):
+                self._drain.lost = str(failure)
+            raise failure
         if ranks:
             reason, may_come = f"the images of ranks {ranks} {NOWHERE}", False
             if self.others is not None:
