@@ -60,6 +60,43 @@ def test_work_that_comes_while_a_root_is_released_is_not_taken_by_what_ends(tmp_
     asyncio.run(run())
 
 
+@pytest.mark.promise
+def test_a_root_is_released_in_the_middle_of_a_drain(tmp_path: Path) -> None:
+    commit.open_root(LocalStore(tmp_path / "root"), "run")
+    ended: list[str] = []
+
+    async def run() -> None:
+        memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
+        access = RootAccess(
+            str(tmp_path / "root"), cast(Any, memory), "run run, here", Background(),
+            lambda *_: None, lambda _: None, lambda _: None,
+        )  # fmt: skip
+        access.cache_path = str(tmp_path / "cache")
+        persister, begun = await access.open(), threading.Event()
+        tier = access.cache
+        assert tier is not None
+
+        def copy_much(*_: object) -> None:
+            begun.set()
+            deadline_s = time.monotonic() + 5
+            while not tier._drain._pace.gives_way():
+                if time.monotonic() > deadline_s:
+                    ended.append("copied all")
+                    return
+                time.sleep(0.01)
+            ended.append("gave way")
+
+        tier._drain.__dict__["copy_files"] = copy_much
+        nothing = cast(Any, SimpleNamespace(images=()))
+        for _ in range(2):
+            persister.submit(lambda: tier.drain_own(nothing, lambda _: None))
+        assert begun.wait(10)
+        access.release()
+
+    asyncio.run(run())
+    assert ended == ["gave way", "gave way"]
+
+
 def test_an_attempt_that_comes_after_the_stop_fails_at_once() -> None:
     failed: list[tuple[str, str | None]] = []
     persister = Persister(MemoryStore("root"), done=lambda *one: failed.append(one), keep=Keep())

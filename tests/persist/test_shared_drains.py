@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from holdfast.catalogue import attempt_dir, catalogue, manifest_path, part_dir
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.manifest import Generation, ImageRef, Manifest
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import HostWrite, PersistJob
@@ -21,10 +21,10 @@ from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.removal import plan, remove
 from holdfast.persist.tiers import waiting
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tiered import TieredStore
-from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, job_at, paths_in
 from support.checkpoints.roots import whole
 from support.project.sample import points_of_the_day
@@ -34,6 +34,7 @@ MODES: tuple[Mode, ...] = ("stop", "torn", "error", "lost")
 SAMPLE_S = 6.0
 #: Rank 0 is on host a, which coordinates, and rank 1 on host b.
 FAR_RANK = 1
+CLOSED = "its cache is not open"
 
 
 class OtherHost:
@@ -269,6 +270,67 @@ def test_a_mark_that_a_host_did_not_hear_of_is_made_when_the_hosts_meet() -> Non
         assert len(waiting(far)) == 1
         pair.meet()
         assert not waiting(far)
+
+
+@pytest.mark.promise
+def test_a_host_that_cannot_take_part_holds_up_only_what_it_alone_has() -> None:
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair:
+        ask = pair.other.drain
+
+        def drain(manifest: Manifest) -> Sequence[RemoteImages]:
+            closed = RemoteImages("c", frozenset({0, 1}), lambda: closed.end(CLOSED), share_stops)
+            closed.must_have_all = False
+            return [closed, *ask(manifest)]
+
+        pair.other.__dict__["drain"] = drain
+        pair.other.is_away = True
+        (refused,) = pair.drain_all()
+        assert CLOSED in refused.reason and not refused.is_lost
+        pair.other.is_away = False
+        assert [one.reason for one in pair.drain_all()] == [""]
+    assert whole(root) == ["1-1"]
+
+
+def test_a_host_that_hangs_may_write_yet_and_nothing_is_published_beside_it() -> None:
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair:
+        ask = pair.other.drain
+        hangs = RemoteImages("c", frozenset({1}), lambda: None, share_stops, stall_s=0.0)
+        pair.other.__dict__["drain"] = lambda manifest: [*ask(manifest), hangs]
+        (refused,) = pair.drain_all()
+        assert "written nothing" in refused.reason and not refused.is_lost
+    assert whole(root) == ["1-0"]
+
+
+class Bucket(PassingStore):
+    """A root whose objects are there whole or not at all."""
+
+    settle_s = 0.001
+    refuses_parts_of = -1
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        if path.endswith(f"frozen-{self.refuses_parts_of:05d}.safetensors"):
+            raise StorageError("the line is cut", path=path)
+        return super().create(path, size_bytes, aside=aside)
+
+
+@pytest.mark.promise
+def test_a_rank_is_in_a_bucket_once_its_image_and_its_frozen_part_are() -> None:
+    inner = MemoryStore("root")
+    root = Bucket(inner)
+    with open_pair(root, MemoryStore("near"), MemoryStore("far")) as pair:
+        pair.cache(0)
+        root.refuses_parts_of = FAR_RANK
+        (broken,) = pair.drain_all()
+        assert not broken.is_lost
+        assert any(path.endswith("live-00001.safetensors") for path in paths_in(inner))
+        pair.other.is_away = True
+        (refused,) = pair.drain_all()
+        assert "ranks [1]" in refused.reason and not catalogue(root).manifests
+        pair.other.is_away, root.refuses_parts_of = False, -1
+        assert [one.reason for one in pair.drain_all()] == [""]
+    assert whole(inner) == ["1-0"]
 
 
 # ── stopped anywhere ─────────────────────────────────────────────────────────────────────────

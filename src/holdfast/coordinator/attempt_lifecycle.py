@@ -351,9 +351,13 @@ class AttemptLifecycle:
         actions = self.durability.persisted(attempt)
         return actions + self._after_write(attempt) + self.retry()
 
-    def found_cached(self, generations: Iterable[tuple[tuple[int, int], str]]) -> None:
-        """Handle what the cache is found to have and storage has not, when it is opened."""
-        self.durability.found_cached(generations)
+    def found_cached(
+        self, generations: Iterable[tuple[tuple[int, int], str]], *, exact: bool = True
+    ) -> None:
+        """Handle what a cache is found to have and storage has not, when it is opened; ``exact``:
+        it is that of this host.
+        """
+        self.durability.found_cached(generations, exact=exact)
 
     def cached(self, attempt_id: str) -> list[Action]:
         """Handle that the cache has the attempt whole: no memory is needed to make it durable."""

@@ -198,12 +198,17 @@ class DurabilityQueue:
         if self._passed is None or generation >= self._passed[0]:
             self._passed = generation, attempt_id
 
-    def found_cached(self, generations: Iterable[tuple[tuple[int, int], str]]) -> None:
-        """Handle what a cache is found to have and storage has not: generations with attempts."""
+    def found_cached(
+        self, generations: Iterable[tuple[tuple[int, int], str]], *, exact: bool = True
+    ) -> None:
+        """Handle what a cache is found to have and storage has not: generations with attempts.
+
+        ``exact``: handles of this incarnation may wait for them, of which an earlier keeper knew.
+        """
         found = dict(generations)
         self._cached |= found
-        # Handles of this incarnation may wait for them, of which an earlier keeper knew.
-        self.exact.update(one for one in found if one[0] == self._incarnation)
+        if exact:
+            self.exact.update(one for one in found if one[0] == self._incarnation)
 
     def forget_cached(self) -> None:
         """Handle that another cache is used, or none: what the old one has is drained no more."""

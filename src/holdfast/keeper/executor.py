@@ -365,8 +365,10 @@ class Executor:
             self._start_job(attempt)
 
     def _found_cached(self, found: Iterable[tuple[Generation, str]]) -> None:
-        """Handle what caches of other hosts are found to have."""
-        self._coordinator.lifecycle.found_cached(found)
+        """Handle what caches of other hosts are found to have: of a host that was away also what
+        was passed over meanwhile, so none of it must be durable itself.
+        """
+        self._coordinator.lifecycle.found_cached(found, exact=False)
         self._root.drains.wake()
 
     def fill_caches(self, restored: tuple[int, int] | None) -> None:

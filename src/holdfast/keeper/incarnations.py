@@ -374,8 +374,8 @@ class RootAccess:
         emit(Warned(message=f"the root of run {self._run_id} was moved: {before} is {root} now"))
 
     def detach(self) -> Callable[[], None]:
-        """Take no more work; on the loop. The result finishes queued jobs, and releases the root;
-        it blocks.
+        """Take no more work; on the loop. The result finishes queued jobs, ends drains, which
+        another keeper goes on with, and releases the root; it blocks.
         """
         persister, cache, lock = self.persister, self.cache, self._lock
         self.persister = self.cache = self._lock = None
@@ -383,6 +383,8 @@ class RootAccess:
 
         def release() -> None:
             with self._releasing:  # who comes second waits for the first
+                if cache is not None:
+                    cache.end_drains()
                 if persister is not None:  # it may read the cache
                     persister.stop()
                 if cache is not None:

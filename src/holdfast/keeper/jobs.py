@@ -56,7 +56,7 @@ class RemoteImages:
         self.is_lost = False
         """True if no other try can succeed."""
         self._moved_s = time.monotonic()
-        self._is_aborted = self._has_ended = False
+        self._is_aborted = self.has_ended = False
         self._why_aborted = ""
         self._ended: Callable[[RemoteImages], None] = lambda _: None
         self._failure = ""
@@ -100,7 +100,7 @@ class RemoteImages:
 
     def abort(self, reason: str) -> None:
         """Cancel the write; see ``write_all``."""
-        if not self._has_ended:
+        if not self.has_ended:
             if not self._is_aborted:
                 self._is_aborted, self._why_aborted = True, reason
                 self.progressed()  # restarts the timeout: a short time remains to end
@@ -115,10 +115,10 @@ class RemoteImages:
 
     def end(self, reason: str = "", *, is_lost: bool = False) -> None:
         """Handle the end of the write; ``reason``: why it is incomplete, "" if it is complete."""
-        if not self._has_ended:
+        if not self.has_ended:
             self.is_lost = is_lost
             self._failure = f"host {self.host}: {reason}" if reason else ""
-            self._has_ended = True
+            self.has_ended = True
             self._ended(self)
 
 

@@ -124,7 +124,9 @@ class CacheTier:
         self._copy_to = TierCopy
         rate = limit or RateLimit(_rate())
         self._draining, self._is_stopped, self._is_closed = threading.Lock(), False, False
-        self._drain = TierCopy(self.store, root, rate, gives_way=lambda: self._is_stopped)
+        self._drain = TierCopy(
+            self.store, root, rate, gives_way=lambda: self._is_stopped or self._is_closed
+        )
         self._lost: set[Generation] = set()
         self._is_exact_next = True
         self._unmarked: dict[Generation, Manifest] = {}
@@ -160,8 +162,7 @@ class CacheTier:
 
     def close(self) -> None:
         """Finish what was queued, and release the cache. Blocks."""
-        self._is_closed = True
-        self.stop_drain()
+        self.end_drains()
         self.persister.stop()
         with self._draining:  # nobody else may drain these images meanwhile
             self._lock.release()
@@ -265,12 +266,16 @@ class CacheTier:
         done: Callable[[int], None] = lambda _: None,
     ) -> None:
         with self._draining:  # an earlier coordinator may have ordered one that goes on
-            self._is_stopped = self._is_closed
+            self._is_stopped = False
             self._drain.copy_files(manifest, ranks, done)
 
     def stop_drain(self) -> None:
         """Have a drain of this host's images end soon."""
         self._is_stopped = True
+
+    def end_drains(self) -> None:
+        """Have the drain of this host's images end soon, and every later one at once."""
+        self._is_closed = True
 
     @property
     def drain_lost(self) -> str:
@@ -403,7 +408,9 @@ class CacheTier:
         copy_pin(self.store, self._root, manifest)  # before retention can see it
 
     def _copy_together(self, manifest: Manifest) -> None:
-        """Have every host copy the images that it has; all must be in the root then."""
+        """Have every host copy the images that it has; all must be in the root then. A host that
+        cannot take part fails it only if something is missing.
+        """
         shares = () if self.others is None else self.others.drain(manifest)
         here = ranks_held(self.store, manifest)
         with ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain") as pool:
@@ -414,14 +421,17 @@ class CacheTier:
                 for share in shares:
                     share.abort(str(error))
                 raise
-            try:
-                receipts = {one.image for one in there.result()}
-            except PersistFailed as error:
-                if any(share.is_lost for share in shares):
-                    self._drain.lost = str(error)
-                raise
-        left = [ref for ref in manifest.images if ref.rank not in here and ref not in receipts]
-        ranks = sorted(ref.rank for ref in left if not self._is_in_bucket(ref))
+            failure = there.exception()
+        if failure is not None and not all(share.has_ended for share in shares):
+            raise failure  # who hangs may write there yet
+        receipts = [one.image for share in shares for one in share.stored.values()]
+        copied = {ref.rank for ref in manifest.images if ref in receipts} | here
+        left = [ref for ref in (*manifest.images, *manifest.parts) if ref.rank not in copied]
+        ranks = sorted({ref.rank for ref in left if not self._is_in_bucket(ref)})
+        if ranks and failure is not None:
+            if any(share.is_lost for share in shares):
+                self._drain.lost = str(failure)
+            raise failure
         if ranks:
             reason, may_come = f"the images of ranks {ranks} {NOWHERE}", False
             if self.others is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
@@ -121,7 +121,9 @@ class TieredStore:
         failed: StorageError | None = None
         for store in self._order(path):
             try:
-                return read(store)
+                found = read(store)
+                if not self._has_another(store, path):
+                    return found
             except NotFound as error:
                 missing = error if missing is None or store is self._root else missing
             except StorageError as error:
@@ -145,14 +147,15 @@ class TieredStore:
         """
         found = set(self._root.list(prefix))
         for cache in (*self._caches, *self._last):
-            found |= self._names_in(cache, prefix)
+            for one in _hosts(cache) if prefix == _MANIFESTS else (cache,):
+                found |= self._names_in(one, prefix, found)
         return sorted(found)
 
-    def _names_in(self, cache: ReadableStore, prefix: str) -> set[str]:
+    def _names_in(self, cache: ReadableStore, prefix: str, known: set[str]) -> set[str]:
         if prefix in _DOCUMENTS and prefix not in (_MANIFESTS, _INCARNATIONS):
             return set()
         try:
-            names = set(cache.list(prefix))
+            names = set(cache.list(prefix)) - known
         except StorageError as error:
             self._warn(cache, error)
             return set()
@@ -160,12 +163,25 @@ class TieredStore:
             names = {name for name in names if not self._is_foreign(cache, name.partition("-")[0])}
         return names
 
-    def _order(self, path: str) -> tuple[ReadableStore, ...]:
+    def _order(self, path: str) -> Iterable[ReadableStore]:
         head = path.partition("/")[0]
         is_root_first = head in _DOCUMENTS or path.rpartition("/")[0] in self._distrusted
+        if head == _MANIFESTS:
+            return self._one_by_one()
         if is_root_first:
             return (self._root, *self._caches, *self._last)
         return (*self._caches, self._root, *self._last)
+
+    def _one_by_one(self) -> Iterator[ReadableStore]:
+        yield self._root  # no other host is asked for what it has
+        for cache in (*self._caches, *self._last):
+            yield from _hosts(cache)
+
+    def _has_another(self, store: ReadableStore, path: str) -> bool:
+        """Return True for a manifest in a cache that is of another start than the root's."""
+        head, _, name = path.partition("/")
+        is_cached = head == _MANIFESTS and store is not self._root
+        return is_cached and self._is_foreign(store, name.partition("-")[0])
 
     def _is_foreign(self, cache: ReadableStore, n: str) -> bool:
         """Return True if the cache knows another start of this number than the root, or of an
@@ -206,6 +222,12 @@ class TieredStore:
     def lock(self, name: str, owner: str) -> Lock:
         """See ``Store``."""
         return self._root.lock(name, owner)
+
+
+def _hosts(cache: ReadableStore) -> tuple[ReadableStore, ...]:
+    """Returns the caches of single hosts that this one stands for; each may know other starts."""
+    hosts = getattr(cache, "hosts", None)
+    return (cache,) if hosts is None else tuple(hosts())
 
 
 def _record(store: ReadableStore, n: str) -> Incarnation | None:

@@ -53,6 +53,8 @@ class FollowerCaches:
         self._gathered_s = 0.0
         self._holders: dict[str, Mapping[str, frozenset[int]]] = {}
         """Which host has the images of which ranks, by attempt: of those cached in this start."""
+        self._drained: set[tuple[Generation, str]] = set()
+        """What was drained or passed over in this start: this host's cache may have dropped it."""
 
     # ── on the threads of the tiers ──────────────────────────────────────────────────────────────
 
@@ -123,6 +125,7 @@ class FollowerCaches:
     def drained(self, manifest: Manifest) -> None:
         """See ``OtherCaches``."""
         self._holders.pop(manifest.attempt, None)
+        self._drained.add((manifest.generation, manifest.attempt))
         mark = MarkDrained(drained=((*manifest.generation, manifest.attempt),))
         self._background.from_thread(lambda: self._followers.broadcast(mark))
 
@@ -131,6 +134,7 @@ class FollowerCaches:
     def begin(self) -> None:
         """Wait a while for the followers of an incarnation that begins."""
         self._gathered_s = time.monotonic() + _GATHER_S
+        self._drained.clear()
 
     @property
     def are_gathering(self) -> bool:
@@ -167,7 +171,7 @@ class FollowerCaches:
             mine = set(tier.waiting())
             there = [(Generation(n, step), attempt) for n, step, attempt in waiting]
             left = [one for one in there if one not in mine]
-            drained = [one for one in left if tier.is_drained(*one)]
+            drained = [one for one in left if one in self._drained or tier.is_drained(*one)]
         except HoldfastError as error:
             emit(Warned(message=f"the cache {tier.store.url}: {error}"))
             return

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
@@ -73,6 +74,14 @@ class PeerCaches:
     ) -> None:
         self._listings, self._peers_of, self.url = listings, peers_of, url
 
+    def hosts(self) -> list[PeerCaches]:
+        """Return the cache of each host that has anything, as a place of its own."""
+        return [
+            PeerCaches(self._listings, partial(_only, peer), f"the cache of {peer.name}")
+            for peer, files in self._listings.of(self._peers_of("")).items()
+            if files
+        ]
+
     def _find(self, path: str) -> tuple[Peer, int]:
         for peer, files in self._listings.of(self._peers_of(path)).items():
             if path in files:
@@ -119,6 +128,10 @@ class PeerCaches:
             raise StorageError(
                 f"{path} cannot be read from the cache of {peer.name}: {error}", path=path
             ) from error
+
+
+def _only(peer: Peer, _: str) -> Collection[Peer]:
+    return (peer,)
 
 
 def rank_in(path: str) -> int | None:
