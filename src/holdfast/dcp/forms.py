@@ -36,13 +36,15 @@ class DictForm(msgspec.Struct, frozen=True):
 
     ``modules`` and ``optimizers``: the keys that are stored as such; of optimizers with the way in
     which their names were joined. ``is_bare``: tensors stood at the top, and are the model.
-    ``is_apart``: some values are those of one rank, so all images are asked for them.
+    ``is_apart``: some values are those of one rank, so all images are asked for them. ``prefix``:
+    what stood before the number of the step in the id that it was saved by, if there was one.
     """
 
     modules: tuple[str, ...] = ()
     optimizers: dict[str, str] = {}
     is_bare: bool = False
     is_apart: bool = False
+    prefix: str | None = None
 
     def leaf(self, path: Path) -> str:
         """The name of the leaf that the tensor at ``path`` is stored as."""
@@ -67,7 +69,9 @@ def joined(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def form_of(items: Mapping[str, PlanItem], *, is_apart: bool = False) -> DictForm:
+def form_of(
+    items: Mapping[str, PlanItem], *, is_apart: bool = False, prefix: str | None = None
+) -> DictForm:
     """Find the form of a state dict from all its items, of all ranks.
 
     Raises UsageError when two of them would be one leaf.
@@ -80,7 +84,8 @@ def form_of(items: Mapping[str, PlanItem], *, is_apart: bool = False) -> DictFor
     )
     modules = tuple(sorted(key for key, some in by_key.items() if _is_module(key, some)))
     found = {key: _optimizer_form(some) for key, some in by_key.items() if key not in modules}
-    form = DictForm(modules, {key: how for key, how in found.items() if how}, is_bare, is_apart)
+    optimizers = {key: how for key, how in found.items() if how}
+    form = DictForm(modules, optimizers, is_bare, is_apart, prefix)
     _refuse_twice(form, items)
     return form
 

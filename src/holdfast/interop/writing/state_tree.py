@@ -142,6 +142,7 @@ def _optimizer(saved: SavedState, key: str, value: Mapping[str, Any]) -> dict[st
     params = [name for group in value["groups"] for name in group["params"]]
     kinds: dict[str, dict[str, Any]] = {name: dict(rest.get(name, {})) for name in params}
     longest = sorted(params, key=len, reverse=True)
+    referred = set(_references(value))
     for leaf in (name for name in saved.leaves if name.startswith(f"{key}.")):
         inner = leaf.removeprefix(f"{key}.")
         name = inner.rpartition(".")[0]
@@ -149,6 +150,12 @@ def _optimizer(saved: SavedState, key: str, value: Mapping[str, Any]) -> dict[st
             name = next((one for one in longest if inner.startswith(f"{one}.")), "")
         if name:
             kinds[name][inner.removeprefix(f"{name}.")] = codec.LeafRef(leaf)
+        elif leaf not in referred:
+            raise UsageError(
+                f"{leaf} belongs to no parameter in the groups of {key}: what is written would be "
+                f"without it. Leave the optimizer out with --only 'model.**'",
+                leaf=leaf,
+            )
     for group in value["groups"]:
         options = codec.decode(group["options"])
         groups.append({**options, "params": list(group["params"])})
