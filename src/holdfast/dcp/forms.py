@@ -311,6 +311,21 @@ class StoredOptimizer:
         """The parameters in the order of the groups, by which numbers count them."""
         return [name for group in self.groups for name in group["params"]]
 
+    def add(self, other: StoredOptimizer) -> None:
+        """Take the parameters that another rank has beside these: into the group that has the same
+        options, or as a group of their own.
+        """
+        known = set(self.names)
+        for group in other.groups:
+            params = [name for name in group["params"] if name not in known]
+            same = [mine for mine in self.groups if _options(mine) == _options(group)]
+            if params and same:
+                same[0]["params"] += params
+            elif params:
+                self.groups.append({**group, "params": params})
+        for name, kinds in other.state.items():
+            self.state[name] = {**kinds, **self.state.get(name, {})}
+
     def items(self, how: str) -> Iterator[tuple[Path, Any]]:
         """The paths below the optimizer's key, and what is there."""
         for name, kinds in self.state.items():
@@ -349,6 +364,13 @@ class StoredOptimizer:
         if name not in self.state and name.isdecimal() and int(name) < len(names):
             name = names[int(name)]
         return self.state.get(name, {})
+
+
+def _options(group: Mapping[str, Any]) -> bytes:
+    """The options of a group, for comparing."""
+    some = {name: option for name, option in group.items() if name != "params"}
+    found = codec.encode(dict(sorted(some.items())), tensor=lambda *_: "")
+    return codec.to_bytes(found)
 
 
 def _one(items: Mapping[str, Any], key: str) -> tuple[Any, ...]:

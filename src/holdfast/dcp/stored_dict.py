@@ -62,7 +62,8 @@ class StoredDict:
     def _add(self, read: _Reading) -> None:
         for key, encoded in read.shared.items():
             if is_optimizer(encoded):
-                self._optimizers.setdefault(key, read.optimizer(encoded))
+                found = read.optimizer(encoded)
+                self._optimizers.setdefault(key, found).add(found)
             elif self._is_module(key):
                 self._add_extra(key, read.value(encoded))
             else:
