@@ -113,12 +113,6 @@ class Writer(StorageWriter):
             if place.step is not None:
                 self.step, self._place = place.step, place
 
-    @property
-    def place(self) -> CheckpointPlace:
-        """The id that the step of the next save was taken from; without a prefix if from none."""
-        is_by_id = self._place.step == self.step
-        return self._place if is_by_id else CheckpointPlace(self.root, self.step, None)
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch, which calls it. UsageError for a rank without its group.
 
@@ -159,9 +153,9 @@ class Writer(StorageWriter):
             items |= items_of(one)
         values = {name for name, item in items.items() if item.shape is None}
         if self._staged is None:
-            refuse_other_prefix(open_store(self.root), self.place)
+            refuse_other_prefix(open_store(self.root), place_of_next(self))
         is_apart = not values <= self._own_items.keys()
-        form = form_of(items, is_apart=is_apart, prefix=self.place.prefix)
+        form = form_of(items, is_apart=is_apart, prefix=place_of_next(self).prefix)
         step, meeting = self._next_step(), uuid.uuid4().hex
         return [
             replace(one, storage_data=_Ticket(meeting, rank, len(plans), step, form))
@@ -249,6 +243,12 @@ class Writer(StorageWriter):
                 found = Reader(self.root, step=self._staged_step).read_metadata()
                 metadata.state_dict_metadata = dict(found.state_dict_metadata)
                 metadata.planner_data = found.planner_data
+
+
+def place_of_next(writer: Writer) -> CheckpointPlace:
+    """The id that the step of the next save was taken from; without a prefix if from none."""
+    is_by_id = writer._place.step == writer.step
+    return writer._place if is_by_id else CheckpointPlace(writer.root, writer.step, None)
 
 
 def _world_of(ticket: _Ticket, timeout_s: float) -> World:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.save_turns import StepBegan
 from holdfast.dcp.checkpoint_ids import CheckpointPlace, refuse_other_prefix
-from holdfast.dcp.dcp_writer import Writer
+from holdfast.dcp.dcp_writer import Writer, place_of_next
 from holdfast.dcp.forms import form_of
 from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
 from holdfast.dcp.staged_saves import STAGED, StagedSave, add, sessions
@@ -78,7 +78,7 @@ class Stager(AsyncStager):
                 f"the Writer has {'no step' if step is None else f'still the step {step}'}: set "
                 "writer.step before each async_save with a Stager"
             )
-        prefix = self._writer.place.prefix
+        prefix = place_of_next(self._writer).prefix
         is_back = self._last is not None and (step < self._last or prefix != self._prefix)
         self._last, self._prefix = step, prefix
         if is_back:  # a run's steps grow; these are another run's, from an earlier checkpoint on
@@ -98,7 +98,7 @@ class Stager(AsyncStager):
     def _open(self, state_dict: dict[str, Any]) -> _Session:
         if self._session is None:
             root, keep = self._writer.root, self._writer.keep
-            keep, place = keep or Keep(), self._writer.place
+            keep, place = keep or Keep(), place_of_next(self._writer)
             self._session = _Session(root, keep, self._timeout_s, state_dict, place)
             mine = weakref.ref(self)
             sessions[root] = lambda: None if (one := mine()) is None else one._end_session()
