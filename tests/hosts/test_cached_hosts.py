@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ HOSTS = ("a", "b")
 
 @pytest.fixture
 def ending_keepers(arena_dir: Path) -> Iterator[None]:
-    """For runs that leave a keeper behind on purpose: it is told to stop."""
+    """For runs that leave a keeper behind on purpose: it is told to stop, and has the time for it."""
     yield
     for log in sorted(arena_dir.glob("*/*/keeper.log")):
         print(log.parent.name, log.read_text(errors="replace"), sep=":\n")
     for pid in keeper_pids(arena_dir):
         os.kill(pid, signal.SIGTERM)
+    until_s = time.monotonic() + 60
+    while keeper_pids(arena_dir) and time.monotonic() < until_s:
+        time.sleep(0.1)
 
 
 def cache_of(tmp_path: Path, host: str) -> LocalStore:

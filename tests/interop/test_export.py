@@ -20,7 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import holdfast
+from holdfast.errors import UsageError
 from holdfast.interop.writing import export as exporting
+from holdfast.interop.writing.chosen_leaves import ChosenLeaf
+from holdfast.interop.writing.state_tree import SavedState, state_tree
 from support.checkpoints.commands import error_of, json_of, run_alone, text_of
 
 Out = pytest.CaptureFixture[str]
@@ -471,3 +474,13 @@ def test_rules_that_leave_a_hole_are_refused(tmp_path: Path, capsys: Out) -> Non
     argv = ("--to", "torch", "--rules", tmp_path / "r.py")
     said = error_of(capsys, "export", tmp_path / "root", tmp_path / "out", *argv, code=2)
     assert "model.v: the rules give nothing for its elements [" in said
+
+
+def test_state_of_no_parameter_is_refused_by_its_name() -> None:
+    leaf = ChosenLeaf("F32", (2,), "F32", ())
+    group = {"params": ["a"], "options": {}}
+    value = {"class": "", "groups": [group], "state": {}}
+    leaves = {f"optimizer.{name}.exp_avg": leaf for name in ("a", "b.c")}
+    saved = SavedState(leaves, values={"optimizer": value})
+    with pytest.raises(UsageError, match=r"optimizer\.b\.c\.exp_avg belongs to no parameter"):
+        state_tree(saved, numbered=True)

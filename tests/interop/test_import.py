@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -359,3 +361,39 @@ def test_a_root_of_ours_and_a_bucket_are_no_sources(
     assert "no place for" in error_of(
         capsys, "export", tmp_path / "root", "/", "--to", "dcp", code=2
     )
+
+
+def test_what_each_rank_has_of_its_own_comes_along(tmp_path: Path, capsys: Out) -> None:
+    source = tmp_path / "checkpoint-3"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
+    states = []
+    for rank in range(2):
+        torch.manual_seed(40 + rank)
+        states.append(torch.get_rng_state())
+        numbers = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": states[-1]}
+        torch.save(numbers, source / f"rng_state_{rank}.pth")
+    text_of(capsys, "import", source, tmp_path / "root")
+    with holdfast.open(source) as theirs, holdfast.open(tmp_path / "root") as ours:
+        assert ours.manifest.world == theirs.manifest.world == 2
+        for rank in range(2):
+            own = ours.document(rank)["own"]
+            assert own == theirs.document(rank)["own"] and own["rng"]
+        assert ours.document(0)["own"] != ours.document(1)["own"]
+    text_of(capsys, "import", source, tmp_path / "part", "--only", "model.**")
+    with holdfast.open(tmp_path / "part") as ours:
+        assert ours.document(0)["own"] == {}
+
+
+def test_casts_leave_the_steps_of_optimizers_as_they_are(tmp_path: Path, capsys: Out) -> None:
+    model, optimizer = trained(2)
+    for kinds in optimizer.state.values():
+        kinds["step"] += 1000
+    holdfast.save(tmp_path / "root", {"model": model, "optimizer": optimizer})
+    for cast, dtype in (("BF16", "F32"), ("optimizer.**.step=BF16", "BF16")):
+        out = tmp_path / dtype
+        text_of(capsys, "export", tmp_path / "root", out, "--to", "dcp", "--cast", cast)
+        with holdfast.open(out) as found:
+            assert found.leaves["optimizer.0.weight.step"].dtype == dtype
+            average = found.leaves["optimizer.0.weight.exp_avg"].dtype
+            assert average == ("BF16" if cast == "BF16" else "F32")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast.catalogue import catalogue
+from holdfast.cli import main
 from holdfast.errors import HoldfastError, RootBusy, StorageError
 from holdfast.interop.writing import export as exporting
 from holdfast.interop.writing.chosen_leaves import LeafReader
@@ -120,6 +121,44 @@ def test_bytes_that_changed_since_are_written_again(root: Path, tmp_path: Path) 
     report = export_to(root, out, "safetensors")
     assert 0 < report.resumed_bytes < report.size_bytes
     assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_file_that_was_published_is_never_written_to_again(root: Path, tmp_path: Path) -> None:
+    out, mine = tmp_path / "out", tmp_path / "mine"
+
+    def stop(operation: str) -> None:
+        if operation.startswith("remove"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        export_to(root, out, "torch", stop)
+    wanted = contents(out)
+    out.rename(mine)
+    mine.write_bytes(b"changed by its owner")
+    export_to(root, out, "torch")
+    assert mine.read_bytes() == b"changed by its owner" and contents(out) == wanted
+
+
+def test_another_source_of_the_same_form_and_time_is_not_mixed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "model.safetensors", tmp_path / "out"
+    save_file({"w": torch.ones(1000)}, source)
+    before = source.stat()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise StorageError("no more", operation="rename")
+
+        patch.setattr(exporting._WorkDirectory, "publish", fail)
+        assert main(["export", str(source), str(out), "--to", "safetensors"]) == 5
+    save_file({"w": torch.zeros(1000)}, tmp_path / "other")
+    os.utime(tmp_path / "other", ns=(before.st_atime_ns, before.st_mtime_ns))
+    (tmp_path / "other").replace(source)
+    assert source.stat().st_size == before.st_size
+    assert main(["export", str(source), str(out), "--to", "safetensors"]) == 0
+    assert not load_file(out / "model.safetensors")["w"].any()
 
 
 @pytest.mark.usefixtures("small_windows")

@@ -15,6 +15,7 @@ from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import UsageError
+from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.export import (
     DEFAULT_MEMORY_BYTES,
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     report = None
     if not args.dry_run:
         reader = LeafReader(chosen.checkpoint, saved.leaves)
-        identity = f"{opened.store.url} {chosen.manifest!r} {saved.leaves!r}"
+        facts = opened.store.facts() if isinstance(opened.store, ForeignStore) else []
+        identity = f"{opened.store.url} {chosen.manifest!r} {saved.leaves!r} {facts!r}"
         require_unchanged = getattr(opened.store, "require_unchanged", lambda: None)
         with SlowProgress(f"exporting {chosen.manifest.generation}") as progress:
             report = export(

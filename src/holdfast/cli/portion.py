@@ -33,7 +33,8 @@ def add_portion(command: argparse.ArgumentParser) -> None:
         "--cast",
         metavar="[PATTERN=]TYPE",
         action="append",
-        help=f"convert floating point leaves to {', '.join(CONVERTED)}; may be repeated",
+        help=f"convert floating point leaves to {', '.join(CONVERTED)}, and an optimizer's `step` "
+        "only where the pattern ends so; may be repeated",
     )
     command.add_argument(
         "--memory", metavar="BYTES", help="the most memory to take for data, as 512MiB"
@@ -59,9 +60,17 @@ def portion(args: argparse.Namespace, saved: SavedState, checkpoint: Checkpoint)
         saved = map_state(saved, read_rules(args.rules), checkpoint)
     if args.cast:
         casts = [_cast(text) for text in args.cast]
-        leaves = convert(saved.leaves, casts)
+        leaves = convert(saved.leaves, casts, kept=_steps_of(saved))
         saved = SavedState(leaves, saved.aliases, saved.values, saved.own)
     return saved
+
+
+def _steps_of(saved: SavedState) -> set[str]:
+    """The leaves by which optimizers count their steps: a type with few digits counts no further
+    than 256.
+    """
+    keys = tuple(f"{key}." for key in saved.optimizers)
+    return {name for name in saved.leaves if name.startswith(keys) and name.endswith(".step")}
 
 
 def _cast(text: str) -> tuple[Pattern, str]:

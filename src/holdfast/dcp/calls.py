@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from holdfast.dcp.checkpoint_ids import root_and_step
+from holdfast.dcp.checkpoint_ids import place_of
 from holdfast.dcp.dcp_reader import Reader
 from holdfast.dcp.dcp_writer import Writer
 from holdfast.errors import UsageError
@@ -36,7 +36,9 @@ def save(
 ) -> Metadata:
     """Save a state dict as ``dcp.save`` does, as a checkpoint of a root here.
 
-    ``checkpoint_id``: a root and a step, as ``runs/gpt/step-500``, or a root alone.
+    ``checkpoint_id``: a root and a step, as ``runs/gpt/step-500``, or a root alone. A step is a
+    number, alone or after ``step``, ``epoch``, ``checkpoint``, ``iter`` or ``global_step``; the
+    steps of a root have one such name.
     ``storage_writer``: a Writer, in its place. ``state_dict``, ``planner``, ``process_group``,
     ``no_dist``: as for torch. ``use_collectives``: only True.
 
@@ -116,8 +118,10 @@ def load(
 
 def _writer(checkpoint_id: CheckpointId | None, writer: StorageWriter | None) -> StorageWriter:
     if writer is None:
-        root, step = root_and_step(_given(checkpoint_id, "storage_writer"))
-        return Writer(root, step=step)
+        given = _given(checkpoint_id, "storage_writer")
+        made = Writer(place_of(given).root)
+        made.reset(given)
+        return made
     if not isinstance(writer, Writer):
         raise UsageError(
             f"a {type(writer).__qualname__} does not save here: give a holdfast.dcp.Writer, or "
@@ -133,8 +137,9 @@ def _reader(checkpoint_id: CheckpointId | None, reader: StorageReader | None) ->
         given = _given(checkpoint_id, "storage_reader")
         if Path(os.fsdecode(given), METADATA).is_file():  # a directory that DCP wrote
             return Reader(given)
-        root, step = root_and_step(given)
-        return Reader(root, step=step)
+        made = Reader(place_of(given).root)
+        made.reset(given)
+        return made
     if not isinstance(reader, Reader):
         raise UsageError(
             f"a {type(reader).__qualname__} does not load from here: give a holdfast.dcp.Reader, "

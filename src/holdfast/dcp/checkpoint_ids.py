@@ -1,29 +1,84 @@
-"""Takes root and step from the ids that callers of ``torch.distributed.checkpoint`` give."""
+"""Takes root and step from the ids that callers of ``torch.distributed.checkpoint`` give.
+
+The steps of a root have one prefix in their ids: two of one number would be one checkpoint.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from typing import NamedTuple
 
+from holdfast.catalogue import is_root, read_manifests
+from holdfast.dcp.stored_dict import form_in
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.restore.reading.images import from_manifest
+from holdfast.restore.reading.read import read_values
+from holdfast.restore.reading.stored import overview_of
+from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root
 
-_STEP = re.compile(r"(?P<root>.+)/[^/]*?(?P<step>[0-9]+)/?", re.DOTALL)
-_LONGEST_STEP = 15
+#: The names of steps, as ``step-500``; whatever else an id ends with is a part of its root.
+_STEP = re.compile(
+    r"(?P<root>.+)/(?P<prefix>(?:step|epoch|checkpoint|iter|global_step)[-_]?|)"
+    r"(?P<step>[0-9]{1,15})/*",
+    re.DOTALL,
+)
 
 
-def root_and_step(
-    checkpoint_id: str | os.PathLike[str], root: str | None = None
-) -> tuple[str, int | None]:
-    """The root and the step that an id such as ``runs/gpt/step-500`` means.
+class CheckpointPlace(NamedTuple):
+    """What an id means. ``prefix``: what stands before the number of the step; None without one."""
 
-    With a ``root``: only the step is taken from it.
-    """
+    root: str
+    step: int | None
+    prefix: str | None
+
+
+def place_of(checkpoint_id: str | os.PathLike[str]) -> CheckpointPlace:
+    """The root and the step that an id such as ``runs/gpt/step-500`` means; or a root alone."""
     text = os.fsdecode(os.fspath(checkpoint_id))
     matched = _STEP.fullmatch(text if "/" in text else f"./{text}")
-    is_step = matched is not None and len(matched["step"]) <= _LONGEST_STEP
-    step = int(matched["step"]) if matched is not None and is_step else None
-    if root is not None:
-        return root, step
-    if step is None or matched is None:
-        return normal_root(text), None
-    return normal_root(matched["root"]), step
+    if matched is None:
+        return CheckpointPlace(normal_root(text), None, None)
+    return CheckpointPlace(normal_root(matched["root"]), int(matched["step"]), matched["prefix"])
+
+
+def place_below(checkpoint_id: str | os.PathLike[str], root: str) -> CheckpointPlace:
+    """The step of ``root`` that an id means, wherever it lies; none for the root itself.
+
+    UsageError for an id that names neither.
+    """
+    found = place_of(checkpoint_id)
+    if found.step is None and found.root != root:
+        raise UsageError(
+            f"{os.fsdecode(os.fspath(checkpoint_id))!r} names no step of {root}: give an id that "
+            "ends with one, such as step-500, or set the step"
+        )
+    return found._replace(root=root)
+
+
+def refuse_prefix(stored: str | None, place: CheckpointPlace) -> None:
+    """UsageError when a checkpoint was saved by ids with another prefix."""
+    if None not in (stored, place.prefix) and stored != place.prefix:
+        raise UsageError(
+            f"{place.root} has steps called {stored}N, and {place.prefix}{place.step} was asked "
+            "for: these would be one checkpoint. Give each kind of checkpoint a root of its own, "
+            "or the id that it was saved by"
+        )
+
+
+def refuse_other_prefix(store: Store, place: CheckpointPlace) -> None:
+    """UsageError when the newest checkpoint of a root, or that of this step, has another prefix."""
+    if place.prefix is None or not is_root(store):
+        return
+    lineage = overview_of(store).lineage
+    newest = max((one.step for one in lineage), default=None)
+    manifests, _ = read_manifests(
+        store, [one for one in lineage if one.step in (newest, place.step)]
+    )
+    for manifest, _ in manifests:
+        stored = None
+        with contextlib.suppress(HoldfastError):  # it is damaged, and none can load it
+            stored = form_in(read_values(from_manifest(store, manifest), 0)).prefix
+        refuse_prefix(stored, place)

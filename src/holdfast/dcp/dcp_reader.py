@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast.dcp.checkpoint_ids import root_and_step
+from holdfast.dcp.checkpoint_ids import CheckpointPlace, place_below, refuse_prefix
 from holdfast.dcp.stored_dict import StoredDict, dtype_of
 from holdfast.errors import FormatError, NotFound, RestoreError
 from holdfast.format import values as codec
@@ -55,6 +55,7 @@ class Reader(StorageReader):
         super().__init__()
         self.root = normal_root(root)
         self.step = wanted_step(step)
+        self._place = CheckpointPlace(self.root, None, None)
         self._reader: CheckpointReader | None = None
         self._stored: StoredDict | None = None
 
@@ -74,18 +75,22 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take the step of the next load from an id.
 
-        ``checkpoint_id``: a text that ends with the number; None changes nothing.
+        ``checkpoint_id``: a path that ends with the step, as ``step-500``; the root itself, or
+        None, changes nothing. UsageError for any other.
         """
         self._close()
         if checkpoint_id is not None:
-            _, step = root_and_step(checkpoint_id, self.root)
-            self.step = self.step if step is None else step
+            place = place_below(checkpoint_id, self.root)
+            if place.step is not None:
+                self.step, self._place = place.step, place
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """See torch: what DCP would have written, from the manifest, the layout and the values."""
         self._close()
         reader = self._reader = CheckpointReader(open_source(self.root, step=self.step), self.step)
         stored = self._stored = StoredDict(reader)
+        if self.step == self._place.step:
+            refuse_prefix(stored.form.prefix, self._place)
         described = _DescribedItems(stored, reader)
         paths = {name: path for name, (path, _) in stored.items.items()}
         return Metadata(described, planner_data=paths)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast.catalogue import is_root
-from holdfast.dcp.checkpoint_ids import root_and_step
+from holdfast.dcp.checkpoint_ids import CheckpointPlace, place_below, refuse_other_prefix
 from holdfast.dcp.dcp_reader import Reader
 from holdfast.dcp.forms import DictForm, PlanItem, form_of
 from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
@@ -73,6 +73,7 @@ class Writer(StorageWriter):
         super().__init__()
         self.root = normal_root(root)
         self.step = None if step is None else step_number(step)
+        self._place = CheckpointPlace(self.root, None, None)
         if keep is not None and not isinstance(keep, Keep):
             raise UsageError(f"keep={keep!r:.60}: give a holdfast.Keep")
         self.keep = keep
@@ -104,11 +105,13 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take the step of the next save from an id.
 
-        ``checkpoint_id``: a text that ends with the number; None changes nothing.
+        ``checkpoint_id``: a path that ends with the step, as ``step-500``; the root itself, or
+        None, changes nothing. UsageError for any other.
         """
         if checkpoint_id is not None:
-            _, step = root_and_step(checkpoint_id, self.root)
-            self.step = self.step if step is None else step
+            place = place_below(checkpoint_id, self.root)
+            if place.step is not None:
+                self.step, self._place = place.step, place
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch, which calls it. UsageError for a rank without its group.
@@ -149,7 +152,10 @@ class Writer(StorageWriter):
         for one in plans:
             items |= items_of(one)
         values = {name for name, item in items.items() if item.shape is None}
-        form = form_of(items, is_apart=not values <= self._own_items.keys())
+        if self._staged is None:
+            refuse_other_prefix(open_store(self.root), place_of_next(self))
+        is_apart = not values <= self._own_items.keys()
+        form = form_of(items, is_apart=is_apart, prefix=place_of_next(self).prefix)
         step, meeting = self._next_step(), uuid.uuid4().hex
         return [
             replace(one, storage_data=_Ticket(meeting, rank, len(plans), step, form))
@@ -237,6 +243,12 @@ class Writer(StorageWriter):
                 found = Reader(self.root, step=self._staged_step).read_metadata()
                 metadata.state_dict_metadata = dict(found.state_dict_metadata)
                 metadata.planner_data = found.planner_data
+
+
+def place_of_next(writer: Writer) -> CheckpointPlace:
+    """The id that the step of the next save was taken from; without a prefix if from none."""
+    is_by_id = writer._place.step == writer.step
+    return writer._place if is_by_id else CheckpointPlace(writer.root, writer.step, None)
 
 
 def _world_of(ticket: _Ticket, timeout_s: float) -> World:

@@ -36,13 +36,15 @@ class DictForm(msgspec.Struct, frozen=True):
 
     ``modules`` and ``optimizers``: the keys that are stored as such; of optimizers with the way in
     which their names were joined. ``is_bare``: tensors stood at the top, and are the model.
-    ``is_apart``: some values are those of one rank, so all images are asked for them.
+    ``is_apart``: some values are those of one rank, so all images are asked for them. ``prefix``:
+    what stood before the number of the step in the id that it was saved by, if there was one.
     """
 
     modules: tuple[str, ...] = ()
     optimizers: dict[str, str] = {}
     is_bare: bool = False
     is_apart: bool = False
+    prefix: str | None = None
 
     def leaf(self, path: Path) -> str:
         """The name of the leaf that the tensor at ``path`` is stored as."""
@@ -67,7 +69,9 @@ def joined(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def form_of(items: Mapping[str, PlanItem], *, is_apart: bool = False) -> DictForm:
+def form_of(
+    items: Mapping[str, PlanItem], *, is_apart: bool = False, prefix: str | None = None
+) -> DictForm:
     """Find the form of a state dict from all its items, of all ranks.
 
     Raises UsageError when two of them would be one leaf.
@@ -80,7 +84,8 @@ def form_of(items: Mapping[str, PlanItem], *, is_apart: bool = False) -> DictFor
     )
     modules = tuple(sorted(key for key, some in by_key.items() if _is_module(key, some)))
     found = {key: _optimizer_form(some) for key, some in by_key.items() if key not in modules}
-    form = DictForm(modules, {key: how for key, how in found.items() if how}, is_bare, is_apart)
+    optimizers = {key: how for key, how in found.items() if how}
+    form = DictForm(modules, optimizers, is_bare, is_apart, prefix)
     _refuse_twice(form, items)
     return form
 
@@ -306,6 +311,21 @@ class StoredOptimizer:
         """The parameters in the order of the groups, by which numbers count them."""
         return [name for group in self.groups for name in group["params"]]
 
+    def add(self, other: StoredOptimizer) -> None:
+        """Take the parameters that another rank has beside these: into the group that has the same
+        options, or as a group of their own.
+        """
+        known = set(self.names)
+        for group in other.groups:
+            params = [name for name in group["params"] if name not in known]
+            same = [mine for mine in self.groups if _options(mine) == _options(group)]
+            if params and same:
+                same[0]["params"] += params
+            elif params:
+                self.groups.append({**group, "params": params})
+        for name, kinds in other.state.items():
+            self.state[name] = {**kinds, **self.state.get(name, {})}
+
     def items(self, how: str) -> Iterator[tuple[Path, Any]]:
         """The paths below the optimizer's key, and what is there."""
         for name, kinds in self.state.items():
@@ -344,6 +364,13 @@ class StoredOptimizer:
         if name not in self.state and name.isdecimal() and int(name) < len(names):
             name = names[int(name)]
         return self.state.get(name, {})
+
+
+def _options(group: Mapping[str, Any]) -> bytes:
+    """The options of a group, for comparing."""
+    some = {name: option for name, option in group.items() if name != "params"}
+    found = codec.encode(dict(sorted(some.items())), tensor=lambda *_: "")
+    return codec.to_bytes(found)
 
 
 def _one(items: Mapping[str, Any], key: str) -> tuple[Any, ...]:

@@ -102,6 +102,7 @@ def _as_plain(form: DictForm) -> dict[str, Any]:
         "optimizers": form.optimizers,
         "is_bare": form.is_bare,
         "is_apart": form.is_apart,
+        **({} if form.prefix is None else {"prefix": form.prefix}),
     }
 
 

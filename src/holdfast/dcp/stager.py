@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.save_turns import StepBegan
-from holdfast.dcp.dcp_writer import Writer
+from holdfast.dcp.checkpoint_ids import CheckpointPlace, refuse_other_prefix
+from holdfast.dcp.dcp_writer import Writer, place_of_next
 from holdfast.dcp.forms import form_of
 from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
 from holdfast.dcp.staged_saves import STAGED, StagedSave, add, sessions
@@ -59,6 +60,7 @@ class Stager(AsyncStager):
         self._outcomes = Path(tempfile.mkdtemp(prefix="holdfast-dcp-"))
         weakref.finalize(self, shutil.rmtree, self._outcomes, ignore_errors=True)
         self._last: int | None = None
+        self._prefix: str | None = None
         self._is_closed = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -76,14 +78,15 @@ class Stager(AsyncStager):
                 f"the Writer has {'no step' if step is None else f'still the step {step}'}: set "
                 "writer.step before each async_save with a Stager"
             )
-        is_back = self._last is not None and step < self._last
-        self._last = step
+        prefix = place_of_next(self._writer).prefix
+        is_back = self._last is not None and (step < self._last or prefix != self._prefix)
+        self._last, self._prefix = step, prefix
         if is_back:  # a run's steps grow; these are another run's, from an earlier checkpoint on
             self._end_session()
         handle: SaveHandle | None = None
         error: HoldfastError | None = None
         try:
-            handle = self._open(state_dict, step).save(state_dict, step)
+            handle = self._open(state_dict).save(state_dict, step)
         except HoldfastError as failed:  # the other ranks hear of it where they all wait
             error = failed
         token = uuid.uuid4().hex
@@ -92,10 +95,11 @@ class Stager(AsyncStager):
         add(save, handle, error)
         return {STAGED: save}
 
-    def _open(self, state_dict: dict[str, Any], step: int) -> _Session:
+    def _open(self, state_dict: dict[str, Any]) -> _Session:
         if self._session is None:
             root, keep = self._writer.root, self._writer.keep
-            self._session = _Session(root, keep or Keep(), self._timeout_s, state_dict, step)
+            keep, place = keep or Keep(), place_of_next(self._writer)
+            self._session = _Session(root, keep, self._timeout_s, state_dict, place)
             mine = weakref.ref(self)
             sessions[root] = lambda: None if (one := mine()) is None else one._end_session()
         return self._session
@@ -124,6 +128,7 @@ class _StateDictDescriber(Describer):
     def __init__(self, state_dict: dict[str, Any], rank: int, world: int) -> None:
         super().__init__({}, rank, world)
         self.state_dict = state_dict
+        self.prefix: str | None = None
         self._memory: dict[str, torch.Tensor] = {}
         self._described: Description | None = None
 
@@ -132,7 +137,7 @@ class _StateDictDescriber(Describer):
         planner.set_up_planner(self.state_dict)
         plan = planner.create_local_plan()
         items = items_of(plan)
-        form = form_of(items, is_apart=self.world > 1)
+        form = form_of(items, is_apart=self.world > 1, prefix=self.prefix)
         paths = {name: item.path for name, item in items.items()}
         part = PlannedPart(plan, (), paths, form, self.rank, self.world)
         found = describe_part(part, planner, self._memory)
@@ -160,7 +165,12 @@ class _Session:
     """The ranks' session with their keepers, for saves of one run."""
 
     def __init__(
-        self, root: str, keep: Keep, timeout_s: float, state_dict: dict[str, Any], step: int
+        self,
+        root: str,
+        keep: Keep,
+        timeout_s: float,
+        state_dict: dict[str, Any],
+        place: CheckpointPlace,
     ) -> None:
         refuse_rank_without_group()
         self._timeout_s = timeout_s
@@ -169,12 +179,13 @@ class _Session:
         store = open_store(root)
         describer = _StateDictDescriber(state_dict, self.rank, self._world.size)
         self._describer = describer
+        describer.prefix = place.prefix
         options = RunOptions(root, None, None, keep, timeout_s, compare_replicas=0)
         try:
             run = start_run(self._world, store, state_dict, options, describer)
             self._saver = run.saver
             try:
-                self._adopt(store, step)
+                self._adopt(store, place)
             except BaseException:
                 self._saver.close(timeout_s=timeout_s, say_goodbye=False)
                 raise
@@ -182,10 +193,13 @@ class _Session:
             self._world.close()
             raise
 
-    def _adopt(self, store: Store, step: int) -> None:
-        """Go on from the newest checkpoint before ``step``, as ``holdfast.save`` does."""
+    def _adopt(self, store: Store, place: CheckpointPlace) -> None:
+        """Go on from the newest checkpoint before a step, as ``holdfast.save`` does."""
+        step = place.step
+        assert step is not None  # or nothing was staged
 
         def tell() -> bytes:
+            refuse_other_prefix(store, place)
             earlier = [one for one in overview_of(store).lineage if one.step < step]
             parent: Generation | None = max(
                 earlier, key=lambda one: (one.step, one.incarnation), default=None

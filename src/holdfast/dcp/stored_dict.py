@@ -40,7 +40,7 @@ class StoredDict:
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         first = reader.document(0)
-        self.form = _form_in(first)
+        self.form = form_in(first)
         self._has_form = FORM in first.get("own", {})
         world = reader.manifest.world
         ranks = range(world) if self.form.is_apart else range(1)
@@ -62,7 +62,8 @@ class StoredDict:
     def _add(self, read: _Reading) -> None:
         for key, encoded in read.shared.items():
             if is_optimizer(encoded):
-                self._optimizers.setdefault(key, read.optimizer(encoded))
+                found = read.optimizer(encoded)
+                self._optimizers.setdefault(key, found).add(found)
             elif self._is_module(key):
                 self._add_extra(key, read.value(encoded))
             else:
@@ -187,7 +188,8 @@ class _Reading:
         return StoredOptimizer(groups, dict(self.value(encoded.get("state", {}))))
 
 
-def _form_in(document: Mapping[str, Any]) -> DictForm:
+def form_in(document: Mapping[str, Any]) -> DictForm:
+    """The form that a state dict had, by the values of an image."""
     found = document.get("own", {}).get(FORM, {})
     try:
         return msgspec.convert(found, DictForm)

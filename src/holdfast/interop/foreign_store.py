@@ -182,6 +182,12 @@ class ForeignStore:
         """Raise ForeignFormatError when a file that was read is another one by now."""
         self._files.require_unchanged()
 
+    def facts(self) -> list[str]:
+        """The inode, size and time of change of every file that is read, in words."""
+        for file in {part.extent.file for one in self.found.leaves.values() for part in one.parts}:
+            self._files.size_bytes(file)
+        return [f"{name} {fact}" for name, fact in sorted(self._files.facts().items())]
+
     def names(self) -> list[str]:
         """The names of all that is shown."""
         return [*self._documents, *self._sizes]

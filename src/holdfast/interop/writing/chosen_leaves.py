@@ -6,7 +6,7 @@ compose a leaf of others, or a leaf is converted, its parts are read first and p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,9 +62,13 @@ def leaves_of(layout: Layout) -> dict[str, ChosenLeaf]:
 
 
 def convert(
-    leaves: Mapping[str, ChosenLeaf], casts: Sequence[tuple[Pattern, str]]
+    leaves: Mapping[str, ChosenLeaf],
+    casts: Sequence[tuple[Pattern, str]],
+    kept: Collection[str] = (),
 ) -> dict[str, ChosenLeaf]:
     """The same leaves, those of a floating point type with that of the first pattern that matches.
+
+    ``kept``: leaves that only a pattern with the last part of their name matches.
 
     Raises UsageError for a type that nothing is converted to.
     """
@@ -73,7 +77,12 @@ def convert(
             raise UsageError(f"nothing can be converted to {dtype!r}: {', '.join(CONVERTED)} are")
     found = dict(leaves)
     for name, leaf in leaves.items():
-        wanted = [dtype for pattern, dtype in casts if pattern.match(name) is not None]
+        last = name.rpartition(".")[2] if name in kept else ""
+        wanted = [
+            dtype
+            for pattern, dtype in casts
+            if pattern.match(name) is not None and pattern.text.endswith(last)
+        ]
         if wanted and leaf.stored in CONVERTED:
             found[name] = replace(leaf, dtype=wanted[0])
     return found

@@ -254,6 +254,11 @@ class _WorkDirectory:
         with self._reporting("create", file.path):
             place.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+            if os.fstat(descriptor).st_nlink > 1:  # it was published, and belongs to others
+                os.close(descriptor)
+                place.unlink()
+                self.journal = {at: s for at, s in self.journal.items() if at[0] != file.path}
+                descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             self._open[file.path] = descriptor
             if os.fstat(descriptor).st_size != file.size_bytes:
                 os.ftruncate(descriptor, 0)

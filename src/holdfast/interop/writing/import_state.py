@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.protocol.image_plan import plan_rank
 from holdfast.restore.reading.images import Checkpoint, StoredImage, from_manifest
-from holdfast.restore.reading.read import in_parallel, verify_blocks
+from holdfast.restore.reading.read import in_parallel, read_values, verify_blocks
 from holdfast.restore.reading.stored import run_id_of
 from holdfast.storage.base import ImageSink, Store, unfinished
 from holdfast.storage.direct import aligned_memory
@@ -84,6 +84,8 @@ class ImportSource:
     checkpoint: Checkpoint
     saved: SavedState
     notes: tuple[str, ...]
+    facts: tuple[str, ...] = ()
+    """What tells the files from others of the same names."""
 
 
 def find_sources(source: str, format_: str | None) -> tuple[list[Path], list[str]]:
@@ -167,13 +169,16 @@ def _opened(
     store = ForeignStore(files, found)
     (manifest,) = catalogue(store).manifests
     checkpoint = from_manifest(store, manifest)
+    facts = tuple(store.facts())
     saved = portion(saved_state(checkpoint), checkpoint)
     if unnamed := unnamed_optimizers(saved):
         raise UsageError(
             f"{path}: {unnamed[0]} has its state by numbers, without the names of their "
             "parameters: give these with --parameters FILE, or leave it out with --only 'model.**'"
         )
-    return ImportSource(path, files, found.format, found.step, checkpoint, saved, store.notes)
+    return ImportSource(
+        path, files, found.format, found.step, checkpoint, saved, store.notes, facts
+    )
 
 
 # ── the plan ─────────────────────────────────────────────────────────────────────────────────
@@ -185,8 +190,15 @@ class ImportPlan:
 
     source: ImportSource
     layout: Layout
-    values: bytes
+    shared: Mapping[str, Any]
+    own: tuple[Mapping[str, Any], ...]
+    """The values that each rank has its own of, by rank."""
     nonce: str
+
+    def values(self, rank: int) -> bytes:
+        """The values in the image of a rank, as they are stored."""
+        aliases = dict(self.source.saved.aliases)
+        return codec.to_bytes({"shared": self.shared, "own": self.own[rank], "aliases": aliases})
 
     @property
     def attempt(self) -> str:
@@ -205,8 +217,8 @@ class ImportPlan:
 
     def image(self, rank: int, id_: AttemptId, run_id: str) -> tuple[Image, PlannedFile]:
         """The header of an image, and all of it up to its block table."""
-        plan = plan_rank(self.layout, rank)
-        image = fill_in(plan, id_.image_metadata(run_id, rank), len(self.values))
+        plan, values = plan_rank(self.layout, rank), self.values(rank)
+        image = fill_in(plan, id_.image_metadata(run_id, rank), len(values))
         boxes = {}
         for piece in self.layout.pieces(rank):
             leaf = self.layout.leaves[piece.leaf]
@@ -217,7 +229,7 @@ class ImportPlan:
             if entry.size_bytes:
                 offset = image.data_start + entry.offset
                 parts.append(LeafBytes(offset, name, box, entry.dtype))
-        parts.append(KnownBytes(image.data_start + image.values_offset, self.values))
+        parts.append(KnownBytes(image.data_start + image.values_offset, values))
         path = image_path(Generation(id_.incarnation, id_.step), id_.attempt, rank)
         return image, PlannedFile(path, image.data_start + image.table_offset, tuple(parts))
 
@@ -231,15 +243,25 @@ def plan_import(source: ImportSource) -> ImportPlan:
     values.setdefault(
         IMPORTED, {"source": str(source.path), "format": source.format, "step": source.step}
     )
-    aliases = dict(source.saved.aliases)
-    document = codec.to_bytes({"shared": values, "own": {}, "aliases": aliases})
+    own = tuple(_own_values(source, rank) for rank in range(source.checkpoint.world))
+    plan = ImportPlan(source, layout, values, own, "")
     found = xxhash.xxh3_128(layout.to_json())
-    found.update(document)
-    for name, facts in sorted(source.files.facts().items()):
-        found.update(f"{name} {facts}\n".encode(errors="surrogatepass"))
+    found.update(plan.values(0))
+    for rank in range(1, len(own) if any(own) else 0):
+        found.update(codec.to_bytes(own[rank]))
+    for fact in source.facts:
+        found.update(f"{fact}\n".encode(errors="surrogatepass"))
     for name, leaf in sorted(source.saved.leaves.items()):
         found.update(f"{name} {leaf}\n".encode(errors="surrogatepass"))
-    return ImportPlan(source, layout, document, found.hexdigest())
+    return replace(plan, nonce=found.hexdigest())
+
+
+def _own_values(source: ImportSource, rank: int) -> dict[str, Any]:
+    """What a rank has its own of, as far as it was chosen."""
+    if not source.saved.own:
+        return {}
+    own = read_values(source.checkpoint, rank).get("own", {})
+    return {key: value for key, value in own.items() if key in source.saved.own}
 
 
 def _layout(saved: SavedState, checkpoint: Checkpoint) -> Layout:
@@ -382,8 +404,8 @@ class _Import:
 
     def _manifest(self, refs: tuple[ImageRef, ...]) -> Manifest:
         layout = self._plan.layout
-        shown = msgspec.json.decode(self._plan.values)
-        is_short = len(self._plan.values) <= _MAX_SHOWN_BYTES
+        values = self._plan.values(0)
+        shown, is_short = msgspec.json.decode(values), len(values) <= _MAX_SHOWN_BYTES
         return Manifest(
             run_id=self._incarnation.run_id,
             incarnation=self._incarnation.n,

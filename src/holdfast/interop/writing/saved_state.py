@@ -14,7 +14,7 @@ from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, Box, cover_fault
 from holdfast.geometry.leaf_maps import Seen, Shape, Table, ranges
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf, LeafReader, leaves_of
-from holdfast.interop.writing.state_tree import SavedState
+from holdfast.interop.writing.state_tree import SavedState, is_optimizer, merged_optimizer
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS, read_aliases, read_values
 from holdfast.rules import Rules
@@ -26,7 +26,30 @@ def saved_state(checkpoint: Checkpoint) -> SavedState:
     document = read_values(checkpoint, 0)
     aliases = read_aliases(checkpoint, document)
     own = tuple(sorted(document.get("own", {})))
-    return SavedState(leaves_of(checkpoint.layout), aliases, document.get("shared", {}), own)
+    saved = SavedState(leaves_of(checkpoint.layout), aliases, document.get("shared", {}), own)
+    return _with_other_ranks(saved, checkpoint)
+
+
+def _with_other_ranks(saved: SavedState, checkpoint: Checkpoint) -> SavedState:
+    """The same with the groups that only other ranks have, where the stages of a model have an
+    optimizer each.
+    """
+    values = dict(saved.values)
+    found = replace(saved, values=values)
+    for rank in range(1, checkpoint.world):
+        if not any(_lacks_groups(found, key) for key in found.optimizers):
+            break
+        for key, value in read_values(checkpoint, rank).get("shared", {}).items():
+            if is_optimizer(value):
+                values[key] = merged_optimizer(values[key], value) if key in values else value
+    return found
+
+
+def _lacks_groups(saved: SavedState, key: str) -> bool:
+    """True if some state belongs to no group, or parameters beside those of the groups do not."""
+    params = {name for group in saved.values[key]["groups"] for name in group["params"]}
+    mine = [names.keys() for names in saved.module_names().values() if params & names.keys()]
+    return bool(saved.without_parameter(key)) or any(not names <= params for names in mine)
 
 
 def choose_only(saved: SavedState, only: Sequence[str]) -> SavedState:

@@ -34,6 +34,19 @@ class SavedState:
     values: Mapping[str, Any] = field(default_factory=dict)
     own: tuple[str, ...] = ()
 
+    def without_parameter(self, key: str) -> list[str]:
+        """The leaves of an optimizer that belong to no parameter in its groups."""
+        value = self.values[key]
+        params = {name for group in value["groups"] for name in group["params"]}
+        referred = set(_references(value))
+        found = []
+        for leaf in (name for name in self.leaves if name.startswith(f"{key}.")):
+            parts = leaf.removeprefix(f"{key}.").split(".")
+            names = {".".join(parts[:count]) for count in range(1, len(parts))}
+            if leaf not in referred and names.isdisjoint(params):
+                found.append(leaf)
+        return found
+
     @property
     def optimizers(self) -> tuple[str, ...]:
         """The keys that are optimizers."""
@@ -75,6 +88,24 @@ def unnamed_optimizers(saved: SavedState) -> list[str]:
 def is_optimizer(value: Any) -> bool:
     """True for the encoded value of an optimizer."""
     return isinstance(value, dict) and value.keys() == _OPTIMIZER
+
+
+def merged_optimizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """An encoded optimizer with the parameters that another rank has beside its own.
+
+    They join the group that has the same options, or are a group of their own.
+    """
+    groups = [{**group, "params": list(group["params"])} for group in one["groups"]]
+    known = {name for group in groups for name in group["params"]}
+    for group in other["groups"]:
+        params = [name for name in group["params"] if name not in known]
+        options = codec.to_bytes(group["options"])
+        same = [mine for mine in groups if codec.to_bytes(mine["options"]) == options]
+        if params and same:
+            same[0]["params"] += params
+        elif params:
+            groups.append({**group, "params": params})
+    return {**one, "groups": groups, "state": {**other["state"], **one["state"]}}
 
 
 def _references(value: Any) -> Iterator[str]:
@@ -142,6 +173,12 @@ def _optimizer(saved: SavedState, key: str, value: Mapping[str, Any]) -> dict[st
     params = [name for group in value["groups"] for name in group["params"]]
     kinds: dict[str, dict[str, Any]] = {name: dict(rest.get(name, {})) for name in params}
     longest = sorted(params, key=len, reverse=True)
+    if without := saved.without_parameter(key):
+        raise UsageError(
+            f"{without[0]} belongs to no parameter in the groups of {key}: what is written would "
+            "be without it. Leave the optimizer out with --only 'model.**'",
+            leaf=without[0],
+        )
     for leaf in (name for name in saved.leaves if name.startswith(f"{key}.")):
         inner = leaf.removeprefix(f"{key}.")
         name = inner.rpartition(".")[0]
