@@ -24,7 +24,7 @@ HOSTS = ("a", "b")
 
 @pytest.fixture
 def ending_keepers(arena_dir: Path) -> Iterator[None]:
-    """For runs that leave a keeper behind on purpose: it is told to stop, and has the time for it."""
+    """For runs that leave a keeper behind on purpose: it is told to stop, and waited for."""
     yield
     for log in sorted(arena_dir.glob("*/*/keeper.log")):
         print(log.parent.name, log.read_text(errors="replace"), sep=":\n")
