@@ -292,6 +292,7 @@ def test_a_host_that_cannot_take_part_holds_up_only_what_it_alone_has() -> None:
     assert whole(root) == ["1-1"]
 
 
+@pytest.mark.promise
 def test_a_host_that_hangs_may_write_yet_and_nothing_is_published_beside_it() -> None:
     root, near, far = three_stores()
     with open_pair(root, near, far) as pair:
