@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 
 import pytest
 
@@ -36,14 +37,18 @@ def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
     persister = Persister(store, Keep(last=kept), lambda _, reason: outcomes.append(reason))
     lease, now = store.lock("writer", "me"), [0.0]
     persister._sweeper.clock = lambda: now[0]
-    for step in range(kept + 22):
+    since_index = 0
+    for step in count():
         begun = len(world.log)
         now[0] += settle_s(store)
         persister.work_one(job_of(Generation(1, step), RECORD))
         requests = world.log[begun:]
         images = [key for _, key in requests if "/live-" in key]
         is_indexed = ("PUT", f"root/.{INDEX}") in requests  # then no directory is removed
+        since_index = 0 if is_indexed else since_index + 1
         assert len(requests) - len(images) <= 12 - 2 * is_indexed or step < 2, Counter(requests)
+        if step >= kept + 22 and since_index >= 6:  # what the index put off is made up for
+            break
     manifest = f"root/{manifest_path(Generation(1, step))}"
     durable = requests.index(("PUT", manifest)) + 1
     assert not any(outcomes)
@@ -54,7 +59,7 @@ def test_a_publication_takes_few_requests_whatever_the_number_of_checkpoints(
     print(Counter(kind for kind, key in requests if "/live-" not in key))
     assert len(requests) - len(images) <= 12
     assert f"root/{manifest_path(Generation(1, step - kept))}" not in world.objects
-    assert len(store.list("steps")) <= kept + 6
+    assert len(store.list("steps")) == kept + 3
     assert (f"root/.{INDEX}" in world.objects) == (kept > 32)
     persister.stop()
     lease.release()
