@@ -12,7 +12,7 @@ from holdfast.interop import arrange as arranging
 from holdfast.interop.arrange import arrange
 from holdfast.interop.dcp import _nested, _PathTaken
 from holdfast.interop.foreign import Extent, ForeignLeaf, StoredBox
-from holdfast.interop.records import NumpyArray, Opaque, Record
+from holdfast.interop.pickle_records import NumpyArray, Opaque, Record
 
 
 def leaf(at: int) -> ForeignLeaf:

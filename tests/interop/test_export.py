@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.interop.writing import export as exporting
+from holdfast.interop.writing import export_files
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf
 from holdfast.interop.writing.state_tree import SavedState, state_tree
 from support.checkpoints.commands import error_of, json_of, run_alone, text_of
@@ -268,7 +268,7 @@ def test_the_bytes_are_the_same_whatever_the_windows_are(
     to: str,
 ) -> None:
     text_of(capsys, "export", root, tmp_path / "one", "--to", to)
-    monkeypatch.setattr(exporting, "window_bytes", lambda *_: 37)
+    monkeypatch.setattr(export_files, "window_bytes", lambda *_: 37)
     text_of(capsys, "export", root, tmp_path / "other", "--to", to)
     assert contents(tmp_path / "one") == {
         name.replace("other", "one"): data for name, data in contents(tmp_path / "other").items()

@@ -17,8 +17,8 @@ from holdfast.cli import main
 from holdfast.errors import ForeignFormatError, HoldfastError
 from holdfast.interop import foreign_store
 from holdfast.interop.opening import open_source
+from holdfast.interop.pickle_records import Record
 from holdfast.interop.pickles import Pickled
-from holdfast.interop.records import Record
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.torch_files import TorchFile, Tree
 

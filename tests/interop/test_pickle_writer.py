@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.native_types import DeviceName, DtypeName
+from holdfast.interop.pickle_records import GlobalName
 from holdfast.interop.pickle_writer import (
     PersistentId,
     PickledCall,
@@ -22,7 +23,6 @@ from holdfast.interop.pickle_writer import (
     write_pickle,
 )
 from holdfast.interop.pickles import interpret
-from holdfast.interop.records import GlobalName
 
 KEYS = st.one_of(st.text(max_size=8), st.integers(-(1 << 40), 1 << 40))
 PLAIN = st.one_of(

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ForeignFormatError
+from holdfast.interop.pickle_records import NumpyArray, Opaque, Record, TensorRef, TorchDtype
 from holdfast.interop.pickles import interpret
-from holdfast.interop.records import NumpyArray, Opaque, Record, TensorRef, TorchDtype
 from holdfast.interop.zip_entries import ZipFile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float64)

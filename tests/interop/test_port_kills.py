@@ -19,9 +19,9 @@ import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.cli import main
 from holdfast.errors import HoldfastError, RootBusy, StorageError
-from holdfast.interop.writing import export as exporting
+from holdfast.interop.writing import export_files
 from holdfast.interop.writing.chosen_leaves import LeafReader
-from holdfast.interop.writing.export import ExportReport, export, work_directory
+from holdfast.interop.writing.export_files import ExportReport, export, work_directory
 from holdfast.interop.writing.formats import plan_format
 from holdfast.interop.writing.import_state import ImportReport, import_all, open_import, plan_import
 from holdfast.interop.writing.saved_state import saved_state
@@ -70,8 +70,8 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "window_bytes", lambda *_: WINDOW)
-    monkeypatch.setattr(exporting, "WORKERS", 1)
+    monkeypatch.setattr(export_files, "window_bytes", lambda *_: WINDOW)
+    monkeypatch.setattr(export_files, "WORKERS", 1)
 
 
 @pytest.mark.usefixtures("small_windows")
@@ -151,7 +151,7 @@ def test_another_source_of_the_same_form_and_time_is_not_mixed_in(
         def fail(*_: object) -> None:
             raise StorageError("no more", operation="rename")
 
-        patch.setattr(exporting._WorkDirectory, "publish", fail)
+        patch.setattr(export_files._WorkDirectory, "publish", fail)
         assert main(["export", str(source), str(out), "--to", "safetensors"]) == 5
     save_file({"w": torch.zeros(1000)}, tmp_path / "other")
     os.utime(tmp_path / "other", ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -180,7 +180,7 @@ def test_what_another_export_left_is_not_used(root: Path, tmp_path: Path) -> Non
 def test_a_full_disk_is_one_error_and_the_place_is_as_it_was(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = vars(exporting)["write_once"], [0]
+    real, calls = vars(export_files)["write_once"], [0]
 
     def full(*args: object) -> int:
         calls[0] += 1
@@ -189,7 +189,7 @@ def test_a_full_disk_is_one_error_and_the_place_is_as_it_was(
         count: int = real(*args)
         return count
 
-    monkeypatch.setattr(exporting, "write_once", full)
+    monkeypatch.setattr(export_files, "write_once", full)
     with pytest.raises(StorageError, match=r"ENOSPC.*Free some space.*is as it was"):
         export_to(root, tmp_path / "out", "dcp")
     assert not (tmp_path / "out").exists()

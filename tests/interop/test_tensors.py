@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.interop.records import Opaque, TensorRef
+from holdfast.interop.pickle_records import Opaque, TensorRef
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.torch_files import open_torch_file
 

@@ -17,7 +17,7 @@ from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import UsageError
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.writing.chosen_leaves import LeafReader
-from holdfast.interop.writing.export import (
+from holdfast.interop.writing.export_files import (
     DEFAULT_MEMORY_BYTES,
     ExportReport,
     export,

@@ -17,7 +17,7 @@ from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.directories import FORMATS
-from holdfast.interop.writing.export import DEFAULT_MEMORY_BYTES, window_bytes
+from holdfast.interop.writing.export_files import DEFAULT_MEMORY_BYTES, window_bytes
 from holdfast.interop.writing.import_state import (
     ImportPlan,
     ImportReport,

@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.errors import ForeignFormatError, UnsupportedState
 from holdfast.format import values as codec
 from holdfast.interop.foreign import ForeignLeaf
-from holdfast.interop.records import (
+from holdfast.interop.pickle_records import (
     GlobalName,
     NumpyArray,
     Opaque,

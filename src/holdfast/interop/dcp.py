@@ -15,8 +15,8 @@ from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import Box
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_extra
 from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
+from holdfast.interop.pickle_records import Opaque, Record, dtype_of
 from holdfast.interop.pickles import interpret
-from holdfast.interop.records import Opaque, Record, dtype_of
 from holdfast.interop.safetensors_files import open_safetensors
 from holdfast.interop.source_files import SourceFiles, checked_name
 from holdfast.interop.torch_files import Tree, open_torch_file

@@ -17,7 +17,7 @@ from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
 from holdfast.geometry.box import ITEMSIZE, Box, flat_boxes
 from holdfast.interop.arrange import MODEL
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
-from holdfast.interop.records import Record, TensorRef
+from holdfast.interop.pickle_records import Record, TensorRef
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.torch_files import TorchFile, Tree, open_torch_file
 

@@ -16,7 +16,7 @@ from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.interop.arrange import MODEL, Orders
 from holdfast.interop.dcp import METADATA, read_dcp_tree
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
-from holdfast.interop.records import Opaque
+from holdfast.interop.pickle_records import Opaque
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.state_files import (
     Gathered,

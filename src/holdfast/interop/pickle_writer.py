@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.native_types import DeviceName, DtypeName, EnumMember
-from holdfast.interop.records import GlobalName
+from holdfast.interop.pickle_records import GlobalName
 
 _MARK, _REDUCE, _BUILD, _PERSISTENT, _NEW = b"(", b"R", b"b", b"Q", b"\x81"
 _PROTOCOL, _STOP = b"\x80\x02", b"."

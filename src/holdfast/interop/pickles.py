@@ -1,8 +1,8 @@
 """Interprets pickles without executing them: no import and no call, whatever the bytes say.
 
 This is no ``pickle.Unpickler`` with a filter. Each opcode of the protocols 2 to 5 is carried out
-here on plain values; a name is text until ``interop.records`` has a record for it, and never more
-than that. What a pickle may cost is bounded: opcodes, memory, the length of texts and numbers.
+here on plain values; a name is text until ``interop.pickle_records`` has a record for it, and never
+more than that. What a pickle may cost is bounded: opcodes, memory, the length of texts and numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.errors import ForeignFormatError
 from holdfast.format.checksum import Buffer
 from holdfast.geometry.leaves import MAX_DIMS
-from holdfast.interop.records import (
+from holdfast.interop.pickle_records import (
     MAX_KEY,
     GlobalName,
     Opaque,

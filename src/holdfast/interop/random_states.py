@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import UnsupportedState
 from holdfast.format import values as codec
 from holdfast.interop.arrange import Unfit, array_of
-from holdfast.interop.records import NumpyArray
+from holdfast.interop.pickle_records import NumpyArray
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.state_files import Gathered, sorted_ranks, value_in, whole_bytes
 

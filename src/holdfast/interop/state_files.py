@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.errors import ForeignFormatError
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_module
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
-from holdfast.interop.records import Opaque
+from holdfast.interop.pickle_records import Opaque
 from holdfast.interop.source_files import SourceFiles, refuse_hollow
 from holdfast.interop.torch_files import Tree, open_torch_file
 

@@ -14,8 +14,8 @@ from holdfast.errors import ForeignFormatError
 from holdfast.geometry.box import ITEMSIZE
 from holdfast.interop.arrange import MAX_NODES
 from holdfast.interop.foreign import Extent, ForeignLeaf, StoredSum, tensor_parts
+from holdfast.interop.pickle_records import Record, TensorRef
 from holdfast.interop.pickles import FIRST, Pickled, interpret
-from holdfast.interop.records import Record, TensorRef
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.zip_entries import ZipEntry, ZipFile
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.interop.pickle_records import Opaque
 from holdfast.interop.pickles import BASE_BYTES, FACTOR, interpret
-from holdfast.interop.records import Opaque
 from support.checkpoints.commands import SOURCE
 
 P = b"\x80\x02"

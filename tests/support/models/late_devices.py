@@ -34,6 +34,8 @@ class LateDevice:
     def __init__(self) -> None:
         self.device = HOST
         self.work: list[Callable[[], object]] = []
+        self.targets: list[int] = []
+        """Where the memory begins that each work writes to."""
         self.landed = 0
         self.lock = threading.RLock()
         self.is_broken = self.waited = False
@@ -49,6 +51,17 @@ class LateDevice:
         if self.is_broken:
             raise RuntimeError("an illegal memory access")
         self.land(len(self.work))
+
+    def forget(self) -> None:
+        """Begin anew: no work was enqueued."""
+        self.work.clear()
+        self.targets.clear()
+        self.landed = 0
+
+    def writes_to(self, piece: torch.Tensor) -> bool:
+        """Whether work in flight writes to the memory of ``piece``."""
+        with self.lock:
+            return piece.untyped_storage().data_ptr() in self.targets[self.landed :]
 
     def land(self, upto: int) -> None:
         with self.lock:
@@ -76,7 +89,9 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
         real: Any = kind.enqueue
 
         def enqueue(self: Any, into: torch.Tensor, real: Any = real) -> None:
-            device.work.append(lambda: real(self, into))
+            with device.lock:
+                device.targets.append(into.untyped_storage().data_ptr())
+                device.work.append(lambda: real(self, into))
 
         monkeypatch.setattr(kind, "enqueue", enqueue)
     yield device

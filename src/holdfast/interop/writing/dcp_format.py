@@ -12,8 +12,8 @@ from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
+from holdfast.interop.pickle_records import GlobalName
 from holdfast.interop.pickle_writer import PickledCall, PickledObject, write_pickle
-from holdfast.interop.records import GlobalName
 from holdfast.interop.writing.planned_files import (
     Finish,
     FormatPlan,

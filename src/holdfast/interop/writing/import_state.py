@@ -48,7 +48,7 @@ from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.steps import find_steps, finished
 from holdfast.interop.writing.chosen_leaves import LeafReader
-from holdfast.interop.writing.export import WORKERS, Progress, window_bytes
+from holdfast.interop.writing.export_files import WORKERS, Progress, window_bytes
 from holdfast.interop.writing.planned_files import (
     KnownBytes,
     LeafBytes,

@@ -15,13 +15,13 @@ from typing import Any
 
 from holdfast.errors import UnsupportedState
 from holdfast.geometry.box import ITEMSIZE, Box
+from holdfast.interop.pickle_records import STORAGES, TORCH_NAMES, GlobalName
 from holdfast.interop.pickle_writer import (
     PersistentId,
     PickledCall,
     replace_native,
     write_pickle,
 )
-from holdfast.interop.records import STORAGES, TORCH_NAMES, GlobalName
 from holdfast.interop.writing.planned_files import Finish, KnownBytes, LeafBytes
 
 ALIGNMENT_BYTES = 64
