@@ -15,6 +15,8 @@ TRITON := .triton
 # Where atheris goes, which searches inputs that a parser does not expect, and for how many seconds.
 ATHERIS := .atheris
 FUZZ_S ?= 600
+# Seeded runs that `make walks` plays.
+WALKS ?= 1000000
 # A server of Azure Blob Storage, which roots az:// are tested on; without it these tests are skipped.
 AZURITE := .azurite
 GATEWAYS := .gateways
@@ -103,6 +105,10 @@ kernels: $(READY) $(TRITON)/.ready ## Triton's kernels in its interpreter, witho
 .PHONY: fuzz
 fuzz: $(READY) $(ATHERIS)/.ready ## search inputs that break a parser, for FUZZ_S=600 seconds (downloads 35 MB once)
 	PYTHONPATH=$(CURDIR)/$(ATHERIS) $(BIN)/python tests/support/project/search_inputs.py $(FUZZ_S)
+
+.PHONY: walks
+walks: $(READY) ## play WALKS=1000000 random runs of ranks, hosts and keepers, by seed (an hour on 2 cores)
+	PYTHONPATH=tests $(BIN)/python -m support.coordinator.seeded_walks $(WALKS)
 
 .PHONY: azurite gateways
 azurite: $(AZURITE)/.ready ## the server that roots az:// are tested on (takes node and npm, downloads 190 MB once)

@@ -344,6 +344,8 @@ class WhereLateRanksAreWaitedForAMoment(OnSeveralHosts):
     spare_ms = 150
 
 
+MACHINES = (Handoff, OnSeveralHosts, WherePlanningTakesLong, WhereLateRanksAreWaitedForAMoment)
+
 FAST = settings(
     max_examples=300,
     stateful_step_count=50,
