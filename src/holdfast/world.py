@@ -1,4 +1,4 @@
-"""Connects the ranks of this run: reduces their words, with deadlines that name missing ranks.
+"""Connects the ranks of this run: all get one result, or raise one error, within deadlines.
 
 Ranks communicate in a tree of their own, not through collectives: a collective that one rank never
 enters hangs the others without a message. Ranks of a host speak to its first, hosts to a root. The

@@ -1,4 +1,4 @@
-"""Holds what torch has no common name for, by device type: pinning, capture modes, delays."""
+"""Holds what torch has no common name for, by device type: where a new vendor is added."""
 
 from __future__ import annotations
 

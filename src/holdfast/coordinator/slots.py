@@ -1,4 +1,4 @@
-"""Allocates slots to ranks, and decides which slots may be reused.
+"""Allocates slots to ranks, and reuses those that no writer and no needed attempt holds.
 
 Two rules hold in every state (invariants 2 and 3):
 

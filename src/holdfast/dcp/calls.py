@@ -1,4 +1,4 @@
-"""Calls with the arguments of ``torch.distributed.checkpoint``, which save and load here."""
+"""The calls of ``torch.distributed.checkpoint``, for a changed import: they save and load here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes what ``torch.distributed.checkpoint`` saves as a checkpoint of a root here.
+"""The ``storage_writer`` of ``torch.distributed.checkpoint.save``: it saves in a root here.
 
 The plans of the ranks become boxes of leaves, the rest is ``holdfast.save``: one image for each
 rank, the manifest last. DCP's planners and its collectives are used as they are.

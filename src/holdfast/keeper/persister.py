@@ -1,4 +1,4 @@
-"""Makes attempts durable on a thread of its own, one after the other: images, manifest, pruning.
+"""Makes attempts durable on a thread of its own: images, manifest; then removes old checkpoints.
 
 An attempt's images are written as they are captured, into a directory of this attempt alone. Only
 when all are durable, equal to what was sealed, is the manifest published; an error before leaves

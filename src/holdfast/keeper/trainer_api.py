@@ -1,4 +1,4 @@
-"""Dispatches trainers' messages, and their deaths, to the coordinator; sends the answers.
+"""Serves the trainers of this host: passes their messages to the coordinator, and its answers back.
 
 One event loop owns the coordinator, so no two transitions overlap.
 """

@@ -1,4 +1,4 @@
-"""Rebuilds the images of lost hosts on other hosts, for the generation a start continues from.
+"""Has the images of lost hosts rebuilt in slots of other hosts, for the generation restored.
 
 Without them no parity could be made of that generation, and until the next snapshot is protected a
 second loss would leave nothing. So hosts with its parity decode the lost images, each into a slot

@@ -1,4 +1,4 @@
-"""PURE. Orders the generations that can be restored: newest first, memory before storage."""
+"""PURE. Orders the generations found to be whole: newest first, memory before storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Plans the reads of a restore, and proves them complete before the first byte is read.
+"""PURE. Plans which stored bytes fill which box of any layout, and proves the plan complete.
 
 Every element of every wanted box comes from exactly one piece, or there is no plan: a destination
 is never left half filled (promise 2).
