@@ -33,12 +33,8 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.drain_queue import Drained, DrainQueue
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
-from holdfast.keeper.tiers import (
-    REFUSED_S,
-    CacheTier,
-    OtherCaches,
-    look_for,
-)
+from holdfast.keeper.shared_drain import OtherCaches
+from holdfast.keeper.tiers import REFUSED_S, CacheTier, look_for
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m

@@ -145,7 +145,10 @@ class _PacedFile(GoodFile):
 
     def chunk(self, start: int, stop: int) -> memoryview:
         """See ``ImageSource``."""
-        self._pace.limit.wait(stop - start)
+        self._require_way()
+        self._pace.limit.wait(stop - start, self._require_way)
+        return super().chunk(start, stop)
+
+    def _require_way(self) -> None:
         if self._pace.gives_way():
             raise PersistFailed(f"{self.ref.path} is not copied: something else comes first")
-        return super().chunk(start, stop)

@@ -121,8 +121,7 @@ class CacheAgent:
         paths = self._written.pop(directory, set())
         if self.tier is not None and paths:
             self.tier.give_up(paths)
-        if self.tier is not None and directory in self._under_way:
-            self.tier.stop_drain()
+        self._under_way.discard(directory)
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────────
 
@@ -184,7 +183,7 @@ class CacheAgent:
                 written = messages.ImageWritten(directory=order.directory, image=images[rank])
                 self._tell(written)
 
-            tier.drain_own(manifest, done)
+            tier.drain_own(manifest, done, lambda: order.directory not in self._under_way)
         except Exception as error:
             reason = str(error) or type(error).__name__
         is_lost = bool(reason) and is_begun and bool(tier.drain_lost)
