@@ -237,11 +237,13 @@ class CacheTier:
         manifest: Manifest,
         done: Callable[[int], None],
         is_cancelled: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Copy the images that this host has to the root; ``done`` is called with each rank. On
-        one thread. It ends soon once ``is_cancelled``.
+        """Copy the images that this host has to the root; ``done`` is called with each rank,
+        ``progressed`` often meanwhile. On one thread. It ends soon once ``is_cancelled``.
         """
-        self._copy_own(manifest, ranks_held(self.store, manifest), done, is_cancelled)
+        ranks = ranks_held(self.store, manifest)
+        self._copy_own(manifest, ranks, done, is_cancelled, progressed)
 
     def _copy_own(
         self,
@@ -249,10 +251,11 @@ class CacheTier:
         ranks: Collection[int],
         done: Callable[[int], None] = lambda _: None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
         with self._draining:  # an earlier coordinator may have ordered one that goes on
             self._is_cancelled = is_cancelled
-            self._drain.copy_files(manifest, ranks, done)
+            self._drain.copy_files(manifest, ranks, done, progressed)
 
     def end_drains(self) -> None:
         """Have the drain under way end soon, on all hosts, and every later one at once."""
