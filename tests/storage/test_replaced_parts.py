@@ -7,7 +7,6 @@ server compares them, in the same moment in which it makes the object.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,10 +23,10 @@ KEEPS_BOTH = "seaweedfs_server"
 
 
 @pytest.fixture(params=[KEEPS_BOTH, "moto_server", "google_server", "azurite_server"])
-def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     found: ObjectServer = request.getfixturevalue(request.param)
     use(found, monkeypatch)
-    yield request.param
+    return str(request.param)
 
 
 def written(store: ObjectStore) -> UploadSink:
