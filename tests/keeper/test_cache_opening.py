@@ -1,8 +1,9 @@
-"""A follower's cache that cannot be opened is tried again while the same start goes on."""
+"""A follower's cache that cannot be opened, or is gone, is tried again while a start goes on."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,7 +37,7 @@ def test_a_followers_cache_that_could_not_be_opened_is_tried_again_after_a_pause
             str(root), cast(Any, memory), "run r, host b", Background(), lambda *_: None,
             lambda _: None, lambda _: None, Caching(opened=note),
         )  # fmt: skip
-        access.open_missing_cache()
+        access.tend_cache()
         assert access.cache is None  # there is to be none
         access.cache_path = str(disk / "cache")
         access.share_cache(None, is_shared=True)
@@ -45,20 +46,26 @@ def test_a_followers_cache_that_could_not_be_opened_is_tried_again_after_a_pause
         disk.unlink()
         disk.mkdir()
 
-        async def tick() -> None:
-            for _ in range(20):
-                access.open_missing_cache()
+        async def tick_until(is_so: Callable[[], bool]) -> None:
+            access._next_cache_s = 0.0  # it is time
+            for _ in range(1000):
+                access.tend_cache()
                 await asyncio.sleep(0.01)
+                if is_so():
+                    return
+            raise TimeoutError("nothing came of it")
 
-        await tick()
-        assert access.cache is None  # not yet
-        access._next_cache_s = 0.0  # it is time
-        await tick()
-        for _ in range(500):
-            if opened:
-                break
+        for _ in range(20):
+            access.tend_cache()
             await asyncio.sleep(0.01)
-        assert access.cache is not None and access.persister is None and opened == [True]
+        assert access.cache is None  # not yet
+        await tick_until(lambda: opened == [True])
+        assert access.cache is not None and access.persister is None
+        (disk / "cache").rename(disk / "away")
+        await tick_until(lambda: access.cache is None)
+        assert not (disk / "cache").exists()
+        await tick_until(lambda: opened == [True, True])
+        assert access.cache is not None
         access.release()
 
     with listening() as told:

@@ -283,24 +283,20 @@ class RootAccess:
         """Have the root locked anew, in the background, where another had taken its lock over; and
         the cache opened that could not be.
         """
-        lacks_cache = self._lacks_cache and self.persister is not None
+        lacks_cache = bool(self.cache_path) and self.cache is None and self.persister is not None
+        lacks_cache = lacks_cache and time.monotonic() >= self._next_cache_s
         is_lock_lost = self._is_lost or (self._lock is not None and is_lost(self._lock))
         if is_lock_lost or lacks_cache:
             self._background.spawn(self._lock_anew())
 
-    def open_missing_cache(self) -> None:
-        """Have the cache of a follower opened that could not be, after a pause; in the
-        background.
+    def tend_cache(self) -> None:
+        """Have a follower's cache opened that could not be, and one given up that is gone; after a
+        pause, in the background.
         """
-        if self._lacks_cache:
+        if self.cache_path and time.monotonic() >= self._next_cache_s:
             self._next_cache_s = time.monotonic() + REFUSED_S
-            self._background.spawn(self.open_cache())
-
-    @property
-    def _lacks_cache(self) -> bool:
-        """Return True if there is to be a cache, and the last try to open it was a while ago."""
-        is_missing = bool(self.cache_path) and self.cache is None
-        return is_missing and time.monotonic() >= self._next_cache_s
+            is_open = self.cache is not None
+            self._background.spawn(self._drop_gone_cache() if is_open else self.open_cache())
 
     async def _lock_anew(self) -> None:
         with contextlib.suppress(HoldfastError):  # tried again with the next attempt

@@ -348,7 +348,7 @@ class Keeper:
             self._begin_to_stop(f"its arena {self.arena} was removed")
         parity_scheduler = self.executor.followers.parity_scheduler
         if self.role.follower is not None:
-            self.root_access.open_missing_cache()
+            self.root_access.tend_cache()
         elif parity_scheduler is not None:
             parity_scheduler.poll()
         self.scrubber.is_busy = self._is_working()
