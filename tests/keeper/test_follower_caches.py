@@ -90,6 +90,21 @@ def test_what_a_successor_first_hears_of_must_be_durable_itself(
 
 
 @pytest.mark.promise
+def test_what_a_host_tells_before_the_coordinators_cache_is_open_is_handled_once_it_is() -> None:
+    sent: list[Fact] = []
+    caches = caches_of(lambda *_: None, sent)
+    tier, caches._tier = caches._tier, lambda: None
+    host = cast(Any, SimpleNamespace(name="b", send=sent.append))
+    caches.handle(host, CacheFound(waiting=((1, 7, "a"),)))
+    caches.handle(host, CacheFound(waiting=((1, 9, "c"),)))  # it attached once more
+    assert not sent
+    caches._tier = tier
+    caches.opened()
+    caches.opened()
+    assert sent == [TellCached(generations=((1, 9),))]
+
+
+@pytest.mark.promise
 def test_what_was_drained_before_a_start_is_still_known_to_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

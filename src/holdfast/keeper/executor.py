@@ -364,6 +364,11 @@ class Executor:
             self._direct.add(attempt_id)
             self._start_job(attempt)
 
+    async def cache_opened(self) -> None:
+        """Use this host's cache, which was opened."""
+        await self.agent.caches.opened()
+        self.caches.opened()
+
     def _found_cached(
         self, found: Iterable[tuple[Generation, str]], is_exact: bool = False
     ) -> None:

@@ -225,7 +225,7 @@ class Keeper:
                 lambda: self.coordinator.durability.draining,
                 lambda: self.coordinator.durability.exact.copy(),
                 self.coordinator.durability.forget_cached,
-                lambda: self.executor.agent.caches.opened(),
+                self.executor.cache_opened,
             ),
         )
         self.incarnations = Incarnations(

@@ -321,6 +321,8 @@ class CacheTier:
         ``expected``: what was cached and is not known to be drained, with the attempts; ``exact``:
         those that must be durable themselves.
         """
+        if self._shared.is_closed:
+            return None
         try:
             self._mark_again()
             left = waiting(self.store)

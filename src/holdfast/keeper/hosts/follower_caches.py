@@ -60,6 +60,8 @@ class FollowerCaches:
         """Which host has the images of which ranks, by attempt: of those cached in this start."""
         self._drained: dict[tuple[Generation, str], None] = {}
         """What was drained or passed over: this host's cache may have dropped it."""
+        self._early: dict[str, tuple[HostSession, CacheFound]] = {}
+        """What followers told while this host's cache was not open, by name."""
         self._has_begun = False
         """True once an incarnation began with this keeper: it knows of all that was saved then."""
         self._reported: set[str] = set()
@@ -149,6 +151,13 @@ class FollowerCaches:
         self._gathered_s = time.monotonic() + _GATHER_S
         self._has_begun = True
         self._exact.clear()
+        self._early.clear()
+
+    def opened(self) -> None:
+        """Handle what followers told before this host's cache was open."""
+        early, self._early = self._early, {}
+        for host, report in early.values():
+            self.handle(host, report)
 
     @property
     def are_gathering(self) -> bool:
@@ -167,6 +176,8 @@ class FollowerCaches:
         """
         tier = self._tier()
         if tier is None:
+            if isinstance(report, CacheFound):
+                self._early[host.name] = host, report
             return
         match report:
             case CacheFound(waiting=waiting):
