@@ -163,13 +163,14 @@ def find_parent(store: Store, n: int) -> Incarnation | Manifest | None:
     except (NotFound, FormatError):
         said = (generation_of(name) for name in store.list(MANIFESTS))
         of_it = (generation for generation in said if generation and generation.incarnation == n)
-        return next(
-            filter(None, (_manifest_there(store, generation) for generation in of_it)), None
-        )
+        return next(filter(None, (manifest_there(store, generation) for generation in of_it)), None)
 
 
-def _manifest_there(store: Store, generation: Generation) -> Manifest | None:
-    """Its manifest; None for one that is damaged, or was removed. StorageError."""
+def manifest_there(store: Store, generation: Generation) -> Manifest | None:
+    """Reads the manifest of one generation; None for one that is damaged, or not there.
+
+    StorageError when it cannot be read now: that is not to be taken for none.
+    """
     try:
         found = read_document(store, Manifest, manifest_path(generation))
     except NewerFormat:

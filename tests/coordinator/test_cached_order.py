@@ -172,6 +172,18 @@ def test_a_save_that_must_be_durable_itself_is_known_as_such_until_it_is() -> No
 
 
 @pytest.mark.promise
+def test_a_cache_that_is_opened_before_its_start_is_known_tells_what_must_be_durable_itself() -> (
+    None
+):
+    queue = DurabilityQueue(Attempts())
+    queue.found_cached([((2, 5), "a"), ((1, 9), "b")])  # by a keeper that takes over
+    queue.begin(2)
+    assert queue.exact == {(2, 5)}
+    queue.begin(3)
+    assert queue.exact == {(2, 5)}  # it was promised
+
+
+@pytest.mark.promise
 def test_what_is_superseded_is_not_told_durable_and_is_waited_for_no_more() -> None:
     keeper = Keeper(1)
     old = keeper.capture(0, durable=True)

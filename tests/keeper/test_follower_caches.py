@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from holdfast.format.manifest import Generation
+from holdfast.catalogue import catalogue, read_incarnation
+from holdfast.format.manifest import Generation, seal
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.hosts.cache_messages import MarkDrained, TellCached
+from holdfast.keeper.hosts import follower_caches
+from holdfast.keeper.hosts.cache_messages import (
+    CacheDocuments,
+    CacheFound,
+    MarkDrained,
+    TellCached,
+    deflate_manifest,
+)
 from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.follower_caches import FollowerCaches
+from holdfast.storage.memory import MemoryStore
+from support.checkpoints.keeper_roots import save_steps
 from support.coordinator.coordinators import Keeper
 
 PASSED, NEW = Generation(1, 5), Generation(1, 9)
@@ -27,13 +38,88 @@ def test_what_was_passed_over_while_a_host_was_away_is_not_drained_from_its_cach
         cast(Any, SimpleNamespace(broadcast=lambda _: None)),
         cast(Any, SimpleNamespace(from_thread=lambda call: call())),
         lambda: cast(Any, tier),
-        lambda _: None,
+        lambda *_: None,
     )
     caches.drained(cast(Any, SimpleNamespace(generation=PASSED, attempt="a")))
     waiting = [(*PASSED, "a"), (*PASSED, "b"), (*NEW, "c")]
     caches._compare(cast(Any, tier), sent.append, waiting)
     unknown = TellCached(generations=((1, 5), (1, 9)))
     assert sent == [MarkDrained(drained=((1, 5, "a"),)), unknown]
+
+
+def caches_of(
+    found: Callable[[Iterable[tuple[Generation, str]], bool], None], sent: list[Fact]
+) -> FollowerCaches:
+    """Those of a keeper whose own cache has nothing, and publishes what it learns."""
+    tier = SimpleNamespace(
+        waiting=tuple,
+        is_drained=lambda *_: False,
+        try_lost_again=lambda: None,
+        publish=lambda *_: None,
+        store=None,
+        persister=SimpleNamespace(submit=lambda act: act()),
+    )
+    return FollowerCaches(
+        cast(Any, SimpleNamespace(broadcast=lambda _: None)),
+        cast(Any, SimpleNamespace(from_thread=lambda call: call())),
+        lambda: cast(Any, tier),
+        found,
+    )
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(("begins", "reports", "is_exact"), [(0, 1, 1), (0, 2, 0), (1, 1, 0)])
+def test_what_a_successor_first_hears_of_must_be_durable_itself(
+    begins: int, reports: int, is_exact: int
+) -> None:
+    store = MemoryStore()
+    save_steps(store, [0])
+    (manifest,) = catalogue(store).manifests
+    told: list[tuple[list[tuple[Generation, str]], bool]] = []
+    sent: list[Fact] = []
+    caches = caches_of(lambda found, exact: told.append((list(found), exact)), sent)
+    host = cast(Any, SimpleNamespace(name="b", send=sent.append))
+    if begins:
+        caches.begin()
+    for _ in range(reports):  # of the second it knows: it was away while this keeper led
+        caches.handle(host, CacheFound(waiting=((*manifest.generation, manifest.attempt),)))
+    record = seal(read_incarnation(store, manifest.incarnation))
+    documents = CacheDocuments(manifest=deflate_manifest(manifest), record=record, layout=b"")
+    caches.handle(host, documents)
+    assert told[-1] == ([(manifest.generation, manifest.attempt)], bool(is_exact))
+
+
+@pytest.mark.promise
+def test_what_a_host_tells_before_the_coordinators_cache_is_open_is_handled_once_it_is() -> None:
+    sent: list[Fact] = []
+    caches = caches_of(lambda *_: None, sent)
+    tier, caches._tier = caches._tier, lambda: None
+    host = cast(Any, SimpleNamespace(name="b", send=sent.append))
+    caches.handle(host, CacheFound(waiting=((1, 7, "a"),)))
+    caches.handle(host, CacheFound(waiting=((1, 9, "c"),)))  # it attached once more
+    assert not sent
+    caches._tier = tier
+    caches.opened()
+    caches.opened()
+    assert sent == [TellCached(generations=((1, 9),))]
+
+
+@pytest.mark.promise
+def test_what_was_drained_before_a_start_is_still_known_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower_caches, "_REMEMBERED", 3)
+    sent: list[Fact] = []
+    caches = caches_of(lambda *_: None, sent)
+    for step in range(9):
+        caches.drained(cast(Any, SimpleNamespace(generation=Generation(1, step), attempt="a")))
+    caches.begin()
+    waiting = tuple((1, step, "a") for step in (0, 7, 8))
+    caches.handle(
+        cast(Any, SimpleNamespace(name="b", send=sent.append)), CacheFound(waiting=waiting)
+    )
+    marked = MarkDrained(drained=((1, 7, "a"), (1, 8, "a")))
+    assert sent == [marked, TellCached(generations=((1, 0),))]
 
 
 @pytest.mark.promise
@@ -47,3 +133,5 @@ def test_what_another_host_has_may_be_replaced_by_something_newer() -> None:
     assert keeper.c.durability.exact == set()
     keeper.c.lifecycle.found_cached([(NEW, "c")])  # its own cache
     assert keeper.c.durability.exact == {NEW}
+    executor._found_cached([(PASSED, "a")], True)
+    assert keeper.c.durability.exact == {NEW, PASSED}

@@ -16,7 +16,7 @@ from holdfast.events import Event, Warned, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.persister import Persister
-from holdfast.keeper.tiers import CacheTier
+from holdfast.keeper.tiers import CacheTier, look_for
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, read_pins
 from holdfast.persist.removal import plan, remove
@@ -28,7 +28,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tiered import TieredStore
 from holdfast.storage.wrap import RateLimit
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
-from support.checkpoints.keeper_roots import all_contents, job_at, paths_in, save_steps
+from support.checkpoints.keeper_roots import Unreachable, all_contents, job_at, paths_in, save_steps
 from support.checkpoints.roots import whole
 from support.project.sample import points_of_the_day
 
@@ -255,6 +255,29 @@ def test_a_cache_that_cannot_be_read_now_is_not_gone(tmp_path: Path) -> None:
         (tmp_path / "cache").rename(tmp_path / "away")
         assert tier.is_gone()
         (tmp_path / "away").rename(tmp_path / "cache")
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_has_left_the_cache_is_not_lost_for_a_root_that_does_not_answer_now(
+    is_open: bool,
+) -> None:
+    root, cache = Unreachable(MemoryStore("root")), cached(0)
+    with open_tiers(root, cache) as (tier, persister):
+        drain_all(tier, persister)
+        (attempt,) = (m.attempt for m in catalogue(root).manifests)
+        cache.remove(manifest_path(Generation(1, 0)))
+        root.is_away = True
+        if is_open:
+            found = tier.drain_one(persister, {(1, 0): attempt})
+            assert found is not None and "503" in found.reason and not found.is_lost
+        else:
+            with pytest.raises(StorageError):
+                look_for(root, (1, 0), attempt)
+        root.is_away = False
+        there = look_for(root, (1, 0), attempt)
+        assert (there.generation, there.reason) == (Generation(1, 0), "")
+        assert look_for(root, (1, 1), attempt).is_lost
 
 
 def refuse_to_read(path: str, *_: object) -> bytes:

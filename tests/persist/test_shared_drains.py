@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import pytest
 
 from holdfast.catalogue import attempt_dir, catalogue, manifest_path, part_dir
 from holdfast.errors import HoldfastError, StorageError
+from holdfast.events import Warned
 from holdfast.format.manifest import Generation, ImageRef, Manifest
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import HostWrite, PersistJob
@@ -28,6 +32,7 @@ from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, job_at, paths_in
 from support.checkpoints.roots import whole
 from support.project.sample import points_of_the_day
+from support.runs.mishaps import listening
 
 MODES: tuple[Mode, ...] = ("stop", "torn", "error", "lost")
 #: Seconds for the points that `make test` takes from all of them.
@@ -38,7 +43,7 @@ CLOSED = "its cache is not open"
 
 
 class OtherHost:
-    """Host b as its coordinator sees it: see ``keeper.tiers.OtherCaches``."""
+    """Host b as its coordinator sees it: see ``keeper.shared_drain.OtherCaches``."""
 
     def __init__(self, far: CacheTier) -> None:
         self.far = far
@@ -195,7 +200,6 @@ def three_stores() -> tuple[MemoryStore, MemoryStore, MemoryStore]:
 def test_each_host_drains_its_own_images_and_the_root_is_published_once_all_are_there() -> None:
     root, near, far = (MemoryStore(name) for name in ("root", "near", "far"))
     with open_pair(root, near, far) as pair:
-        pair.near.stop_drain()  # of when another host coordinated
         pair.cache(0)
         assert pair.cached == [Generation(1, 0)]
         assert images_in(near) == {0} and images_in(far) == {1} and not whole_of(root)
@@ -302,6 +306,62 @@ def test_a_host_that_hangs_may_write_yet_and_nothing_is_published_beside_it() ->
         (refused,) = pair.drain_all()
         assert "written nothing" in refused.reason and not refused.is_lost
     assert whole(root) == ["1-0"]
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("has_copied", [False, True])
+def test_a_drain_of_a_cache_that_is_closed_ends_at_once_on_all_hosts_and_is_not_published(
+    has_copied: bool,
+) -> None:
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair:
+        begun, copied = threading.Event(), threading.Event()
+        copy = pair.near._drain.copy_files
+
+        def copy_files(*given: Any) -> None:
+            copy(*given)
+            copied.set()
+
+        pair.near._drain.__dict__["copy_files"] = copy_files
+
+        def end(_: str) -> None:
+            for ref in manifest.images if has_copied else ():
+                share.receive(StoredPart(ref), b"")
+            share.end()
+
+        share = RemoteImages("b", frozenset({0, FAR_RANK}), begun.set, end)
+        share.must_have_all = False
+        (manifest,) = waiting(near).values()
+        pair.other.__dict__["drain"] = lambda _: [share]
+        with listening() as told, ThreadPoolExecutor(1) as pool:
+            drained = pool.submit(pair.drain_all)
+            try:
+                assert begun.wait(10) and copied.wait(10)
+                pair.near.end_drains()
+                assert drained.result(10) == []
+            finally:
+                share.end()
+            assert pair.drain_all() == []  # a later one ends before it begins
+    assert whole(root) == ["1-0"] and len(waiting(near)) == 1
+    assert not told  # nothing broke: who opens the cache next goes on with it
+
+
+def test_a_host_that_did_not_take_part_is_told_of_once_where_all_was_there_without_it() -> None:
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair, listening() as told:
+        ask = pair.other.drain
+
+        def drain(manifest: Manifest) -> Sequence[RemoteImages]:
+            closed = RemoteImages("c", frozenset({0, 1}), lambda: closed.end(CLOSED), share_stops)
+            closed.must_have_all = False
+            return [closed, *ask(manifest)]
+
+        pair.other.__dict__["drain"] = drain
+        assert [one.reason for one in pair.drain_all()] == [""]
+        pair.cache(2)
+        assert [one.reason for one in pair.drain_all()] == [""]
+    (warned,) = [one for one in told if isinstance(one, Warned)]
+    assert CLOSED in warned.message and "host c" in warned.message
 
 
 class Bucket(PassingStore):

@@ -42,6 +42,17 @@ def hosts(arena_dir: Path) -> Iterator[Hosts]:
     close_pullers()
 
 
+class Failing(MemoryStore):
+    """A store whose lists fail for a while."""
+
+    is_failing = False
+
+    def list(self, path: str) -> list[str]:
+        if self.is_failing:
+            raise StorageError("the disk fails")
+        return super().list(path)
+
+
 def list_of(store: Store) -> Storage:
     def listed(known: Inventories) -> Inventories:
         return msgspec.structs.replace(known, stored=tuple(stored_in(overview_of(store))))
@@ -169,14 +180,6 @@ def test_what_retention_took_meanwhile_is_listed_again_and_the_newest_that_stand
 
 
 def test_storage_that_cannot_be_listed_again_leaves_what_is_known(hosts: Hosts) -> None:
-    class Failing(MemoryStore):
-        is_failing = False
-
-        def list(self, path: str) -> list[str]:
-            if self.is_failing:
-                raise StorageError("the disk fails")
-            return super().list(path)
-
     store = Failing()
     for step in (10, 20):
         save(store, Generation(3, step))
@@ -184,3 +187,43 @@ def test_storage_that_cannot_be_listed_again_leaves_what_is_known(hosts: Hosts) 
     store.remove(manifest_path(Generation(3, 20)))  # since it was listed
     store.is_failing = True
     assert [[c.step for c in each] for each in one.first()] == [[10], [10], [10]]
+
+
+@pytest.mark.promise
+def test_a_run_does_not_begin_anew_because_storage_cannot_be_listed_again(hosts: Hosts) -> None:
+    store = Failing()
+    save(store, Generation(3, 20))
+    one = Restore(hosts, "h1", "h2", "h3", stored=tuple(stored_in(overview_of(store))), store=store)
+    store.remove(manifest_path(Generation(3, 20)))  # retention took it for a newer one
+    save(store, Generation(3, 25))
+    store.is_failing = True
+    with pytest.raises(HoldfastError, match="the disk fails"):
+        one.first()
+    store.is_failing = False
+    again = Restore(hosts, "h1", "h2", "h3", stored=one.stored, store=store)
+    assert [[c.step for c in each] for each in again.first()] == [[25], [25], [25]]
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("unread", "is_taken"), [((3, 15), False), ((3, 5), True), ((2, 15), True)]
+)
+def test_an_older_one_is_not_taken_for_those_that_could_not_be_read(
+    hosts: Hosts, unread: tuple[int, int], is_taken: bool
+) -> None:
+    store = Failing()
+    for step in (10, 20):
+        save(store, Generation(3, step))
+    one = Restore(hosts, "h1", "h2", "h3", stored=tuple(stored_in(overview_of(store))), store=store)
+    for rank in one.ranks:
+        assert rank._storage is not None
+        rank._storage = rank._storage._replace(unread=lambda: [Generation(*unread)])
+    ((first,), _, _) = one.first()
+    assert first.step == 20
+    store.is_failing = True
+    if is_taken:
+        found = one.again(first, StorageError("a block changed"))
+        assert [[c.step for c in each] for each in found] == [[10], [10], [10]]
+    else:
+        with pytest.raises(HoldfastError, match="the disk fails"):
+            one.again(first, StorageError("a block changed"))

@@ -47,6 +47,8 @@ class DurabilityQueue:
 
     def begin(self, incarnation: int) -> None:
         """Begin a new incarnation without the order of the old one."""
+        if not self._incarnation:  # the cache was opened before it was known which start goes on
+            self.exact = {one for one in self.exact if one[0] == incarnation}
         self._incarnation = incarnation
         self.order, self._deferred = m.NO_ORDER, -1
 
@@ -208,7 +210,7 @@ class DurabilityQueue:
         found = dict(generations)
         self._cached |= found
         if exact:
-            self.exact.update(one for one in found if one[0] == self._incarnation)
+            self.exact.update(one for one in found if self._incarnation in (0, one[0]))
 
     def forget_cached(self) -> None:
         """Handle that another cache is used, or none: what the old one has is drained no more."""

@@ -61,7 +61,8 @@ class DrainQueue:
 
     def reset(self) -> None:
         """Begin anew: the thread that was to drain has ended, and there is another."""
-        self._is_running, self._is_woken, self._next_s = False, True, 0.0
+        self._is_running, self._is_woken, self.is_failing = False, True, False
+        self._pause_s, self._next_s = _FIRST_PAUSE_S, 0.0
 
     def rest(self) -> None:
         """Handle that nothing can be drained now."""

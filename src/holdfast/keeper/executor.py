@@ -364,11 +364,18 @@ class Executor:
             self._direct.add(attempt_id)
             self._start_job(attempt)
 
-    def _found_cached(self, found: Iterable[tuple[Generation, str]]) -> None:
+    async def cache_opened(self) -> None:
+        """Use this host's cache, which was opened."""
+        await self.agent.caches.opened()
+        self.caches.opened()
+
+    def _found_cached(
+        self, found: Iterable[tuple[Generation, str]], is_exact: bool = False
+    ) -> None:
         """Handle what caches of other hosts are found to have: of a host that was away also what
-        was passed over meanwhile, so none of it must be durable itself.
+        was passed over meanwhile, none of which must be durable itself.
         """
-        self._coordinator.lifecycle.found_cached(found, exact=False)
+        self._coordinator.lifecycle.found_cached(found, exact=is_exact)
         self._root.drains.wake()
 
     def fill_caches(self, restored: tuple[int, int] | None) -> None:

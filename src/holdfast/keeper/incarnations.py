@@ -33,12 +33,8 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.drain_queue import Drained, DrainQueue
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
-from holdfast.keeper.tiers import (
-    REFUSED_S,
-    CacheTier,
-    OtherCaches,
-    look_for,
-)
+from holdfast.keeper.shared_drain import OtherCaches
+from holdfast.keeper.tiers import REFUSED_S, CacheTier, look_for
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
@@ -292,6 +288,15 @@ class RootAccess:
         is_lock_lost = self._is_lost or (self._lock is not None and is_lost(self._lock))
         if is_lock_lost or lacks_cache:
             self._background.spawn(self._lock_anew())
+
+    def tend_cache(self) -> None:
+        """Have a follower's cache opened that could not be, and one given up that is gone; after a
+        pause, in the background.
+        """
+        if self.cache_path and time.monotonic() >= self._next_cache_s:
+            self._next_cache_s = time.monotonic() + REFUSED_S
+            is_open = self.cache is not None
+            self._background.spawn(self._drop_gone_cache() if is_open else self.open_cache())
 
     async def _lock_anew(self) -> None:
         with contextlib.suppress(HoldfastError):  # tried again with the next attempt

@@ -24,7 +24,7 @@ from holdfast.protocol.image_plan import ImageSizes, plan_sizes
 
 
 STALL_S = 7200.0
-"""Timeout without a receipt or ring progress: an image of hundreds of GB takes its time."""
+"""Timeout without a receipt or progress of a ring or drain: a large image takes its time."""
 END_S = 60.0
 """Timeout for ending after cancellation."""
 _LOOK_S = 0.5

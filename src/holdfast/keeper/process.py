@@ -225,7 +225,7 @@ class Keeper:
                 lambda: self.coordinator.durability.draining,
                 lambda: self.coordinator.durability.exact.copy(),
                 self.coordinator.durability.forget_cached,
-                lambda: self.executor.agent.caches.opened(),
+                self.executor.cache_opened,
             ),
         )
         self.incarnations = Incarnations(
@@ -347,7 +347,9 @@ class Keeper:
         if self._life.phase == "serving" and self._is_homeless():
             self._begin_to_stop(f"its arena {self.arena} was removed")
         parity_scheduler = self.executor.followers.parity_scheduler
-        if self.role.follower is None and parity_scheduler is not None:
+        if self.role.follower is not None:
+            self.root_access.tend_cache()
+        elif parity_scheduler is not None:
             parity_scheduler.poll()
         self.scrubber.is_busy = self._is_working()
         if not self.executor.caches.are_gathering:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -24,6 +22,7 @@ from holdfast.catalogue import (
     find_manifest,
     layout_path,
     manifest_path,
+    manifest_there,
     read_bounded,
     read_document,
     read_incarnation,
@@ -40,9 +39,9 @@ from holdfast.events import PersistBroke, Warned, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.keeper.drain_queue import Drained
-from holdfast.keeper.image_writer import ImageWriter, PersistJob
-from holdfast.keeper.jobs import RemoteImages, write_all
+from holdfast.keeper.image_writer import ImageWriter
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
+from holdfast.keeper.shared_drain import NOWHERE, OtherCaches, SharedDrain
 from holdfast.persist import commit
 from holdfast.persist.pins import copy_pin
 from holdfast.persist.tiers import (
@@ -62,27 +61,6 @@ from holdfast.storage.wrap import RateLimit
 RATE = "HOLDFAST_DRAIN_BYTES_S"
 #: Seconds for which a cache is not asked again after it refused.
 REFUSED_S = 60.0
-NOWHERE = "are in no cache of the hosts that are here"
-
-
-class OtherCaches(Protocol):
-    """The caches of the other hosts of a run; each has the images of its own ranks."""
-
-    def drain(self, manifest: Manifest) -> Sequence[RemoteImages]:
-        """Return one share for each host that can be asked to copy its images to the root."""
-        ...
-
-    def publish(self, job: PersistJob, manifest: Manifest) -> Sequence[RemoteImages]:
-        """Return one share for each host of ``job`` that is to publish the manifest."""
-        ...
-
-    def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
-        """Say why the images of these ranks were not drained, and whether they may yet be."""
-        ...
-
-    def drained(self, manifest: Manifest) -> None:
-        """Tell all hosts that the root has published this."""
-        ...
 
 
 class CacheTier:
@@ -123,9 +101,10 @@ class CacheTier:
 
         self._copy_to = TierCopy
         rate = limit or RateLimit(_rate())
-        self._draining, self._is_stopped, self._is_closed = threading.Lock(), False, False
+        self._draining, self._shared = threading.Lock(), SharedDrain()
+        self._is_cancelled: Callable[[], bool] = lambda: False
         self._drain = TierCopy(
-            self.store, root, rate, gives_way=lambda: self._is_stopped or self._is_closed
+            self.store, root, rate, lambda: self._shared.is_closed or self._is_cancelled()
         )
         self._lost: set[Generation] = set()
         self._is_exact_next = True
@@ -253,29 +232,34 @@ class CacheTier:
         self.persister.publish_copy(manifest, record, layout, lambda: None, is_told=False)
         self.persister.unsettled.under_way.difference_update(manifest.directories)
 
-    def drain_own(self, manifest: Manifest, done: Callable[[int], None]) -> None:
-        """Copy the images that this host has to the root; ``done`` is called with each rank. On
-        one thread.
+    def drain_own(
+        self,
+        manifest: Manifest,
+        done: Callable[[int], None],
+        is_cancelled: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy the images that this host has to the root; ``done`` is called with each rank,
+        ``progressed`` often meanwhile. On one thread. It ends soon once ``is_cancelled``.
         """
-        self._copy_own(manifest, ranks_held(self.store, manifest), done)
+        ranks = ranks_held(self.store, manifest)
+        self._copy_own(manifest, ranks, done, is_cancelled, progressed)
 
     def _copy_own(
         self,
         manifest: Manifest,
         ranks: Collection[int],
         done: Callable[[int], None] = lambda _: None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
         with self._draining:  # an earlier coordinator may have ordered one that goes on
-            self._is_stopped = False
-            self._drain.copy_files(manifest, ranks, done)
-
-    def stop_drain(self) -> None:
-        """Have a drain of this host's images end soon."""
-        self._is_stopped = True
+            self._is_cancelled = is_cancelled
+            self._drain.copy_files(manifest, ranks, done, progressed)
 
     def end_drains(self) -> None:
-        """Have the drain of this host's images end soon, and every later one at once."""
-        self._is_closed = True
+        """Have the drain under way end soon, on all hosts, and every later one at once."""
+        self._shared.close()
 
     @property
     def drain_lost(self) -> str:
@@ -337,6 +321,8 @@ class CacheTier:
         ``expected``: what was cached and is not known to be drained, with the attempts; ``exact``:
         those that must be durable themselves.
         """
+        if self._shared.is_closed:
+            return None
         try:
             self._mark_again()
             left = waiting(self.store)
@@ -364,6 +350,8 @@ class CacheTier:
                 catalogue(self.store).incarnations,
             )
         except Exception as error:
+            if self._shared.is_closed:  # who opens the cache next goes on with it
+                return None
             reason = str(error) or type(error).__name__
             is_lost = bool(self._drain.lost) or self._is_refused_for_good(manifest, error)
             if is_lost:
@@ -405,26 +393,21 @@ class CacheTier:
 
     def _copy(self, manifest: Manifest) -> None:
         self._copy_together(manifest)
+        self._shared.require_open()
         copy_pin(self.store, self._root, manifest)  # before retention can see it
 
     def _copy_together(self, manifest: Manifest) -> None:
         """Have every host copy the images that it has; all must be in the root then. A host that
         cannot take part fails it only if something is missing.
         """
-        shares = () if self.others is None else self.others.drain(manifest)
         here = ranks_held(self.store, manifest)
-        with ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain") as pool:
-            there = pool.submit(write_all, shares)
-            try:
-                self._copy_own(manifest, here)
-            except BaseException as error:
-                for share in shares:
-                    share.abort(str(error))
-                raise
-            failure = there.exception()
+        shares, failure = self._shared.run(
+            lambda: () if self.others is None else self.others.drain(manifest),
+            lambda: self._copy_own(manifest, here),
+        )
         if failure is not None and not all(share.has_ended for share in shares):
             raise failure  # who hangs may write there yet
-        receipts = [one.image for share in shares for one in share.stored.values()]
+        receipts = {one.image for share in shares for one in share.stored.values()}
         copied = {ref.rank for ref in manifest.images if ref in receipts} | here
         left = [ref for ref in (*manifest.images, *manifest.parts) if ref.rank not in copied]
         ranks = sorted({ref.rank for ref in left if not self._is_in_bucket(ref)})
@@ -438,6 +421,7 @@ class CacheTier:
                 reason, may_come = self.others.explain(manifest, ranks)
             self._drain.lost = "" if may_come else reason
             raise PersistFailed(reason)
+        self._shared.tell_absent(manifest, failure)
 
     def _is_in_bucket(self, ref: ImageRef) -> bool:
         """Return True if an earlier try copied it: a bucket has an object whole, or not."""
@@ -508,8 +492,8 @@ def _try(act: Callable[[], None]) -> None:
 def look_for(root: Store, generation: tuple[int, int], attempt: str) -> Drained:
     """Say of what is not in the cache any more whether the root has it. Blocks; StorageError."""
     found = Generation(*generation)
-    there = find_manifest(root, found)
-    if there is not None and there[0].attempt == attempt:
+    there = manifest_there(root, found)
+    if there is not None and there.attempt == attempt:
         sync_names(root, MANIFESTS)
         return Drained(found, attempt)
     return _not_drained(found, attempt, "it is not in the cache any more", is_lost=True)

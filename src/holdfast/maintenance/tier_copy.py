@@ -34,6 +34,7 @@ class TierCopy:
         self._left: set[str] = set()
         """Directories of a bucket with images that may have been begun and broken off."""
         self._is_listed = False
+        self._progressed: Callable[[], None] = lambda: None
         self.lost = ""
         """The reason why the last copy failed, if that is with the source's bytes: they are gone,
         or are not those that the manifest names.
@@ -44,11 +45,12 @@ class TierCopy:
         manifest: Manifest,
         ranks: Collection[int] | None = None,
         done: Callable[[int], None] = lambda _: None,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
         """Make all files durable in the target, or those of these ranks alone; ``done(rank)`` is
-        called after each image and its part.
+        called after each image and its part, and ``progressed`` after each chunk, on any thread.
         """
-        self.lost = ""
+        self.lost, self._progressed = "", progressed
         is_bucket = settle_s(self._target) > 0
         named = self._named() if manifest.parts and not is_bucket else {}
         if is_bucket:
@@ -88,7 +90,7 @@ class TierCopy:
 
     def _copy(self, ref: ImageRef) -> None:
         try:
-            good = _PacedFile(ref, self._source, self._pace)
+            good = _PacedFile(ref, self._source, self._pace, self._progressed)
         except (FormatError, NotFound) as error:
             self.lost = str(error)
             raise
@@ -139,13 +141,22 @@ class _Pace:
 class _PacedFile(GoodFile):
     """Reads no faster than its pace, and no further once it gives way: PersistFailed."""
 
-    def __init__(self, ref: ImageRef, store: Store, pace: _Pace) -> None:
+    def __init__(
+        self, ref: ImageRef, store: Store, pace: _Pace, progressed: Callable[[], None]
+    ) -> None:
         super().__init__(ref, [store])
-        self._pace = pace
+        self._pace, self._progressed = pace, progressed
 
     def chunk(self, start: int, stop: int) -> memoryview:
         """See ``ImageSource``."""
-        self._pace.limit.wait(stop - start)
+        self._require_way()
+        self._pace.limit.wait(stop - start, self._require_way)
+        return super().chunk(start, stop)
+
+    def stored(self, start: int, stop: int) -> None:
+        """See ``ImageSource``."""
+        self._progressed()
+
+    def _require_way(self) -> None:
         if self._pace.gives_way():
             raise PersistFailed(f"{self.ref.path} is not copied: something else comes first")
-        return super().chunk(start, stop)

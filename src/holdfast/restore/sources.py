@@ -8,7 +8,7 @@ is removed from the holdings, and the selection runs again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from holdfast.catalogue import is_root
 from holdfast.errors import ArenaError, HoldfastError, NotFound, RestoreError, StorageError
 from holdfast.events import SourceDropped, Warned, emit
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import Generation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.overview import UNSEEN, Overview
 from holdfast.protocol import messages as m
@@ -128,7 +128,7 @@ class RestoreSources:
                 self._nothing,
                 self._gone,
                 self._distrust,
-                lambda: bool(self._contents.unread),
+                lambda: self._contents.unread,
             ),
         )
         if step is None and self._newest is not None:
@@ -319,8 +319,8 @@ class Storage(NamedTuple):
     gone: Callable[[int | str | None, Candidate, HoldfastError], None] = lambda *_: None
     distrust: Callable[[str], bool] = lambda _: False
     """Reads a file from another tier from now on; False if there is no other."""
-    is_partial: Callable[[], bool] = lambda: False
-    """True while what is listed has older checkpoints of which nothing is known yet."""
+    unread: Callable[[], Sequence[Generation]] = tuple
+    """Returns the checkpoints that are listed, and of which nothing is known yet."""
 
 
 class ClusterRestore:
@@ -418,18 +418,33 @@ class ClusterRestore:
         """List storage again, if retention removed ``candidate``; or wholly, for what is next."""
         if self._storage is None:
             return known
-        is_partial = candidate.where == "storage" and self._storage.is_partial()
-        if not is_partial and not self._storage.hold.should_list_again(candidate):
+        unread = self._storage.unread() if candidate.where == "storage" else ()
+        if not unread and not self._storage.hold.should_list_again(candidate):
             return known
         try:
             listed = self._storage.list(known.inventories)
         except StorageError:
-            # What else is stored is not known: to begin anew for that would abandon it.
-            if is_partial and not any(known.inventories.candidates()):
+            # What else is stored is not known: to begin anew, or from before it, would abandon it.
+            best = next(iter(self._find(known).recoveries), None)
+            if best is None or self._comes_before(unread, best.candidate, known.inventories):
                 raise
             return known
         remaining = tuple(one for one in listed.stored if one not in self._failed)
         return known._replace(inventories=replace(listed, stored=remaining))
+
+    def _comes_before(
+        self, unread: Iterable[Generation], best: Candidate, inventories: Inventories
+    ) -> bool:
+        """Return True if one of the checkpoints that are not read is better than ``best``."""
+        line, wanted = inventories.line, self._wanted
+        if isinstance(wanted, str):  # that very generation is found already
+            return False
+        return any(
+            one in line
+            and wanted in (None, one.step)
+            and (one.step, one.incarnation) > (best.step, best.incarnation)
+            for one in unread
+        )
 
     def _decide(
         self, learn: Callable[[], KnownRecoveries], explain: Callable[[], None]

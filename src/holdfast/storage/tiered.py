@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
@@ -47,6 +48,8 @@ class TieredStore:
         self._last: tuple[ReadableStore, ...] = ()
         self._distrusted: set[str] = set()
         self._foreign: dict[tuple[str, str], bool] = {}
+        self._recorded: dict[tuple[str, str], Incarnation] = {}
+        """The records of starts that were read, by tier and number."""
         self._warned: set[str] = set()
         self.settle_s = settle_s(root)
 
@@ -122,8 +125,6 @@ class TieredStore:
         for store in self._order(path):
             try:
                 found = read(store)
-                if not self._has_another(store, path):
-                    return found
             except NotFound as error:
                 missing = error if missing is None or store is self._root else missing
             except StorageError as error:
@@ -133,6 +134,9 @@ class TieredStore:
                     raise
                 else:
                     failed = error
+            else:
+                if not self._has_another(store, path):
+                    return found
         raise failed or missing or NotFound(f"no tier has {path}", path=path)
 
     def _warn(self, store: ReadableStore, error: StorageError) -> None:
@@ -185,21 +189,42 @@ class TieredStore:
 
     def _is_foreign(self, cache: ReadableStore, n: str) -> bool:
         """Return True if the cache knows another start of this number than the root, or of an
-        ancestor's.
+        ancestor's. What the root has no record of is the start that the first cache knows.
         """
-        if (cache.url, n) not in self._foreign:
-            ours = _record(self._root, n)
+        line: list[str] = []
+        while (is_another := self._foreign.get((cache.url, n))) is None:
+            line.append(n)
             try:
-                there = _record(cache, n)
+                there = self._record(cache, n)
             except StorageError as error:  # whose it is cannot be told
                 self._warn(cache, error)
                 return True
-            is_another = there is not None and ours is not None and ours.nonce != there.nonce
+            ours = self._ours(n)
             parent = None if there is None else there.parent
-            if not is_another and parent is not None and parent[0] < int(n):
-                is_another = self._is_foreign(cache, str(parent[0]))
-            self._foreign[cache.url, n] = is_another
-        return self._foreign[cache.url, n]
+            is_another = there is not None and ours is not None and ours.nonce != there.nonce
+            if is_another or parent is None or parent[0] >= int(n):
+                break
+            n = str(parent[0])
+        self._foreign.update({(cache.url, one): is_another for one in line})
+        return is_another
+
+    def _ours(self, n: str) -> Incarnation | None:
+        """Return the record of the start that has this number here."""
+        found = self._record(self._root, n)
+        for cache in (*self._caches, *self._last):
+            for one in _hosts(cache) if found is None else ():
+                with suppress(StorageError):  # then another one says it, or nobody
+                    found = found or self._record(one, n)
+        return found
+
+    def _record(self, store: ReadableStore, n: str) -> Incarnation | None:
+        path = f"{_INCARNATIONS}/{n}.json"
+        if (store.url, n) not in self._recorded:
+            try:
+                self._recorded[store.url, n] = unseal(Incarnation, store.read(path), path)
+            except (NotFound, FormatError):
+                return None
+        return self._recorded[store.url, n]
 
     # What is written, is the root's.
 
@@ -228,11 +253,3 @@ def _hosts(cache: ReadableStore) -> tuple[ReadableStore, ...]:
     """Returns the caches of single hosts that this one stands for; each may know other starts."""
     hosts = getattr(cache, "hosts", None)
     return (cache,) if hosts is None else tuple(hosts())
-
-
-def _record(store: ReadableStore, n: str) -> Incarnation | None:
-    path = f"{_INCARNATIONS}/{n}.json"
-    try:
-        return unseal(Incarnation, store.read(path), path)
-    except (NotFound, FormatError):
-        return None

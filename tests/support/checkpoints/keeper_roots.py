@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.catalogue import catalogue
+from holdfast.errors import StorageError
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.image_writer import ImageJob, PersistJob
@@ -12,6 +13,7 @@ from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
+from holdfast.testing.faults import PassingStore
 from support.checkpoints.images import NO_VALUES, images_of, random_leaf, seals, split_leaf
 
 #: Of each rank a little more than a block, and as much again that is frozen.
@@ -82,3 +84,14 @@ def change(store: Store, path: str, offset_bytes: int = -1, size_bytes: int = 1)
     at = offset_bytes % len(data)
     data[at : at + size_bytes] = bytes(one ^ 0xFF for one in data[at : at + size_bytes])
     store.publish(path, bytes(data), replace=True)
+
+
+class Unreachable(PassingStore):
+    """A root that does not answer now."""
+
+    is_away = False
+
+    def _reach(self) -> Store:
+        if self.is_away:
+            raise StorageError("503", operation="read", path="", url=self.url)
+        return self.inner

@@ -6,6 +6,7 @@ docs/design/0018-tiers.md.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,6 +41,10 @@ from holdfast.transport.wire.http import CACHE, cache_path
 
 if TYPE_CHECKING:  # a run on one host does not need it
     from holdfast.transport.server import PeerServer
+
+
+#: Seconds between two reports that a drain goes on.
+PROGRESS_S = 30.0
 
 
 class CacheAgent:
@@ -121,8 +126,7 @@ class CacheAgent:
         paths = self._written.pop(directory, set())
         if self.tier is not None and paths:
             self.tier.give_up(paths)
-        if self.tier is not None and directory in self._under_way:
-            self.tier.stop_drain()
+        self._under_way.discard(directory)
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────────
 
@@ -184,11 +188,27 @@ class CacheAgent:
                 written = messages.ImageWritten(directory=order.directory, image=images[rank])
                 self._tell(written)
 
-            tier.drain_own(manifest, done)
+            is_cancelled = partial(self._is_cancelled, order.directory)
+            tier.drain_own(manifest, done, is_cancelled, self._progress_of(order.directory))
         except Exception as error:
             reason = str(error) or type(error).__name__
         is_lost = bool(reason) and is_begun and bool(tier.drain_lost)
         self._end_from_thread(order.directory, reason, is_lost=is_lost)
+
+    def _is_cancelled(self, directory: str) -> bool:
+        return directory not in self._under_way
+
+    def _progress_of(self, directory: str) -> Callable[[], None]:
+        """Return what tells the coordinator, now and then, that a drain goes on."""
+        told_s = time.monotonic()
+
+        def progressed() -> None:
+            nonlocal told_s
+            if time.monotonic() >= told_s + PROGRESS_S:
+                told_s = time.monotonic()
+                self._tell(messages.WriteProgressed(directory=directory))
+
+        return progressed
 
     def _tell_documents(self, tier: CacheTier, generation: Generation) -> None:
         manifest, record, layout = tier.documents(generation)

@@ -1,4 +1,4 @@
-"""The coordinator's view of the caches of all other hosts: see ``keeper.tiers.OtherCaches``."""
+"""The coordinator's view of the caches of all other hosts: see ``keeper.shared_drain``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ from holdfast.keeper.hosts.followers import FollowerRegistry, HostSession
 from holdfast.keeper.hosts.messages import CancelWrite
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
-from holdfast.keeper.tiers import NOWHERE, CacheTier
+from holdfast.keeper.shared_drain import NOWHERE
+from holdfast.keeper.tiers import CacheTier
 
 #: A manifest is published at once, or its host hangs.
 _PUBLISH_S = 120.0
 #: Seconds for which the followers of a new incarnation are waited for.
 _GATHER_S = 30.0
+#: So many drained generations are remembered, the newest of them.
+_REMEMBERED = 4096
 
 
 class FollowerCaches:
@@ -45,16 +48,26 @@ class FollowerCaches:
         followers: FollowerRegistry,
         background: Background,
         tier: Callable[[], CacheTier | None],
-        found: Callable[[Iterable[tuple[Generation, str]]], None],
+        found: Callable[[Iterable[tuple[Generation, str]], bool], None],
     ) -> None:
-        """``tier`` returns this host's own cache."""
+        """``tier`` returns this host's own cache. ``found(generations, is_exact)``: what other
+        caches are found to have; handles of this incarnation may wait for those very steps.
+        """
         self._followers, self._background, self._found = followers, background, found
         self._tier = tier
         self._gathered_s = 0.0
         self._holders: dict[str, Mapping[str, frozenset[int]]] = {}
         """Which host has the images of which ranks, by attempt: of those cached in this start."""
-        self._drained: set[tuple[Generation, str]] = set()
-        """What was drained or passed over in this start: this host's cache may have dropped it."""
+        self._drained: dict[tuple[Generation, str], None] = {}
+        """What was drained or passed over: this host's cache may have dropped it."""
+        self._early: dict[str, tuple[HostSession, CacheFound]] = {}
+        """What followers told while this host's cache was not open, by name."""
+        self._has_begun = False
+        """True once an incarnation began with this keeper: it knows of all that was saved then."""
+        self._reported: set[str] = set()
+        """The hosts that have told what their caches have, to a successor in mid-incarnation."""
+        self._exact: set[str] = set()
+        """Those of them of which it was the first that a successor heard."""
 
     # ── on the threads of the tiers ──────────────────────────────────────────────────────────────
 
@@ -125,7 +138,9 @@ class FollowerCaches:
     def drained(self, manifest: Manifest) -> None:
         """See ``OtherCaches``."""
         self._holders.pop(manifest.attempt, None)
-        self._drained.add((manifest.generation, manifest.attempt))
+        self._drained[manifest.generation, manifest.attempt] = None
+        if len(self._drained) > _REMEMBERED:
+            del self._drained[next(iter(self._drained))]
         mark = MarkDrained(drained=((*manifest.generation, manifest.attempt),))
         self._background.from_thread(lambda: self._followers.broadcast(mark))
 
@@ -134,7 +149,15 @@ class FollowerCaches:
     def begin(self) -> None:
         """Wait a while for the followers of an incarnation that begins."""
         self._gathered_s = time.monotonic() + _GATHER_S
-        self._drained.clear()
+        self._has_begun = True
+        self._exact.clear()
+        self._early.clear()
+
+    def opened(self) -> None:
+        """Handle what followers told before this host's cache was open."""
+        early, self._early = self._early, {}
+        for host, report in early.values():
+            self.handle(host, report)
 
     @property
     def are_gathering(self) -> bool:
@@ -153,12 +176,26 @@ class FollowerCaches:
         """
         tier = self._tier()
         if tier is None:
+            if isinstance(report, CacheFound):
+                self._early[host.name] = host, report
             return
         match report:
             case CacheFound(waiting=waiting):
+                self._note_report(host.name)
                 tier.persister.submit(partial(self._compare, tier, host.send, waiting))
             case CacheDocuments():
-                tier.persister.submit(partial(self._learn, tier, report))
+                is_exact = host.name in self._exact
+                tier.persister.submit(partial(self._learn, tier, report, is_exact=is_exact))
+
+    def _note_report(self, host: str) -> None:
+        """Note whether this host was away while this keeper led: what was passed over meanwhile
+        need not be durable. A successor does not know what an earlier keeper had begun.
+        """
+        if self._has_begun or host in self._reported:
+            self._exact.discard(host)
+        else:
+            self._exact.add(host)
+        self._reported.add(host)
 
     def _compare(
         self,
@@ -186,11 +223,11 @@ class FollowerCaches:
             if unknown:
                 send(TellCached(generations=unknown))
             tier.try_lost_again()
-            self._found(())
+            self._found((), False)
 
         self._background.from_thread(tell)
 
-    def _learn(self, tier: CacheTier, told: CacheDocuments) -> None:
+    def _learn(self, tier: CacheTier, told: CacheDocuments, *, is_exact: bool) -> None:
         """Publish what another host's cache has in this one; on its thread."""
         try:
             manifest = inflate_manifest(told.manifest, "another host")
@@ -200,4 +237,4 @@ class FollowerCaches:
             emit(Warned(message=f"what another host's cache has is not drained: {error}"))
             return
         found = ((manifest.generation, manifest.attempt),)
-        self._background.from_thread(lambda: self._found(found))
+        self._background.from_thread(lambda: self._found(found, is_exact))

@@ -446,7 +446,7 @@ class FollowerRegistry:
     def _handle_report(self, host: HostSession, fact: Fact) -> None:
         """Handle what the agent of a host reports."""
         match fact:
-            case messages.ImageWritten() | messages.WriteEnded() | messages.RingFreed():
+            case _ if isinstance(fact, messages.WriteReport):
                 self._handle_writing(host, fact)
             case (
                 messages.ParityReady()
@@ -545,11 +545,7 @@ class FollowerRegistry:
                 trainer.inbox.clear()
                 dispatcher.disconnected(connection)
 
-    def _handle_writing(
-        self,
-        session: HostSession,
-        fact: messages.ImageWritten | messages.WriteEnded | messages.RingFreed,
-    ) -> None:
+    def _handle_writing(self, session: HostSession, fact: messages.WriteReport) -> None:
         match fact:
             case messages.ImageWritten(directory=directory):
                 share = session.shares.get(directory)
@@ -560,6 +556,9 @@ class FollowerRegistry:
                 share = session.shares.pop(directory, None)
                 if share is not None:
                     share.end(reason, is_lost=is_lost)
+            case messages.WriteProgressed(directory=directory):
+                if directory in session.shares:
+                    session.shares[directory].progressed()
             case messages.RingFreed():
                 for share in session.shares.values():
                     share.progressed()

@@ -182,12 +182,21 @@ class WriteEnded(Fact, frozen=True, kw_only=True):
     """The cache has its bytes no more as the manifest names them: no other try can succeed."""
 
 
+class WriteProgressed(Fact, frozen=True, kw_only=True):
+    """The write into this directory goes on: a part of an image was stored."""
+
+    directory: str
+
+
 class RingFreed(Fact, frozen=True, kw_only=True):
     """The beginning of an image that passes through a ring is stored."""
 
     attempt: str
     rank: int
     size_bytes: int
+
+
+WriteReport = ImageWritten | WriteEnded | WriteProgressed | RingFreed
 
 
 class LayoutReply(Fact, frozen=True, kw_only=True):
@@ -517,6 +526,7 @@ ToCoordinator = (
     | IncarnationReply
     | ImageWritten
     | WriteEnded
+    | WriteProgressed
     | RingFreed
     | Superseded
     | Stopping

@@ -160,18 +160,20 @@ def choose_stored(store: Store, step: int | str | None) -> tuple[Overview, list[
     """Return what is stored, and candidates for ``step``, best first, of which the first was read.
     NotFound says why there is none.
     """
-    contents = overview_of(store, is_brief=True)
+    contents, is_whole = overview_of(store, is_brief=True), False
     while True:
-        contents = first_read(store, contents, contents.line, step)
+        if is_whole:
+            contents = all_read(store, contents)
+        else:
+            contents = first_read(store, contents, contents.line, step)
         fit = choose(stored(contents), contents.parents, step, contents.unreadable)
-        if not fit:
-            break
-        if fit[0].generation in contents.read:
+        if fit and fit[0].generation in contents.read:
             return contents, fit
-        contents = _told(confirmed(store, contents, fit[0].generation), contents)
-    contents = all_read(store, contents)
-    if fit := choose(stored(contents), contents.parents, step, contents.unreadable):
-        return contents, fit
+        if fit:  # only the index has told of it
+            contents = _told(confirmed(store, contents, fit[0].generation), contents)
+        elif is_whole:
+            break
+        is_whole = is_whole or not fit
     require_whole_line(store, stored(contents), contents.line, step)
     raise nothing_fits(store, contents, step)
 

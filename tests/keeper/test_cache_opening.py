@@ -1,0 +1,73 @@
+"""A follower's cache that cannot be opened, or is gone, is tried again while a start goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from holdfast.events import Warned
+from holdfast.keeper.incarnations import Caching, RootAccess
+from holdfast.keeper.jobs import Background
+from holdfast.persist import commit
+from holdfast.storage.local import LocalStore
+from support.runs.mishaps import listening
+
+
+@pytest.mark.promise
+def test_a_followers_cache_that_could_not_be_opened_is_tried_again_after_a_pause(
+    tmp_path: Path,
+) -> None:
+    root, disk = tmp_path / "root", tmp_path / "disk"
+    commit.open_root(LocalStore(root), "r")
+    disk.touch()  # where its disk is to be mounted
+    opened: list[bool] = []
+
+    async def run() -> None:
+        memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
+
+        async def note() -> None:
+            opened.append(True)
+
+        access = RootAccess(
+            str(root), cast(Any, memory), "run r, host b", Background(), lambda *_: None,
+            lambda _: None, lambda _: None, Caching(opened=note),
+        )  # fmt: skip
+        access.tend_cache()
+        assert access.cache is None  # there is to be none
+        access.cache_path = str(disk / "cache")
+        access.share_cache(None, is_shared=True)
+        await access.open_cache()
+        assert access.cache is None
+        disk.unlink()
+        disk.mkdir()
+
+        async def tick_until(is_so: Callable[[], bool]) -> None:
+            access._next_cache_s = 0.0  # it is time
+            for _ in range(1000):
+                access.tend_cache()
+                await asyncio.sleep(0.01)
+                if is_so():
+                    return
+            raise TimeoutError("nothing came of it")
+
+        for _ in range(20):
+            access.tend_cache()
+            await asyncio.sleep(0.01)
+        assert access.cache is None  # not yet
+        await tick_until(lambda: opened == [True])
+        assert access.cache is not None and access.persister is None
+        (disk / "cache").rename(disk / "away")
+        await tick_until(lambda: access.cache is None)
+        assert not (disk / "cache").exists()
+        await tick_until(lambda: opened == [True, True])
+        assert access.cache is not None
+        access.release()
+
+    with listening() as told:
+        asyncio.run(run())
+    assert len([one for one in told if isinstance(one, Warned)]) == 1
