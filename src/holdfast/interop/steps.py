@@ -169,6 +169,14 @@ class ForeignSteps:
         """See ``Store``."""
         return f"foreign {self._run_id}"
 
+    def facts(self, path: str) -> list[str]:
+        """See ``ForeignStore``, of the step that this is a path of."""
+        return self._store(path).facts()
+
+    def require_unchanged(self, path: str) -> None:
+        """See ``ForeignStore``, of the step that this is a path of."""
+        self._store(path).require_unchanged()
+
     def data_faults(self) -> Iterator[str]:
         """See ``ForeignStore``, of all steps."""
         for store in self._stores.values():
