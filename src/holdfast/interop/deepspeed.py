@@ -100,7 +100,7 @@ class DeepSpeedState:
     """What a checkpoint holds, as a state; ``world``: the number of images."""
 
     tree: dict[str, Any]
-    step: int
+    step: int | None
     world: int
     notes: tuple[str, ...]
 
@@ -190,7 +190,7 @@ class _Checkpoint:
         ]
         result = rest | ours
         step = main.get("global_steps")
-        number = step if type(step) is int and step >= 0 else 0
+        number = step if type(step) is int and step >= 0 else None
         return DeepSpeedState(result, number, max(1, len(self._optimizers)), tuple(self._notes))
 
     def _shapes(self, main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:

@@ -82,8 +82,7 @@ def read_torch_dist(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     tree |= {key: value for key, value in common.items() if key not in tree}
     if objects:
         tree["objects"] = _by_place(objects, files)
-    step = common.get("iteration")
-    number = step if type(step) is int and step >= 0 else step_of(files.path.name)
+    number = step_of(files, common.get("iteration"))
     return checkpoint_of("megatron", files, number, gathered, orders)
 
 
