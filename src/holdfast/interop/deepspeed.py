@@ -245,6 +245,12 @@ class _Checkpoint:
         all_shapes = {name: shape for group in shapes for name, shape in group.items()}
         for rank, (file, one) in enumerate(zip(names, states, strict=True)):
             flats = one["fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"]
+            if is_third and len(flats) != len(shapes):
+                raise UsageError(
+                    f"{self._files.where(file)}: ZeRO-3 has cut its {len(shapes)} groups into "
+                    f"{len(flats)} (sub_group_size), which can't be read yet: give its universal "
+                    "form, which DeepSpeed's ds_to_universal makes of it"
+                )
             for number, flat in enumerate(flats):
                 kinds = {"": flat, **self._moments(one[key], number)}
                 cuts = (
