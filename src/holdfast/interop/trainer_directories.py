@@ -106,6 +106,11 @@ def _take_weights(files: SourceFiles, weights: list[str], gathered: Gathered) ->
     for index in indexes:
         check_index(files, index, leaves)
     gathered.tree[MODEL] = leaves
+    if not indexes and any(len(leaf.parts) > 1 for leaf in leaves.values()):
+        gathered.notes.append(
+            f"{files.where(weights[-1])} is the last shard that is there: no file says how many "
+            "there were, and without the last ones tensors are smaller than they were"
+        )
     gathered.world = max(gathered.world, world)
     if ADAPTER in names:
         _name_adapter(files, list(leaves), gathered)
