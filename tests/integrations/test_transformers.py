@@ -145,6 +145,17 @@ def test_data_in_another_order_or_without_a_length(options: dict[str, Any], tmp_
 
 
 @needs_it
+@pytest.mark.timeout(400)
+def test_each_rank_has_its_own_generator_for_the_order_of_an_epoch(tmp_path: Path) -> None:
+    """A restart begins the epoch with the state that the rank had then, and not with rank 0's."""
+    args = {"train_sampling_strategy": "group_by_length"}
+    options: dict[str, Any] = {"args": args, "apart": True, "ranks": 2}
+    whole = run(tmp_path / "whole", **options)
+    assert whole.returncode == 0, whole.stderr
+    check_same(killed_and_resumed(tmp_path / "run", 12, "end", **options), said(tmp_path / "whole"))
+
+
+@needs_it
 @pytest.mark.timeout(300)
 def test_a_run_that_stopped_early_is_over_until_it_is_made_longer(tmp_path: Path) -> None:
     root = tmp_path / "stopped"

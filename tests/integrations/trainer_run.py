@@ -114,6 +114,8 @@ class Witness(TrainerCallback):  # type: ignore[misc]
         self._pass("evaluate", state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if OPTIONS.get("apart"):
+            torch.manual_seed(1000 * round(state.epoch or 0) + self.rank)
         self._pass("epoch begin", state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
