@@ -97,6 +97,7 @@ def scaled_stage(rank: int, scale: float, others: str = "") -> dict[str, Any]:
     model = nn.ModuleDict(parts)
     groups: list[dict[str, Any]] = [{"params": [layer.weight]}, {"params": [layer.bias]}]
     state = {"model": model, "optimizer": torch.optim.AdamW(groups, lr=0.1), "epoch": 3 + rank}
+    state["counters"] = {"log": torch.arange(10_000), "loss": 0.5 + rank}
     if rank:
         state["head_optimizer"] = torch.optim.SGD(model["head"].parameters(), lr=0.5)
         state["notes"] = {"stage": rank}
@@ -116,7 +117,8 @@ def test_what_only_some_ranks_have_leaves_with_the_rest(
     root, out = tmp_path / "root", tmp_path / "out.pt"
     run_ranks(2, _save_scaled, str(root), "")
     said = text_of(capsys, "export", root, out, "--to", "torch")
-    assert "epoch is not the same on all ranks: that of rank 0 is written" in said
+    for key in ("counters", "epoch"):
+        assert f"{key} is not the same on all ranks: that of rank 0 is written" in said
     read = torch.load(out, weights_only=True)
     scales = {name: one for name, one in read["model"].items() if name.endswith("_extra_state")}
     assert scales == {
@@ -132,7 +134,8 @@ def test_what_only_some_ranks_have_leaves_with_the_rest(
     ]
     (group,) = read["head_optimizer"]["param_groups"]
     assert group["lr"] == 0.5 and group["param_names"] == ["head.weight", "head.bias"]
-    assert (read["notes"], read["epoch"]) == ({"stage": 1}, 3)
+    assert (read["notes"], read["epoch"], read["counters"]["loss"]) == ({"stage": 1}, 3, 0.5)
+    assert torch.equal(read["counters"]["log"], torch.arange(10_000))
 
 
 def test_extra_state_that_ranks_do_not_agree_on_is_refused_by_name(

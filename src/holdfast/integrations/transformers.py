@@ -443,10 +443,9 @@ def _set_callback_states(trainer: Any, found: list[list[Any]]) -> None:
 
 def _over_text(root: str, step: int, max_steps: int) -> str:
     return (
-        f"{root}: the run ended at step {step} of {max_steps}, by EarlyStoppingCallback or because "
-        "there were no more data, and trains no further. To go on, make max_steps or "
-        "num_train_epochs larger, or take an earlier generation, "
-        f'resume_from_checkpoint="{root}@1-{step}"'
+        f"{root}: the run ended at step {step} of {max_steps}, by EarlyStoppingCallback or "
+        "for want of data, and trains no further. To go on, make max_steps or num_train_epochs "
+        f'larger, or take an earlier generation by resume_from_checkpoint="{root}@GENERATION"'
     )
 
 

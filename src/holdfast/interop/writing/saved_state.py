@@ -20,6 +20,7 @@ from holdfast.interop.writing.state_tree import (
     extra_state_name,
     is_optimizer,
     merged_optimizer,
+    references,
 )
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS, read_aliases, read_values
@@ -54,7 +55,7 @@ class _RankValues:
     """
 
     def __init__(self, leaves: Mapping[str, ChosenLeaf], first: Mapping[str, Any]) -> None:
-        self._modules = {name.partition(".")[0] for name in leaves}
+        self._leaves = leaves
         self._first = first
         self.values = dict(first)
         self.unlike: set[str] = set()
@@ -80,10 +81,16 @@ class _RankValues:
                 self.values[key] = merged_optimizer(mine, other)
             except UsageError as error:
                 self.refused[key] = str(error)
-        elif key in self._modules and isinstance(mine, dict) and isinstance(other, dict):
+        elif self._is_module(key, [mine, other]):
             self._join_extra(key, mine, other, rank)
         else:
             self.unlike.add(key)
+
+    def _is_module(self, key: str, values: list[Any]) -> bool:
+        """True if there are leaves below the key that its values do not refer to."""
+        own = set(references(values))
+        inside = (name for name in self._leaves if name.startswith(f"{key}."))
+        return any(name not in own for name in inside)
 
     def _join_extra(self, key: str, mine: Any, other: Any, rank: int) -> None:
         parts = dict(extra_state_members(mine))

@@ -48,7 +48,7 @@ class SavedState:
         """The leaves of an optimizer that belong to no parameter in its groups."""
         value = self.values[key]
         params = {name for group in value["groups"] for name in group["params"]}
-        referred = set(_references(value))
+        referred = set(references(value))
         found = []
         for leaf in (name for name in self.leaves if name.startswith(f"{key}.")):
             parts = leaf.removeprefix(f"{key}.").split(".")
@@ -70,7 +70,7 @@ class SavedState:
             if key in self.optimizers:
                 inside = {name for name in named if name.startswith(f"{key}.")}
             else:
-                inside = set(_references(value))
+                inside = set(references(value))
             for name in inside:
                 named.pop(name, None)
         found: dict[str, dict[str, str]] = {}
@@ -131,16 +131,17 @@ def extra_state_name(key: str, prefix: str) -> str:
     return ".".join(part for part in (key, prefix, _EXTRA) if part)
 
 
-def _references(value: Any) -> Iterator[str]:
+def references(value: Any) -> Iterator[str]:
+    """The leaves that an encoded value refers to."""
     if isinstance(value, dict):
         if value.keys() == {"$leaf"}:
             yield value["$leaf"]
             return
         for item in value.values():
-            yield from _references(item)
+            yield from references(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _references(item)
+            yield from references(item)
 
 
 @dataclass(frozen=True, slots=True)
