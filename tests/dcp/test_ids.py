@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
 
 import holdfast
 from holdfast.dcp.checkpoint_ids import place_of
@@ -58,6 +62,57 @@ def test_a_root_has_steps_of_one_name(tmp_path: Path) -> None:
     save(tmp_path / "step-4", 4.0)
     assert (load(tmp_path / "step-3"), load(tmp_path)) == (1.0, 4.0)
     assert load(tmp_path / "step-3", storage_reader=holdfast.dcp.Reader(tmp_path)) == 1.0
+
+
+def test_an_id_below_another_root_is_refused(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    save(other / "step-3", 1.0)
+    writer = holdfast.dcp.Writer(mine)
+    for given in (other / "step-5", other):
+        with pytest.raises(UsageError, match=r"names (a step of the root|no step of)"):
+            quietly(
+                holdfast.dcp.save, {"w": torch.ones(3)}, checkpoint_id=given, storage_writer=writer
+            )
+    assert not mine.exists()
+    save(mine / "step-3", 2.0)
+    with pytest.raises(UsageError, match=f"step of the root {other}, and {mine} was given too"):
+        load(other / "step-3", storage_reader=holdfast.dcp.Reader(mine))
+    (tmp_path / "link").symlink_to(mine)
+    assert load(tmp_path / "link" / "step-3", storage_reader=holdfast.dcp.Reader(mine)) == 2.0
+    plain = tmp_path / "outputs" / "step-7"  # as a program names its own directory
+    quietly(holdfast.dcp.save, {"w": torch.ones(3)}, checkpoint_id=plain, storage_writer=writer)
+    assert load(mine / "step-7") == 1.0
+
+
+class Held(holdfast.dcp.Writer):
+    """Begins its first save when the next one is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.is_next = threading.Event()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        assert self.is_next.wait(30)
+        return super().prepare_local_plan(plan)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("call", [holdfast.dcp.async_save, dcp.async_save])
+def test_a_save_behind_the_training_keeps_its_step(call: Any, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        writer, state = Held(tmp_path), {"w": torch.ones(3)}
+        first = quietly(call, state, checkpoint_id=tmp_path / "step-5", storage_writer=writer)
+        writer.reset(tmp_path / "step-6")
+        writer.is_next.set()
+        first.result()
+        assert writer.generation is not None
+        assert (writer.generation.step, writer.step) == (5, 6)
+        state["w"].fill_(6.0)
+        quietly(call, state, checkpoint_id=tmp_path / "step-6", storage_writer=writer).result()
+    finally:
+        dist.destroy_process_group()
+    assert [load(tmp_path / f"step-{step}") for step in (5, 6)] == [1.0, 6.0]
 
 
 def test_an_id_that_names_no_step_of_a_reader_is_refused(tmp_path: Path) -> None:

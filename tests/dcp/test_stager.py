@@ -108,6 +108,31 @@ def test_a_step_before_the_last_and_a_save_beside_it_go_on(
     assert not keeper_pids(arena_dir)
 
 
+@pytest.mark.promise
+def test_ids_of_one_root_have_one_name_through_a_stager(tmp_path: Path, alone: None) -> None:
+    def staged(name: str, value: float) -> Any:
+        call = holdfast.dcp.async_save
+        options = {"storage_writer": writer, "async_stager": stager}
+        return quietly(call, _state(value), checkpoint_id=tmp_path / name, **options)
+
+    writer = holdfast.dcp.Writer(tmp_path)
+    stager = holdfast.dcp.Stager(writer)
+    for step in (1, 2):
+        staged(f"step-{step}", float(step)).result()
+    with pytest.raises(CheckpointException, match=r"has steps called step-N, and epoch-3"):
+        staged("epoch-3", 3.0).result()
+    staged("step-3", 3.0).result()
+    stager.close()
+    with pytest.raises(CheckpointException, match=r"has steps called step-N"):
+        quietly(holdfast.dcp.save, _state(4.0), checkpoint_id=tmp_path / "epoch-4")
+    for step in (1, 2, 3):
+        state = _empty()
+        quietly(holdfast.dcp.load, state, checkpoint_id=tmp_path / f"step-{step}")
+        assert differs(state, _state(float(step))) == []
+    with pytest.raises(CheckpointException, match=r"has steps called step-N"):
+        quietly(holdfast.dcp.load, _empty(), checkpoint_id=tmp_path / "epoch-2")
+
+
 def test_misuse_is_told_and_the_session_goes_on(tmp_path: Path, alone: None) -> None:
     writer = holdfast.dcp.Writer(tmp_path)
     stager = holdfast.dcp.Stager(writer)

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.events import Warned
+from holdfast.observe.log import read_events
 from holdfast.observe.report_builder import read_report
 
 HAS_IT = importlib.util.find_spec("transformers") is not None
@@ -143,12 +145,27 @@ def test_data_in_another_order_or_without_a_length(options: dict[str, Any], tmp_
 
 
 @needs_it
+@pytest.mark.timeout(400)
+def test_each_rank_has_its_own_generator_for_the_order_of_an_epoch(tmp_path: Path) -> None:
+    """A restart begins the epoch with the state that the rank had then, and not with rank 0's."""
+    args = {"train_sampling_strategy": "group_by_length"}
+    options: dict[str, Any] = {"args": args, "apart": True, "ranks": 2}
+    whole = run(tmp_path / "whole", **options)
+    assert whole.returncode == 0, whole.stderr
+    check_same(killed_and_resumed(tmp_path / "run", 12, "end", **options), said(tmp_path / "whole"))
+
+
+@needs_it
 @pytest.mark.timeout(300)
-def test_a_run_that_was_stopped_is_over_until_it_is_made_longer(tmp_path: Path) -> None:
+def test_a_run_that_stopped_early_is_over_until_it_is_made_longer(tmp_path: Path) -> None:
     root = tmp_path / "stopped"
+    early = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
     for _ in range(2):
-        assert run(root, stop_at=5).returncode == 0
-    assert [line.split()[2] for line in said(root) if ": step " in line] == list("12345")
+        done = run(root, args=early, patience=1)
+        assert done.returncode == 0, done.stderr
+    assert [line.split()[2] for line in said(root) if ": step " in line] == list("1234")
+    (told,) = [one for one in read_events(root, Warned) if "ended" in one.message]
+    assert "ended at step 4 of 24" in told.message and "num_train_epochs larger" in told.message
     ends = [line for line in said(root) if line.startswith("end ")]
     assert len(ends) == 2 and ends[0].split()[1:3] == ends[1].split()[1:3]
     for stream in (False, True):
@@ -167,6 +184,48 @@ def test_a_run_that_was_stopped_is_over_until_it_is_made_longer(tmp_path: Path) 
             [line.split()[-1] for line in said(one) if ": step " in line] for one in (root, whole)
         ]
         assert epochs[0][6:] == epochs[1][6:] or stream
+
+
+def steps_of(root: Path) -> list[str]:
+    return [line for line in said(root) if ": step " in line]
+
+
+@needs_it
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("place", ["begin", "end", "signal"])
+def test_a_run_that_a_callback_or_a_signal_stopped_goes_on(
+    place: str, tmp_path: Path, unbroken: list[str]
+) -> None:
+    root = tmp_path / "run"
+    args = {"enable_jit_checkpoint": place == "signal"}
+    for _ in range(2):
+        done = run(root, stop=[place, 5], args=args)
+        assert done.returncode == 0, done.stderr
+    assert steps_of(root) == [line for line in unbroken if ": step " in line]
+    assert said(root)[-1] == unbroken[-1]
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_a_root_of_the_first_version_goes_on(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    assert run(root, 13, "end", first_version=True).returncode == -9
+    done = run(root, 13, "end")
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_every_step_of_an_epoch_that_is_begun_again_is_saved_with_its_place(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert run(root, 11, "end", saves=True).returncode == -9
+    done = run(root, 11, "end", saves=True, args={"ignore_data_skip": True})
+    assert done.returncode == 0, done.stderr
+    saved = [tuple(map(int, line.split()[1:])) for line in said(root) if line.startswith("saved ")]
+    again = saved[saved.index((10, 1, 2)) + 1 :]
+    places = [(step, 1, step - 10) for step in range(11, 18)]
+    assert again == places + [(step, 2, step - 18) for step in range(18, 25)]
 
 
 @needs_it

@@ -10,12 +10,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     TrainerCallback,
@@ -24,7 +26,7 @@ from transformers import (
 )
 
 import holdfast
-from holdfast.integrations.transformers import HoldfastTrainer
+from holdfast.integrations.transformers import HoldfastTrainer, _Loop
 
 ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
@@ -75,8 +77,18 @@ class Witness(TrainerCallback):  # type: ignore[misc]
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _stops(self, place: str, step: int) -> bool:
+        """True once, where the options say that the run is to be stopped."""
+        stopped = Path(f"{ROOT}.stopped")
+        if OPTIONS.get("stop") != [place, step] or stopped.exists():
+            return False
+        stopped.touch()
+        return True
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._pass("begin", state.global_step + 1)
+        if self._stops("begin", state.global_step + 1):
+            control.should_training_stop = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         whole = (
@@ -87,8 +99,11 @@ class Witness(TrainerCallback):  # type: ignore[misc]
         rate = kwargs["lr_scheduler"].get_last_lr()[0]
         digest = hashlib.sha256(data).hexdigest()[:12]
         note(f"{self.rank}: step {state.global_step} {digest} {rate!r} {state.epoch!r}")
-        if state.global_step == OPTIONS.get("stop_at"):
+        if self._stops("end", state.global_step):
             control.should_training_stop = True
+        if self._stops("signal", state.global_step):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(4)  # the Trainer waits for 3 s before it stops
         self._pass("end", state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -99,14 +114,49 @@ class Witness(TrainerCallback):  # type: ignore[misc]
         self._pass("evaluate", state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if OPTIONS.get("apart"):
+            torch.manual_seed(1000 * round(state.epoch or 0) + self.rank)
         self._pass("epoch begin", state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._pass("epoch end", state.global_step)
 
 
+def note_saves() -> None:
+    """Notes each step that is saved, with its place in the data."""
+    save = holdfast.Checkpointer.step
+
+    def step(self: Any, number: int) -> Any:
+        place = self.state["trainer"].state_dict()
+        note(f"saved {number} {place['epoch']} {place['updates']}")
+        return save(self, number)
+
+    holdfast.Checkpointer.step = step  # type: ignore[assignment, method-assign]
+
+
+def keep_as_first_version() -> None:
+    """Gives what is kept the form that it had in the first version."""
+    now = _Loop.state_dict
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        found = {k: v for k, v in now(self).items() if k not in ("generator", "stopped")}
+        log = json.dumps(self._trainer.state.log_history).encode()
+        return found | {"log": torch.frombuffer(bytearray(log), dtype=torch.uint8)}
+
+    _Loop.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def callbacks() -> list[TrainerCallback]:
+    patience = OPTIONS.get("patience")
+    return [Witness(), *([EarlyStoppingCallback(patience, 1e9)] if patience else [])]
+
+
 def main() -> None:
     set_seed(0)
+    if OPTIONS.get("saves"):
+        note_saves()
+    if OPTIONS.get("first_version"):
+        keep_as_first_version()
     config = GPT2Config(
         n_layer=2,
         n_head=2,
@@ -137,7 +187,7 @@ def main() -> None:
         ),
         train_dataset=Stream() if OPTIONS.get("stream") else Tokens(60),
         eval_dataset=Tokens(8),
-        callbacks=[Witness()],
+        callbacks=callbacks(),
         holdfast=ROOT,
         holdfast_options={"storage": holdfast.Every(steps=OPTIONS.get("durable", 5))},
     )

@@ -210,3 +210,16 @@ def test_links_that_lead_nowhere_or_to_folders_are_no_matter(tmp_path: Path) -> 
 
 def test_no_group_is_needed() -> None:
     assert not dist.is_initialized()
+
+
+def test_a_tensor_of_an_unknown_type_is_left_out_with_its_name_and_file(tmp_path: Path) -> None:
+    strange = torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"a": {"w": torch.ones(3), "x": strange}}, checkpoint_id=tmp_path, no_dist=True)
+    store = open_source(tmp_path)
+    (note,) = [one for one in store.notes if "left out" in one]  # type: ignore[attr-defined]
+    file = tmp_path / "__0_0.distcp"
+    assert note.startswith(f"a.x is a tensor of torch.float8_e8m0fnu in {file}")
+    with holdfast.open(tmp_path) as opened:
+        assert opened.read("a.w").tolist() == [1.0, 1.0, 1.0]

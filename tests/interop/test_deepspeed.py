@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.errors import ForeignFormatError, HoldfastError
+from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
+from holdfast.interop import deepspeed
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.opening import open_source
 from support.runs.launch import run_ranks
@@ -244,6 +245,18 @@ def test_a_parameter_that_no_rank_holds_is_refused(tmp_path: Path) -> None:
     change(file, param_shapes=groups)
     with pytest.raises(ForeignFormatError, match=r"'frozen\.weight' is in no flat group"):
         holdfast.open(root)
+
+
+def test_sub_groups_of_zero_3_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = deepspeed._Checkpoint._zero_state
+
+    def cut(self: deepspeed._Checkpoint, name: str) -> dict[str, Any]:
+        state = read(self, name)
+        return state | {"fp32_flat_groups": state["fp32_flat_groups"] * 2}
+
+    monkeypatch.setattr(deepspeed._Checkpoint, "_zero_state", cut)
+    with pytest.raises(UsageError, match=r"ZeRO-3 has cut its . groups into . \(sub_group_size\)"):
+        holdfast.open(GOLDEN / "zero3-bf16-2" / "checkpoint")
 
 
 @pytest.mark.promise

@@ -193,6 +193,22 @@ def test_a_sharded_safetensors_of_dcp_is_put_together(tmp_path: Path) -> None:
         assert torch.equal(opened.read("model.w"), whole)
 
 
+def test_the_last_shard_of_dcp_that_is_there_is_named(tmp_path: Path) -> None:
+    """No file says how many there were: a model of the right shape refuses the smaller tensor."""
+    whole = torch.randn(6, 4)
+    for rank in range(2):
+        info = {"w": {"saved_offsets": [2 * rank, 0]}}
+        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        part = whole[2 * rank : 2 * rank + 2].clone()
+        save_file({"w": part}, tmp_path / name, {"DCP_SHARDING_INFO": json.dumps(info)})
+    notes = open_source(tmp_path).notes  # type: ignore[attr-defined]
+    assert any(f"{name} is the last shard that is there" in note for note in notes)
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.zeros(6, 4)))
+    with pytest.raises(HoldfastError, match=r"model\.w.*\[6, 4\]|model\.w.*\(6, 4\)|model\.w"):
+        holdfast.load(tmp_path, {"model": model})
+
+
 def trainer_directory(root: Path) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """As the Trainer of transformers writes it."""
     model, optimizer = build(0, steps=2)

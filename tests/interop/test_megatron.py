@@ -167,3 +167,17 @@ def test_an_object_and_parts_of_one_of_its_name_are_refused(tmp_path: Path) -> N
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     with pytest.raises(ForeignFormatError, match=r"\.metadata has an object 'a', and parts of"):
         holdfast.open(tmp_path)
+
+
+def test_common_state_whose_place_is_taken_is_noted(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(2), "a": [3]}, checkpoint_id=tmp_path, no_dist=True)
+    common = {"iteration": 20, "model": {"x": 1}, "objects": [1], "optimizer_common": 2, "mine": 3}
+    torch.save(common, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    store = open_source(tmp_path)
+    notes = [note for note in store.notes if "of the common state is left out" in note]  # type: ignore[attr-defined]
+    assert [note.split()[0] for note in notes] == ["model", "objects"]
+    with holdfast.open(tmp_path) as opened:
+        assert opened.values["mine"] == 3 and opened.values["optimizer_common"] == 2

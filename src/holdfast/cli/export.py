@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.markup import escape
 
+from holdfast.catalogue import manifest_path
 from holdfast.cli.checkpoints import STEP_HELP, ChosenCheckpoint, hold_checkpoint, open_readable
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import UsageError
-from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.export_files import (
     DEFAULT_MEMORY_BYTES,
@@ -28,6 +28,7 @@ from holdfast.interop.writing.formats import FORMATS, plan_format
 from holdfast.interop.writing.planned_files import FormatPlan
 from holdfast.interop.writing.saved_state import saved_state
 from holdfast.observe.text import count_text, size_text
+from holdfast.storage.base import source_facts
 from holdfast.storage.open import is_bucket
 
 #: As transformers cuts its files.
@@ -73,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
     report = None
     if not args.dry_run:
         reader = LeafReader(chosen.checkpoint, saved.leaves)
-        facts = opened.store.facts() if isinstance(opened.store, ForeignStore) else []
+        facts = source_facts(opened.store, manifest_path(chosen.manifest.generation))
         identity = f"{opened.store.url} {chosen.manifest!r} {saved.leaves!r} {facts!r}"
-        require_unchanged = getattr(opened.store, "require_unchanged", lambda: None)
         with SlowProgress(f"exporting {chosen.manifest.generation}") as progress:
             report = export(
                 plan,
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 identity,
                 progress,
                 memory_bytes=memory,
-                require_unchanged=require_unchanged,
+                require_unchanged=chosen.checkpoint.require_unchanged,
             )
     _print(args, chosen, plan, report)
     return 0

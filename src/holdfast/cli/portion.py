@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 
 from holdfast.errors import UsageError
 from holdfast.interop.writing.chosen_leaves import CONVERTED, convert
@@ -61,7 +62,7 @@ def portion(args: argparse.Namespace, saved: SavedState, checkpoint: Checkpoint)
     if args.cast:
         casts = [_cast(text) for text in args.cast]
         leaves = convert(saved.leaves, casts, kept=_steps_of(saved))
-        saved = SavedState(leaves, saved.aliases, saved.values, saved.own)
+        saved = replace(saved, leaves=leaves)
     return saved
 
 

@@ -77,9 +77,11 @@ def async_save(
     The state dict may be changed when it returns. The future is done when the checkpoint is
     durable, and raises what ``save`` would.
     """
+    writer = _writer(checkpoint_id, storage_writer)
     found: Future[Any] | AsyncSaveResponse = torch_dcp.async_save(
         state_dict,
-        storage_writer=_writer(checkpoint_id, storage_writer),
+        checkpoint_id=checkpoint_id,  # for the thread that saves: the next one may be another
+        storage_writer=writer,
         planner=planner,
         process_group=process_group,
         async_checkpointer_type=async_checkpointer_type,

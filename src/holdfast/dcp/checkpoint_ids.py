@@ -17,7 +17,7 @@ from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import read_values
 from holdfast.restore.reading.stored import overview_of
 from holdfast.storage.base import Store
-from holdfast.storage.open import normal_root
+from holdfast.storage.open import normal_root, open_store
 
 #: The names of steps, as ``step-500``; whatever else an id ends with is a part of its root.
 _STEP = re.compile(
@@ -47,15 +47,26 @@ def place_of(checkpoint_id: str | os.PathLike[str]) -> CheckpointPlace:
 def place_below(checkpoint_id: str | os.PathLike[str], root: str) -> CheckpointPlace:
     """The step of ``root`` that an id means, wherever it lies; none for the root itself.
 
-    UsageError for an id that names neither.
+    UsageError for an id that names neither, or a step of another root that is there.
     """
     found = place_of(checkpoint_id)
+    if found.root != root and _is_another(found.root, root):
+        raise UsageError(
+            f"{os.fsdecode(os.fspath(checkpoint_id))!r} names a step of the root {found.root}, and "
+            f"{root} was given too: leave out one of them"
+        )
     if found.step is None and found.root != root:
         raise UsageError(
             f"{os.fsdecode(os.fspath(checkpoint_id))!r} names no step of {root}: give an id that "
             "ends with one, such as step-500, or set the step"
         )
     return found._replace(root=root)
+
+
+def _is_another(one: str, root: str) -> bool:
+    """True if ``one`` is a root of ours, and another one by more than its name."""
+    store, mine = open_store(one), open_store(root)
+    return is_root(store) and not (is_root(mine) and mine.identity() == store.identity())
 
 
 def refuse_prefix(stored: str | None, place: CheckpointPlace) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import uuid
 from typing import Any, NamedTuple
 
@@ -74,6 +75,9 @@ class Writer(StorageWriter):
         self.root = normal_root(root)
         self.step = None if step is None else step_number(step)
         self._place = CheckpointPlace(self.root, None, None)
+        self._places: dict[int, CheckpointPlace] = {}
+        """What a save has as its id, by thread: others may run beside the one that calls."""
+        self._owner = threading.get_ident()
         if keep is not None and not isinstance(keep, Keep):
             raise UsageError(f"keep={keep!r:.60}: give a holdfast.Keep")
         self.keep = keep
@@ -108,10 +112,14 @@ class Writer(StorageWriter):
         ``checkpoint_id``: a path that ends with the step, as ``step-500``; the root itself, or
         None, changes nothing. UsageError for any other.
         """
+        thread = threading.get_ident()
+        self._places.pop(thread, None)
         if checkpoint_id is not None:
             place = place_below(checkpoint_id, self.root)
             if place.step is not None:
-                self.step, self._place = place.step, place
+                self._places[thread] = place
+                if thread == self._owner:  # a save behind it changes nothing for the next one
+                    self.step, self._place = place.step, place
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See torch, which calls it. UsageError for a rank without its group.
@@ -152,24 +160,24 @@ class Writer(StorageWriter):
         for one in plans:
             items |= items_of(one)
         values = {name for name, item in items.items() if item.shape is None}
+        place = self._places.pop(threading.get_ident(), None) or place_of_next(self)
         if self._staged is None:
-            refuse_other_prefix(open_store(self.root), place_of_next(self))
+            refuse_other_prefix(open_store(self.root), place)
         is_apart = not values <= self._own_items.keys()
-        form = form_of(items, is_apart=is_apart, prefix=place_of_next(self).prefix)
-        step, meeting = self._next_step(), uuid.uuid4().hex
+        form = form_of(items, is_apart=is_apart, prefix=place.prefix)
+        step = self._newest_step() + 1 if place.step is None else place.step
+        meeting = uuid.uuid4().hex
         return [
             replace(one, storage_data=_Ticket(meeting, rank, len(plans), step, form))
             for rank, one in enumerate(plans)
         ]
 
-    def _next_step(self) -> int:
-        if self.step is not None:
-            return self.step
+    def _newest_step(self) -> int:
+        """The step of the newest checkpoint; -1 where there is none."""
         store = open_store(self.root)
         if not is_root(store):
-            return 0
-        found = overview_of(store)
-        return max((one.step for one in found.lineage), default=-1) + 1
+            return -1
+        return max((one.step for one in overview_of(store).lineage), default=-1)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See torch, which calls it: everything is durable, and published, when it returns.

@@ -16,6 +16,8 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.format import values as codec
 from holdfast.interop.arrange import MODEL, is_extra
+from holdfast.interop.optimizer_groups import join_groups
+from holdfast.state.tensors import small_tensor
 
 Path = tuple[str | int, ...]
 
@@ -312,17 +314,8 @@ class StoredOptimizer:
         return [name for group in self.groups for name in group["params"]]
 
     def add(self, other: StoredOptimizer) -> None:
-        """Take the parameters that another rank has beside these: into the group that has the same
-        options, or as a group of their own.
-        """
-        known = set(self.names)
-        for group in other.groups:
-            params = [name for name in group["params"] if name not in known]
-            same = [mine for mine in self.groups if _options(mine) == _options(group)]
-            if params and same:
-                same[0]["params"] += params
-            elif params:
-                self.groups.append({**group, "params": params})
+        """Take the parameters that another rank has beside these, as ``join_groups`` does."""
+        join_groups(self.groups, other.groups, _options)
         for name, kinds in other.state.items():
             self.state[name] = {**kinds, **self.state.get(name, {})}
 
@@ -368,8 +361,8 @@ class StoredOptimizer:
 
 def _options(group: Mapping[str, Any]) -> bytes:
     """The options of a group, for comparing."""
-    some = {name: option for name, option in group.items() if name != "params"}
-    found = codec.encode(dict(sorted(some.items())), tensor=lambda *_: "")
+    some = {str(name): option for name, option in group.items() if name != "params"}
+    found = codec.encode(dict(sorted(some.items())), tensor=lambda one, _: small_tensor("", one))
     return codec.to_bytes(found)
 
 

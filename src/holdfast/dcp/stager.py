@@ -80,6 +80,7 @@ class Stager(AsyncStager):
             )
         prefix = place_of_next(self._writer).prefix
         is_back = self._last is not None and (step < self._last or prefix != self._prefix)
+        before = self._last, self._prefix
         self._last, self._prefix = step, prefix
         if is_back:  # a run's steps grow; these are another run's, from an earlier checkpoint on
             self._end_session()
@@ -89,6 +90,8 @@ class Stager(AsyncStager):
             handle = self._open(state_dict).save(state_dict, step)
         except HoldfastError as failed:  # the other ranks hear of it where they all wait
             error = failed
+            if self._session is None:  # on no rank: this step can be saved yet
+                self._last, self._prefix = before
         token = uuid.uuid4().hex
         rank = 0 if self._session is None else self._session.rank
         save = StagedSave(token, self._writer.root, step, rank, str(self._outcomes / token))

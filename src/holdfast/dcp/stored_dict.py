@@ -23,7 +23,7 @@ from holdfast.dcp.forms import (
     joined,
     split_leaf,
 )
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, UsageError
 from holdfast.format import values as codec
 from holdfast.interop.arrange import MODEL
 from holdfast.restore.reading.reader import CheckpointReader
@@ -43,10 +43,13 @@ class StoredDict:
         self.form = form_in(first)
         self._has_form = FORM in first.get("own", {})
         world = reader.manifest.world
-        ranks = range(world) if self.form.is_apart else range(1)
+        # A Checkpointer does not say that ranks have values of their own, as stages have.
+        ranks = range(world) if self.form.is_apart or not self._has_form else range(1)
         documents = [first, *(reader.document(rank) for rank in ranks if rank)]
         self._aliases = dict(reader.aliases)
         self._optimizers: dict[str, StoredOptimizer] = {}
+        self._refused: dict[str, str] = {}
+        """Why an optimizer cannot be put together, by its key."""
         self._values: dict[Path, Any] = {}
         self._whole: dict[str, Any] = {}
         """Values by key, for state dicts that are not flattened."""
@@ -63,11 +66,15 @@ class StoredDict:
         for key, encoded in read.shared.items():
             if is_optimizer(encoded):
                 found = read.optimizer(encoded)
-                self._optimizers.setdefault(key, found).add(found)
+                try:
+                    self._optimizers.setdefault(key, found).add(found)
+                except UsageError as error:  # for whoever wants it: the rest can be loaded
+                    self._refused[key] = str(error)
             elif self._is_module(key):
                 self._add_extra(key, read.value(encoded))
             else:
-                value = self._whole[key] = read.value(encoded)
+                value = read.value(encoded)
+                self._whole.setdefault(key, value)
                 self._flatten((key,), value)
 
     def _is_module(self, key: str) -> bool:
@@ -112,6 +119,8 @@ class StoredDict:
         """All items by the name that a state dict of the form that was saved gives them."""
         found = {joined(path): (path, item) for path, item in self._values.items()}
         for key, optimizer in self._optimizers.items():
+            if key in self._refused:
+                continue
             how = self.form.optimizers.get(key, NESTED)
             for path, item in optimizer.items(how):
                 found.setdefault(joined((key, *path)), ((key, *path), item))
@@ -130,6 +139,8 @@ class StoredDict:
                 rest = name.removeprefix(f"{prefix}.") if prefix else name
                 if rest != name or not prefix:
                     found = optimizer.find(rest, is_numbered=numbered)
+                    if key in self._refused and (found or prefix):
+                        raise UsageError(f"{key}: {self._refused[key]}")
                     if found:
                         return found
         if name in self._whole:

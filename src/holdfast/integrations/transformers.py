@@ -20,13 +20,14 @@ import torch
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
+from holdfast.events import Warned, emit
 from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
     from holdfast.restore.restore import Restored
 
 try:
-    from transformers import Trainer, TrainerCallback
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState, TrainerState
 except ImportError as error:
     raise UsageError(
@@ -98,7 +99,7 @@ class HoldfastMixin:
         self._hf_loop = _Loop(self)
         self._hf_restored: Restored | None = None
         self._hf_wanted: str | None = None
-        self.add_callback(_Begin(self))
+        self.add_callback(_LoopCallback(self))
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
 
@@ -168,14 +169,20 @@ class HoldfastMixin:
         self._hf_restored = restored
         loop.check_fits()
         self._hf_terms = (max_steps, num_train_epochs, trial)
-        self._take_terms()
-        return loop.place(max_steps, num_train_epochs)
+        place = self._take_terms()
+        if place[0] >= num_train_epochs and self.state.global_step < max_steps:
+            emit(Warned(message=_over_text(self._hf_root, self.state.global_step, max_steps)))
+        return place
 
-    def _take_terms(self) -> None:
-        """Gives the restored counters the terms of this run: its length, and its intervals."""
+    def _take_terms(self) -> tuple[int, int]:
+        """Gives the restored counters the terms of this run: its length, and its intervals.
+
+        Returns the epoch to go on with, and the batches of it that were trained on.
+        """
         max_steps, num_train_epochs, trial = self._hf_terms
         self.state.compute_steps(self.args, max_steps)
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
+        return self._hf_loop.place(max_steps, num_train_epochs)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -242,9 +249,13 @@ class _Loop:
         self._first_step, self._updates_before = 0, 0
         self._last_step = -1
         self._is_stream = self._is_stopped = False
+        self._is_saved = True
+        self.has_batches = True
+        """Whether the epoch has had a batch."""
+        self.evaluated_step = -1
+        """The step of the last evaluation."""
         self._saved: dict[str, Any] = {}
-        self._logged, self._log = 0, b""
-        self._log_leaf = torch.empty(0, dtype=torch.uint8)
+        self._forget_log()
         self.generator = torch.get_rng_state()
         """The state of torch's generator at the begin of the epoch."""
 
@@ -255,26 +266,50 @@ class _Loop:
         """
         self.epoch, self._updates_an_epoch = epoch, updates_an_epoch
         self._is_stream, self._is_stopped = is_stream, False
-        self._logged, self._log = 0, b""
+        self._is_saved, self.evaluated_step = True, -1
+        self._forget_log()
         self._updates_before = batches // self._trainer.args.gradient_accumulation_steps
         self._first_step = self._last_step = self._trainer.state.global_step
         self._saved = {}
+
+    def _forget_log(self) -> None:
+        self._logged, self._log = 0, b""
+        self._log_leaf = torch.empty(0, dtype=torch.uint8)
 
     def passes_step(self, step: int, control: Any) -> bool:
         """Notes a call at the end of a step or of an epoch; True when the step is whole.
 
         The last step of an epoch is whole when the epoch is: the Trainer logs and evaluates then.
         """
+        stops = bool(control.should_training_stop)
+        is_last = self._updates() >= self._updates_an_epoch
         if step != self._last_step:
             self._last_step = step
-            updates = self._updates()
-            is_over = updates >= self._updates_an_epoch
-            return not (is_over or control.should_epoch_stop or control.should_training_stop)
-        self._is_stopped = bool(control.should_training_stop)
-        is_over = self._updates() >= self._updates_an_epoch and not self._is_stream
-        if is_over or not self._is_stopped:  # a run that is stopped may be made longer, and goes on
+            ends = stops and (step >= self._trainer.state.max_steps or self._is_end(step))
+            self._is_saved = not (is_last or control.should_epoch_stop or ends)
+            return self._is_saved
+        self._is_stopped = stops and self._is_end(step)
+        is_over = is_last and not self._is_stream
+        # A run that was stopped in the middle of an epoch goes on there when it is started again.
+        if is_over or control.should_epoch_stop or not stops:
             self.epoch, self._first_step, self._updates_before = self.epoch + 1, step, 0
+        elif self._is_saved and not self._is_stopped:
+            return False  # what is evaluated because of the stop is no part of this step
+        self._is_saved = True
         return step > 0
+
+    def _is_end(self, step: int) -> bool:
+        """True if a run that stops has ended: its data have, or it learns no more.
+
+        Any other callback may stop a run that is to go on, as one for signals or for time does.
+        """
+        callbacks = self._trainer.callback_handler.callbacks
+        stoppers = (one for one in callbacks if isinstance(one, EarlyStoppingCallback))
+        is_spent = any(
+            one.early_stopping_patience_counter >= one.early_stopping_patience for one in stoppers
+        )
+        is_empty = not (self.has_batches or self._updates())
+        return is_empty or (is_spent and self.evaluated_step == step)
 
     def _updates(self) -> int:
         step: int = self._trainer.state.global_step
@@ -283,10 +318,10 @@ class _Loop:
     def place(self, max_steps: int, epochs: int) -> tuple[int, int]:
         """Returns the epoch to go on with, and the batches of it that were trained on.
 
-        A run that was stopped is over, unless it is to be longer now.
+        A run that has ended is over, unless it is to be longer now.
         """
         trainer, saved = self._trainer, self._saved
-        is_same = saved["stopped"] and saved["state"]["max_steps"] == max_steps
+        is_same = saved.get("stopped") and saved["state"]["max_steps"] == max_steps
         if is_same or trainer.state.global_step >= max_steps:
             return epochs, 0
         if trainer.args.ignore_data_skip:
@@ -321,7 +356,7 @@ class _Loop:
             "state": plain,
             "callbacks": _callback_states(trainer),
             "log": self._log_leaf,
-            "generator": self.generator,
+            "generator": bytes(self.generator.numpy()),
             "stopped": self._is_stopped,
             "epoch": self.epoch,
             "updates": self._updates(),
@@ -338,10 +373,13 @@ class _Loop:
         """Takes up counters and place; ``resume`` sets what the loop makes anew."""
         trainer = self._trainer
         self._saved = dict(found)
-        log = bytes(found["log"].tolist())
-        history = [json.loads(line) for line in log.splitlines()]
-        self._log, self._logged, self._log_leaf = log, len(history), found["log"].clone()
-        self.generator, self._is_stopped = found["generator"].clone(), False
+        history = _log_entries(bytes(found["log"].tolist()))
+        self._forget_log()
+        self._is_stopped = False
+        drawn = found.get("generator")  # the first version kept none, the second a tensor
+        if drawn is not None:
+            numbers = drawn.tolist() if isinstance(drawn, torch.Tensor) else list(drawn)
+            self.generator = torch.tensor(numbers, dtype=torch.uint8)
         trainer.state = TrainerState(**found["state"], log_history=history)
         _set_callback_states(trainer, found["callbacks"])
         self.epoch, self._updates_before = found["epoch"], found["updates"]
@@ -373,6 +411,15 @@ class _Loop:
         trainer.current_flos = saved["flos"]
 
 
+def _log_entries(log: bytes) -> list[Any]:
+    """Returns what was logged: an entry a line, or, as the first version kept it, one list."""
+    entries: list[Any] = []
+    for line in log.splitlines():
+        found = json.loads(line)
+        entries += found if isinstance(found, list) else [found]
+    return entries
+
+
 def _exportable(trainer: Any) -> list[Any]:
     callbacks = [*trainer.callback_handler.callbacks, trainer.control]
     return [one for one in callbacks if isinstance(one, ExportableState)]
@@ -394,14 +441,31 @@ def _set_callback_states(trainer: Any, found: list[list[Any]]) -> None:
                 setattr(one, name, value)
 
 
-class _Begin(TrainerCallback):  # type: ignore[misc]
-    """Called when the Trainer has made its counters anew."""
+def _over_text(root: str, step: int, max_steps: int) -> str:
+    return (
+        f"{root}: the run ended at step {step} of {max_steps}, by EarlyStoppingCallback or "
+        "for want of data, and trains no further. To go on, make max_steps or num_train_epochs "
+        f'larger, or take an earlier generation by resume_from_checkpoint="{root}@GENERATION"'
+    )
+
+
+class _LoopCallback(TrainerCallback):  # type: ignore[misc]
+    """Called when the Trainer has made its counters anew, and for what ends a run."""
 
     def __init__(self, trainer: HoldfastMixin) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._hf_loop.resume()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._hf_loop.has_batches = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._hf_loop.has_batches = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._hf_loop.evaluated_step = state.global_step
 
 
 def _check_version(kind: type) -> None:

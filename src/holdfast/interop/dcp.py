@@ -15,7 +15,14 @@ from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import Box
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_extra
 from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
-from holdfast.interop.pickle_records import Opaque, Record, dtype_of
+from holdfast.interop.pickle_records import (
+    TORCH_NAMES,
+    GlobalName,
+    Opaque,
+    Record,
+    TorchDtype,
+    shown,
+)
 from holdfast.interop.pickles import interpret
 from holdfast.interop.safetensors_files import open_safetensors
 from holdfast.interop.source_files import SourceFiles, checked_name
@@ -179,7 +186,12 @@ class _DcpDirectory:
         chunks = about.fields.get("chunks")
         if not isinstance(properties, Record) or not _is_shape(shape) or type(chunks) is not list:
             raise self._error(f"{name!r:.200} has no dtype, size and chunks")
-        dtype = dtype_of(properties.fields.get("dtype"))
+        dtype = properties.fields.get("dtype")
+        if isinstance(dtype, GlobalName):
+            at = next((item.file for key, item in items.items() if key[0] == name), METADATA)
+            return Opaque(f"a tensor of {dtype!s:.60} in {self._files.where(at)}", 0)
+        if not isinstance(dtype, TorchDtype):
+            raise self._error(f"{name!r:.200} has {shown(dtype)} in place of a dtype")
         parts = []
         for chunk in chunks:
             box = self._box(name, chunk, shape)
@@ -191,7 +203,7 @@ class _DcpDirectory:
             if item is not None and item.file not in missing:
                 extent = Extent(item.file, item.offset, None, item.size_bytes)
                 parts.append(StoredBox(box, extent, self._images[item.rank]))
-        return ForeignLeaf(dtype, shape, tuple(parts))
+        return ForeignLeaf(TORCH_NAMES[dtype.name], shape, tuple(parts))
 
     def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:
         fields = chunk.fields if isinstance(chunk, Record) else {}

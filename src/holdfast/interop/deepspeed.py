@@ -100,7 +100,7 @@ class DeepSpeedState:
     """What a checkpoint holds, as a state; ``world``: the number of images."""
 
     tree: dict[str, Any]
-    step: int
+    step: int | None
     world: int
     notes: tuple[str, ...]
 
@@ -190,7 +190,7 @@ class _Checkpoint:
         ]
         result = rest | ours
         step = main.get("global_steps")
-        number = step if type(step) is int and step >= 0 else 0
+        number = step if type(step) is int and step >= 0 else None
         return DeepSpeedState(result, number, max(1, len(self._optimizers)), tuple(self._notes))
 
     def _shapes(self, main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
@@ -245,6 +245,12 @@ class _Checkpoint:
         all_shapes = {name: shape for group in shapes for name, shape in group.items()}
         for rank, (file, one) in enumerate(zip(names, states, strict=True)):
             flats = one["fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"]
+            if is_third and len(flats) != len(shapes):
+                raise UsageError(
+                    f"{self._files.where(file)}: ZeRO-3 has cut its {len(shapes)} groups into "
+                    f"{len(flats)} (sub_group_size), which can't be read yet: give its universal "
+                    "form, which DeepSpeed's ds_to_universal makes of it"
+                )
             for number, flat in enumerate(flats):
                 kinds = {"": flat, **self._moments(one[key], number)}
                 cuts = (

@@ -10,11 +10,23 @@ from holdfast.interop.arrange import Orders
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
 from holdfast.interop.deepspeed import find_tag, other_tags, read_deepspeed
 from holdfast.interop.foreign import ForeignCheckpoint
-from holdfast.interop.lightning import META, read_lightning_directory, read_lightning_file
+from holdfast.interop.lightning import (
+    META,
+    lightning_state,
+    read_lightning_directory,
+    read_lightning_file,
+)
 from holdfast.interop.megatron import COMMON, CONFIG, is_torch_dist, read_torch_dist
 from holdfast.interop.random_states import is_random_states
 from holdfast.interop.source_files import SourceFiles
-from holdfast.interop.state_files import Gathered, checkpoint_of, state_in, step_of
+from holdfast.interop.state_files import (
+    Gathered,
+    checkpoint_of,
+    document_in,
+    is_step,
+    state_in,
+    step_of,
+)
 from holdfast.interop.trainer_directories import (
     STATE_SUFFIXES,
     TRAINER_STATE,
@@ -109,12 +121,12 @@ def read_directory(
 
 
 def _read_dcp(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
-    return read_dcp(files, "", step_of(files.path.name), orders)
+    return read_dcp(files, "", step_of(files), orders)
 
 
 def _read_torch(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     gathered = Gathered(state_in(files, files.path.name))
-    return checkpoint_of("torch", files, step_of(files.path.name), gathered, orders)
+    return checkpoint_of("torch", files, step_of(files), gathered, orders)
 
 
 def _read_lightning(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
@@ -136,7 +148,21 @@ def _read_deepspeed(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
         for other in other_tags(files, tag)
     ]
     gathered = Gathered(dict(found.tree), notes, world=found.world)
-    return checkpoint_of("deepspeed", files, found.step, gathered, orders)
+    return checkpoint_of("deepspeed", files, step_of(files, found.step), gathered, orders)
+
+
+def step_inside(files: SourceFiles, format_: str) -> int | None:
+    """The step that a checkpoint says it is of; None where only its name does, or all would have to
+    be read for it.
+    """
+    found: object = None
+    if format_ == "lightning":
+        found = lightning_state(files).get("global_step")
+    elif format_ == "trainer":
+        found = document_in(files, TRAINER_STATE, "state of a trainer").get("global_step")
+    elif format_ == "megatron" and COMMON in files.names():
+        found = state_in(files, COMMON).get("iteration")
+    return found if is_step(found) else None
 
 
 _READERS: dict[str, Callable[[SourceFiles, Orders], ForeignCheckpoint]] = {

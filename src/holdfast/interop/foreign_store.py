@@ -178,12 +178,12 @@ class ForeignStore:
         )
         return (*self.found.notes, *some)
 
-    def require_unchanged(self) -> None:
-        """Raise ForeignFormatError when a file that was read is another one by now."""
+    def require_unchanged(self, path: str = "") -> None:
+        """See ``storage.base``: there is one checkpoint here."""
         self._files.require_unchanged()
 
-    def facts(self) -> list[str]:
-        """The inode, size and time of change of every file that is read, in words."""
+    def facts(self, path: str = "") -> list[str]:
+        """See ``storage.base``: the inode, size and time of change of every file that is read."""
         for file in {part.extent.file for one in self.found.leaves.values() for part in one.parts}:
             self._files.size_bytes(file)
         return [f"{name} {fact}" for name, fact in sorted(self._files.facts().items())]

@@ -52,4 +52,5 @@ def state_dict(
             memory = bytearray(known.size_bytes)
             reader.fill([(leaf, Box.whole(known.shape), memoryview(memory))])
             tensors[leaf] = tensor_of(memory, known.dtype, known.shape)
+        opened.checkpoint.require_unchanged()
     return {name: tensors[leaf] for name, leaf in names.items()}

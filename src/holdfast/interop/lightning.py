@@ -21,7 +21,7 @@ def read_lightning_file(files: SourceFiles, orders: Orders) -> ForeignCheckpoint
     state = state_in(files, files.path.name)
     if "state_dict" not in state or _VERSION not in state:
         gathered = Gathered(state)
-        return checkpoint_of("torch", files, step_of(files.path.name), gathered, orders)
+        return checkpoint_of("torch", files, step_of(files), gathered, orders)
     tree: dict[str, Any] = {MODEL: state.pop("state_dict")}
     optimizers = state.pop("optimizer_states", [])
     if isinstance(optimizers, list):
@@ -49,6 +49,12 @@ def read_lightning_directory(files: SourceFiles, orders: Orders) -> ForeignCheck
     return _of(files, state, Gathered(tree, sharded.notes, world=sharded.world), orders)
 
 
+def lightning_state(files: SourceFiles) -> dict[str, Any]:
+    """All that is not sharded; nothing of a file that is not of Lightning."""
+    state = state_in(files, META if files.path.is_dir() else files.path.name)
+    return state if _VERSION in state else {}
+
+
 def _numbered(key: str, number: int) -> str:
     return f"{key}{number or ''}"
 
@@ -61,8 +67,7 @@ def _of(
     schedulers = state.pop("lr_schedulers", [])
     if isinstance(schedulers, list):
         tree |= {_numbered("lr_scheduler", at): one for at, one in enumerate(schedulers)}
-    step = state.get("global_step")
-    number = step if type(step) is int and step >= 0 else step_of(files.path.name)
+    number = step_of(files, state.get("global_step"))
     twice = sorted(tree.keys() & state.keys())
     gathered.notes += [
         f"{key} of the file is left out: what Lightning keeps is called so" for key in twice

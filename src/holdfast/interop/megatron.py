@@ -79,11 +79,14 @@ def read_torch_dist(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
         )
     objects = {name: _single(one) for name, one in objects.items()}
     objects = {name: one for name, one in objects.items() if one is not None}
-    tree |= {key: value for key, value in common.items() if key not in tree}
     if objects:
         tree["objects"] = _by_place(objects, files)
-    step = common.get("iteration")
-    number = step if type(step) is int and step >= 0 else step_of(files.path.name)
+    gathered.notes += [
+        f"{key} of the common state is left out: what else is read is called so"
+        for key in sorted(common.keys() & tree.keys())
+    ]
+    tree |= {key: value for key, value in common.items() if key not in tree}
+    number = step_of(files, common.get("iteration"))
     return checkpoint_of("megatron", files, number, gathered, orders)
 
 

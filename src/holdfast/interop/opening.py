@@ -67,7 +67,7 @@ def open_source(
     if found is None:
         return open_store(root)
     if place is not None:
-        found = replace(found, step=found.step or place.step)
+        found = replace(found, step=place.step)  # by which it was chosen
     _warn(found.notes, where)
     return ForeignStore(files, found)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES
 
@@ -526,10 +525,3 @@ _TYPES = {
     for module in _BUILTINS
     for name in ("int", "float", "str", "list", "dict", "set", "object", "bool", "tuple")
 }
-
-
-def dtype_of(value: Any) -> str:
-    """The element type that a record of a dtype stands for; UsageError for one without a name."""
-    if isinstance(value, TorchDtype):
-        return TORCH_NAMES[value.name]
-    raise UsageError(f"{shown(value)} is no dtype that a checkpoint can have")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,8 @@ from holdfast.errors import ForeignFormatError, NotFound, StorageError
 #: A directory of a checkpoint has folders for ranks and tags; what lies deeper is not looked at.
 MAX_DEPTH = 3
 MAX_FILES = 200_000
+#: Files stay open for the next read of them, in all checkpoints of a process together.
+MAX_OPEN = 32
 #: Documents that are read whole: indexes, states of a trainer.
 MAX_DOCUMENT_BYTES = 64 << 20
 
@@ -24,9 +29,10 @@ class SourceFiles:
         self.path = path
         self._is_file = path.is_file()
         self._top = path.parent if self._is_file else path
-        self._sizes: dict[str, int] = {}
         #: Of each file that was opened: its number, size and when it was changed.
         self._facts: dict[str, tuple[int, int, int]] = {}
+        self._number = next(_NUMBERS)
+        weakref.finalize(self, _OPEN.end, self._number)
 
     def names(self) -> list[str]:
         """The sorted names of all files; hidden ones too."""
@@ -73,10 +79,10 @@ class SourceFiles:
 
     def size_bytes(self, name: str) -> int:
         """The length of a file."""
-        if name not in self._sizes:
-            with self._opened(name) as file:
-                self._sizes[name] = os.fstat(file).st_size
-        return self._sizes[name]
+        if name not in self._facts:
+            with self._opened(name):
+                pass
+        return self._facts[name][1]
 
     def changed_s(self, name: str) -> float:
         """When the file was changed last; 0 for one that is not there."""
@@ -92,16 +98,25 @@ class SourceFiles:
 
     def require_unchanged(self) -> None:
         """Raise ForeignFormatError when a file that was read is another one by now."""
-        for name, before in self.facts().items():
-            with self._opened(name) as file:
-                now = _facts_of(os.fstat(file))
-            if now != before:
-                raise ForeignFormatError(
-                    f"{self.where(name)} was changed while it was read: what was made of it may be "
-                    "a mixture, and is not used. Start again when nothing writes there",
-                    path=self.where(name),
-                    offset=0,
-                )
+        for name in self.facts():
+            file = self._open(name)
+            try:
+                self._check(name, file)
+            finally:
+                os.close(file)
+
+    def _check(self, name: str, file: int) -> None:
+        """Note what an open file is; ForeignFormatError when it was another one before."""
+        found, path = os.fstat(file), self._top / name
+        if not stat.S_ISREG(found.st_mode):
+            raise ForeignFormatError(f"{path} is no plain file", path=str(path), offset=0)
+        if self._facts.setdefault(name, _facts_of(found)) != _facts_of(found):
+            raise ForeignFormatError(
+                f"{path} was changed while it was read: what was made of it may be a mixture, and "
+                "is not used. Start again when nothing writes there",
+                path=str(path),
+                offset=0,
+            )
 
     def read(self, name: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         """Exactly these bytes (None: all of a document); ForeignFormatError for fewer."""
@@ -168,11 +183,10 @@ class SourceFiles:
         finally:
             os.close(at)
 
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
+    def _open(self, name: str) -> int:
         path = self._top / checked_name(name, str(self.path))
         try:
-            file = self._open_below(name)
+            return self._open_below(name)
         except FileNotFoundError:
             raise NotFound(f"{path} is not there, which the checkpoint names", path=name) from None
         except OSError as error:
@@ -182,14 +196,59 @@ class SourceFiles:
                 path=name,
                 errno=error.errno,
             ) from error
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        """Lend an open file, which is the same before and after it is used."""
+        kept = _OPEN.take((self._number, name))
+        file = self._open(name) if kept is None else kept
         try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                raise ForeignFormatError(f"{path} is no plain file", path=str(path), offset=0)
-            self._facts.setdefault(name, _facts_of(found))
+            self._check(name, file)
             yield file
-        finally:
+            self._check(name, file)
+        except BaseException:
             os.close(file)
+            raise
+        _OPEN.keep((self._number, name), file)
+
+
+class _OpenFiles:
+    """Files that nobody uses at the moment and that may soon be read again: the last few."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._files: dict[tuple[int, str], int] = {}
+        # A checkpoint may be collected, and ended, in the middle of any of these.
+        self._lock = threading.RLock()
+
+    def take(self, key: tuple[int, str]) -> int | None:
+        """The open file of this key, for whoever takes it alone."""
+        with self._lock:
+            return self._files.pop(key, None)
+
+    def keep(self, key: tuple[int, str], file: int) -> None:
+        """Keep an open file for later, in place of the oldest."""
+        with self._lock:
+            if self._files.setdefault(key, file) != file:
+                os.close(file)
+            while len(self._files) > self._most:
+                self._close(next(iter(self._files)))
+
+    def end(self, number: int) -> None:
+        """Close what is kept of one checkpoint."""
+        with self._lock:
+            for key in list(self._files):
+                if key[0] == number:
+                    self._close(key)
+
+    def _close(self, key: tuple[int, str]) -> None:
+        file = self._files.pop(key, None)
+        if file is not None:
+            os.close(file)
+
+
+_OPEN = _OpenFiles(MAX_OPEN)
+_NUMBERS = itertools.count()
 
 
 def _facts_of(found: os.stat_result) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from holdfast.errors import ForeignFormatError
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_module
@@ -20,15 +20,32 @@ _STEP = re.compile(r"(?:.*[^0-9.])?([0-9]{1,15})")
 #: How Lightning names the step in the names of its files, before what makes a name unlike others;
 #: ``loss_step=0.35`` is a metric.
 _NAMED_STEP = re.compile(r"(?:.*[^A-Za-z_])?step=([0-9]{1,15})(?![0-9]|\.[0-9]).*")
+_TIME = r"[-_T. ](?:[01][0-9]|2[0-3])[-_.:]?[0-5][0-9][-_.:]?[0-5][0-9]"
+#: A day at the end of a name, or a day and a time, as programs call their runs: no step.
+_DATE = re.compile(
+    r"(?:.*[^0-9])?(?:19|20)[0-9]{2}"
+    rf"(?:[-_.][01][0-9][-_.][0-3][0-9](?:{_TIME})?|[01][0-9][0-3][0-9]{_TIME})"
+)
 #: Of a file of Lightning, which may have an epoch or a metric in its name.
 CKPT = ".ckpt"
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 
 
-def step_of(name: str) -> int:
-    """The step in the name of a directory, as in ``step-100``; 0 when there is none."""
-    step = named_step(name)
-    return 0 if step is None else step
+def step_of(files: SourceFiles, inside: object = None) -> int:
+    """The step that a checkpoint says it is of, or that its name has, as ``step-100``; 0 when
+    neither does.
+
+    ``inside``: what stands where the writer of this kind puts the step.
+    """
+    if is_step(inside):
+        return inside
+    named = named_step(files.path.name)
+    return 0 if named is None else named
+
+
+def is_step(value: object) -> TypeGuard[int]:
+    """True for a number that a step may have."""
+    return type(value) is int and value >= 0
 
 
 def named_step(name: str) -> int | None:
@@ -38,7 +55,7 @@ def named_step(name: str) -> int | None:
     if name.endswith(CKPT):
         return None
     stem = next((name.removesuffix(one) for one in _SUFFIXES if name.endswith(one)), name)
-    matched = _STEP.fullmatch(stem)
+    matched = None if _DATE.fullmatch(stem) else _STEP.fullmatch(stem)
     return int(matched[1]) if matched else None
 
 

@@ -8,13 +8,13 @@ directory names as the last.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
 from holdfast.errors import HoldfastError, NotFound, StorageError, UsageError
-from holdfast.interop.directories import read_directory, recognize
+from holdfast.interop.directories import read_directory, recognize, step_inside
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.state_files import CKPT, named_step
@@ -73,16 +73,21 @@ def _may_be_step(child: Path) -> bool:
 
 
 def _step_at(child: Path) -> int | None:
-    """The step that a checkpoint has in its name, or else in it; None for what is none."""
-    files, step = SourceFiles(child), named_step(child.name)
-    if recognize(files) is None:
+    """The step that a checkpoint has in it, or else in its name; None for what is none."""
+    files, named = SourceFiles(child), named_step(child.name)
+    format_ = recognize(files)
+    if format_ is None:
         return None
-    if step is not None:
-        return step
-    found = read_directory(files)
-    if found is None or found.format != "lightning":
+    try:
+        inside = step_inside(files, format_)
+    except HoldfastError:
+        if named is None:
+            raise
+        inside = None  # it is told when it is to be read
+    step = named if inside is None else inside
+    if step is None:
         raise UsageError("nothing in its name or in it says of which step it is")
-    return found.step
+    return step
 
 
 def finished(path: Path, places: list[StepPlace]) -> tuple[list[StepPlace], list[str]]:
@@ -145,7 +150,6 @@ class ForeignSteps:
             try:
                 found = read_directory(files, None, None)
                 if found is not None:
-                    found = replace(found, step=found.step or place.step)
                     _refuse_twice(found.step, steps)
                     steps.add(found.step)
                     self._stores[place.name] = ForeignStore(files, found, run_id=self._run_id)
@@ -168,6 +172,14 @@ class ForeignSteps:
     def identity(self) -> str:
         """See ``Store``."""
         return f"foreign {self._run_id}"
+
+    def facts(self, path: str) -> list[str]:
+        """See ``ForeignStore``, of the step that this is a path of."""
+        return self._store(path).facts()
+
+    def require_unchanged(self, path: str) -> None:
+        """See ``ForeignStore``, of the step that this is a path of."""
+        self._store(path).require_unchanged()
 
     def data_faults(self) -> Iterator[str]:
         """See ``ForeignStore``, of all steps."""

@@ -70,7 +70,7 @@ def read_trainer(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
 
 def read_accelerate(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     """Read what ``save_state`` wrote."""
-    return checkpoint_of("accelerate", files, step_of(files.path.name), _gather(files), orders)
+    return checkpoint_of("accelerate", files, step_of(files), _gather(files), orders)
 
 
 def read_weights(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
@@ -80,7 +80,7 @@ def read_weights(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
         raise UsageError(f"{files.path} has no safetensors files")
     gathered = Gathered()
     _take_weights(files, weights, gathered)
-    return checkpoint_of("safetensors", files, step_of(files.path.name), gathered, orders)
+    return checkpoint_of("safetensors", files, step_of(files), gathered, orders)
 
 
 def weight_files(files: SourceFiles, names: list[str]) -> list[str] | None:
@@ -106,6 +106,11 @@ def _take_weights(files: SourceFiles, weights: list[str], gathered: Gathered) ->
     for index in indexes:
         check_index(files, index, leaves)
     gathered.tree[MODEL] = leaves
+    if not indexes and any(len(leaf.parts) > 1 for leaf in leaves.values()):
+        gathered.notes.append(
+            f"{files.where(weights[-1])} is the last shard that is there: no file says how many "
+            "there were, and without the last ones tensors are smaller than they were"
+        )
     gathered.world = max(gathered.world, world)
     if ADAPTER in names:
         _name_adapter(files, list(leaves), gathered)

@@ -411,6 +411,7 @@ class _RestoreAttempt:
         self.traffic = replace(self.traffic, read_bytes=self.traffic.read_bytes + averaged)
         filling.copies.end()
         self.has_ended = True
+        self.checkpoint.require_unchanged()
 
     def _read_once(self) -> Traffic | None:
         def prepare() -> tuple[Destinations, BorrowBuffer]:

@@ -293,6 +293,21 @@ def unfinished(store: Store) -> list[str]:
     return [] if found is None else list(found())
 
 
+def source_facts(store: Store, path: str) -> list[str]:
+    """Returns what tells the files of another writer that are shown as the checkpoint of this
+    manifest from others of their names; nothing for a root of ours, where nothing is changed.
+    """
+    found = getattr(store, "facts", None)
+    return [] if found is None else list(found(path))
+
+
+def require_unchanged(store: Store, path: str) -> None:
+    """Raises ForeignFormatError when one of these files is another by now than when it was read."""
+    found = getattr(store, "require_unchanged", None)
+    if found is not None:
+        found(path)
+
+
 def is_link(store: Store, path: str) -> bool:
     """True if the name is a link, which may lead out of the root; only directories have them."""
     found = getattr(store, "is_link", None)

@@ -236,6 +236,7 @@ class ImportPlan:
 
 def plan_import(source: ImportSource) -> ImportPlan:
     """What is made of a checkpoint. Raises UsageError for one that nothing of is taken."""
+    source.saved.require_agreement()
     if not source.saved.leaves and not source.saved.values:
         raise UsageError(f"{source.path}: nothing is left to import")
     layout = _layout(source.saved, source.checkpoint)

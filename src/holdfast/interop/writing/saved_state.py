@@ -14,42 +14,91 @@ from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, Box, cover_fault
 from holdfast.geometry.leaf_maps import Seen, Shape, Table, ranges
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf, LeafReader, leaves_of
-from holdfast.interop.writing.state_tree import SavedState, is_optimizer, merged_optimizer
+from holdfast.interop.writing.state_tree import (
+    SavedState,
+    comparable,
+    extra_state_name,
+    is_optimizer,
+    merged_optimizer,
+    references,
+)
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS, read_aliases, read_values
 from holdfast.rules import Rules
 from holdfast.rules.patterns import Pattern
+from holdfast.state.param_groups import SavedGroups, extra_state_members, mapping
 
 
 def saved_state(checkpoint: Checkpoint) -> SavedState:
-    """All leaves and values of a checkpoint, those that each rank has its own of by name only."""
-    document = read_values(checkpoint, 0)
-    aliases = read_aliases(checkpoint, document)
-    own = tuple(sorted(document.get("own", {})))
-    saved = SavedState(leaves_of(checkpoint.layout), aliases, document.get("shared", {}), own)
-    return _with_other_ranks(saved, checkpoint)
-
-
-def _with_other_ranks(saved: SavedState, checkpoint: Checkpoint) -> SavedState:
-    """The same with the groups that only other ranks have, where the stages of a model have an
-    optimizer each.
+    """All leaves and values of a checkpoint, of all its ranks; those that each rank has its own of
+    by name only.
     """
-    values = dict(saved.values)
-    found = replace(saved, values=values)
+    document = read_values(checkpoint, 0)
+    leaves = leaves_of(checkpoint.layout)
+    found = _RankValues(leaves, document.get("shared", {}))
+    aliases = dict(read_aliases(checkpoint, document))
+    own = set(document.get("own", {}))
     for rank in range(1, checkpoint.world):
-        if not any(_lacks_groups(found, key) for key in found.optimizers):
-            break
-        for key, value in read_values(checkpoint, rank).get("shared", {}).items():
-            if is_optimizer(value):
-                values[key] = merged_optimizer(values[key], value) if key in values else value
-    return found
+        document = read_values(checkpoint, rank)
+        own |= document.get("own", {}).keys()
+        for name, of in read_aliases(checkpoint, document).items():
+            if aliases.setdefault(name, of) != of:
+                found.refused[name] = f"it is {of} on rank {rank}, and {aliases[name]} on another"
+        found.add(rank, document.get("shared", {}))
+    unlike = tuple(sorted(found.unlike))
+    return SavedState(leaves, aliases, found.values, tuple(sorted(own)), unlike, found.refused)
 
 
-def _lacks_groups(saved: SavedState, key: str) -> bool:
-    """True if some state belongs to no group, or parameters beside those of the groups do not."""
-    params = {name for group in saved.values[key]["groups"] for name in group["params"]}
-    mine = [names.keys() for names in saved.module_names().values() if params & names.keys()]
-    return bool(saved.without_parameter(key)) or any(not names <= params for names in mine)
+class _RankValues:
+    """The values of all ranks, put together: an optimizer has the groups of all, a module the extra
+    state of all its parts, and what only some ranks have is taken from them.
+    """
+
+    def __init__(self, leaves: Mapping[str, ChosenLeaf], first: Mapping[str, Any]) -> None:
+        self._leaves = leaves
+        self._first = first
+        self.values = dict(first)
+        self.unlike: set[str] = set()
+        self.refused: dict[str, str] = {}
+
+    def add(self, rank: int, shared: Mapping[str, Any]) -> None:
+        """Add the values of one more rank."""
+        if shared == self._first:
+            return
+        both = SavedGroups({0: self._first, rank: shared})
+        for key, value in shared.items():
+            whole = both.whole(rank, value)
+            if key not in self.values:
+                self.values[key] = whole
+                continue
+            mine = both.whole(0, self.values[key])
+            if comparable(mine) != comparable(whole):
+                self._join(key, mine, whole, rank)
+
+    def _join(self, key: str, mine: Any, other: Any, rank: int) -> None:
+        if is_optimizer(mine) and is_optimizer(other):
+            try:
+                self.values[key] = merged_optimizer(mine, other)
+            except UsageError as error:
+                self.refused[key] = str(error)
+        elif self._is_module(key, [mine, other]):
+            self._join_extra(key, mine, other, rank)
+        else:
+            self.unlike.add(key)
+
+    def _is_module(self, key: str, values: list[Any]) -> bool:
+        """True if there are leaves below the key that its values do not refer to."""
+        own = set(references(values))
+        inside = (name for name in self._leaves if name.startswith(f"{key}."))
+        return any(name not in own for name in inside)
+
+    def _join_extra(self, key: str, mine: Any, other: Any, rank: int) -> None:
+        parts = dict(extra_state_members(mine))
+        for prefix, value in extra_state_members(other).items():
+            if comparable(parts.setdefault(prefix, value)) != comparable(value):
+                why = f"it is not the same on rank {rank} as on another"
+                self.refused[extra_state_name(key, prefix)] = why
+        self.values[key] = mapping(parts)
 
 
 def choose_only(saved: SavedState, only: Sequence[str]) -> SavedState:
@@ -72,7 +121,22 @@ def choose_only(saved: SavedState, only: Sequence[str]) -> SavedState:
     # A leaf that is kept for one of its other names alone keeps that one only.
     keys = {name.partition(".")[0] for name in kept}
     values = {k: v for k, v in saved.values.items() if k in keys or is_chosen(k)}
-    return SavedState(leaves, aliases, values, tuple(key for key in saved.own if is_chosen(key)))
+    own = tuple(key for key in saved.own if is_chosen(key))
+    refused = {
+        name: why for name, why in saved.refused.items() if name in values or is_chosen(name)
+    }
+    for name in saved.refused.keys() - refused.keys():
+        _drop_extra_state(values, name)
+    return SavedState(leaves, aliases, values, own, saved.unlike, refused)
+
+
+def _drop_extra_state(values: dict[str, Any], name: str) -> None:
+    """Leave out the extra state of this name, if it is one."""
+    key, _, _ = name.partition(".")
+    if key in values and key != name:
+        parts = extra_state_members(values[key])
+        kept = {part: one for part, one in parts.items() if extra_state_name(key, part) != name}
+        values[key] = mapping(kept)
 
 
 def read_rules(path: str | os.PathLike[str]) -> Rules:
@@ -116,7 +180,7 @@ def map_state(saved: SavedState, rules: Rules, checkpoint: Checkpoint) -> SavedS
         module = _module_of(key, saved, tables)
         if module is not None:
             _map_optimizer(saved, key, module, leaves, values, checkpoint)
-    return SavedState(leaves, aliases, values, saved.own)
+    return replace(saved, leaves=leaves, aliases=aliases, values=values)
 
 
 class _MappedModule:

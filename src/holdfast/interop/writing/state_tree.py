@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.errors import FormatError, UsageError
 from holdfast.format import values as codec
 from holdfast.interop.arrange import is_extra
+from holdfast.interop.optimizer_groups import join_groups
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf
 
 MODEL = "model"
@@ -26,19 +27,28 @@ _OPTIMIZER = frozenset({"class", "groups", "state"})
 class SavedState:
     """What is in a checkpoint: leaves, further names of them, and the values as encoded.
 
-    ``own``: the keys of values that each rank has its own of.
+    ``own``: the keys of values that each rank has its own of. ``unlike``: the keys of those that
+    are not the same on all ranks, of which rank 0's are taken. ``refused``: what the ranks do not
+    agree on, by name, and why it cannot be taken.
     """
 
     leaves: Mapping[str, ChosenLeaf]
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     own: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def require_agreement(self) -> None:
+        """Raises UsageError where ranks do not agree on something that is in here."""
+        for name, why in self.refused.items():
+            raise UsageError(f"{name}: {why}. Leave it out with --only", leaf=name)
 
     def without_parameter(self, key: str) -> list[str]:
         """The leaves of an optimizer that belong to no parameter in its groups."""
         value = self.values[key]
         params = {name for group in value["groups"] for name in group["params"]}
-        referred = set(_references(value))
+        referred = set(references(value))
         found = []
         for leaf in (name for name in self.leaves if name.startswith(f"{key}.")):
             parts = leaf.removeprefix(f"{key}.").split(".")
@@ -60,7 +70,7 @@ class SavedState:
             if key in self.optimizers:
                 inside = {name for name in named if name.startswith(f"{key}.")}
             else:
-                inside = set(_references(value))
+                inside = set(references(value))
             for name in inside:
                 named.pop(name, None)
         found: dict[str, dict[str, str]] = {}
@@ -93,31 +103,45 @@ def is_optimizer(value: Any) -> bool:
 def merged_optimizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """An encoded optimizer with the parameters that another rank has beside its own.
 
-    They join the group that has the same options, or are a group of their own.
+    Raises UsageError as ``join_groups`` does.
     """
     groups = [{**group, "params": list(group["params"])} for group in one["groups"]]
-    known = {name for group in groups for name in group["params"]}
-    for group in other["groups"]:
-        params = [name for name in group["params"] if name not in known]
-        options = codec.to_bytes(group["options"])
-        same = [mine for mine in groups if codec.to_bytes(mine["options"]) == options]
-        if params and same:
-            same[0]["params"] += params
-        elif params:
-            groups.append({**group, "params": params})
+    join_groups(groups, other["groups"], lambda group: comparable(group["options"]))
     return {**one, "groups": groups, "state": {**other["state"], **one["state"]}}
 
 
-def _references(value: Any) -> Iterator[str]:
+def comparable(value: Any) -> bytes:
+    """Bytes that are the same for the same encoded value: the names of its tensors do not count."""
+    return codec.to_bytes(_nameless(value))
+
+
+def _nameless(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_nameless(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    body = value.get("$tensor")
+    if len(value) == 1 and isinstance(body, dict):
+        return {"$tensor": {**body, "name": ""}}
+    return {key: _nameless(item) for key, item in sorted(value.items())}
+
+
+def extra_state_name(key: str, prefix: str) -> str:
+    """The name that the extra state of a part of the module ``key`` has in a state dict."""
+    return ".".join(part for part in (key, prefix, _EXTRA) if part)
+
+
+def references(value: Any) -> Iterator[str]:
+    """The leaves that an encoded value refers to."""
     if isinstance(value, dict):
         if value.keys() == {"$leaf"}:
             yield value["$leaf"]
             return
         for item in value.values():
-            yield from _references(item)
+            yield from references(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _references(item)
+            yield from references(item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +158,7 @@ def state_tree(saved: SavedState, *, numbered: bool) -> StateTree:
     ``numbered``: optimizers have their state by the numbers of their parameters, as
     ``state_dict()`` of torch does; otherwise by names, as ``get_state_dict`` of DCP does.
     """
+    saved.require_agreement()
     unnamed = unnamed_optimizers(saved)
     if unnamed and not numbered:
         raise UsageError(
@@ -152,7 +177,7 @@ def state_tree(saved: SavedState, *, numbered: bool) -> StateTree:
             state[key] = _numbered(tree, is_named=key not in unnamed) if numbered else tree
         elif isinstance(state.get(key), dict) and isinstance(value, dict):  # extra state
             for prefix, extra in value.items():
-                name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
+                name = extra_state_name("", prefix)
                 if is_extra(name):
                     state[key][name] = codec.decode(extra)
         else:
@@ -162,7 +187,12 @@ def state_tree(saved: SavedState, *, numbered: bool) -> StateTree:
         for key in saved.own
         if key not in state
     )
-    return StateTree(state, notes)
+    unlike = (
+        f"{key} is not the same on all ranks: that of rank 0 is written"
+        for key in saved.unlike
+        if key in state
+    )
+    return StateTree(state, (*notes, *unlike))
 
 
 def _optimizer(saved: SavedState, key: str, value: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.catalogue import damage_note, layout_path, read_bounded
+from holdfast.catalogue import damage_note, layout_path, manifest_path, read_bounded
 from holdfast.errors import (
     AlreadyPublished,
     ChecksumMismatch,
@@ -30,7 +31,7 @@ from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.protocol.arena import SlotFile
 from holdfast.protocol.image_plan import plan_rank
-from holdfast.storage.base import Store, short_read
+from holdfast.storage.base import Store, require_unchanged, short_read
 
 #: Lengths of values that are tried: up to so many bytes from that of the image opened last.
 _TRIED = 64
@@ -286,8 +287,11 @@ class Checkpoint:
         identity: Mapping[str, str],
         *,
         has_sums: bool = True,
+        require_unchanged: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
+        self.require_unchanged = require_unchanged
+        """Raises ForeignFormatError when another writer has changed what was read."""
         self.has_sums = has_sums
         """False for files of another writer, which has left no checksums to compare blocks with."""
         self.identity = dict(identity)
@@ -388,4 +392,5 @@ def from_manifest(
         manifest.world,
         manifest.attempt_id.metadata,
         has_sums=getattr(store, "has_block_sums", True),
+        require_unchanged=partial(require_unchanged, store, manifest_path(manifest.generation)),
     )

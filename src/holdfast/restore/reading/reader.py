@@ -148,7 +148,9 @@ class CheckpointReader:
 
         Nothing of them may be used before it returns, nor after an error.
         """
-        return read_wants(self._checkpoint, wants, destinations)
+        size_bytes = read_wants(self._checkpoint, wants, destinations)
+        self._checkpoint.require_unchanged()
+        return size_bytes
 
     def read(self, name: str, box: Box | Sequence[slice] | None = None) -> Any:
         """Read a leaf, or a box of it, verified: a torch tensor or numpy array of the box's shape.
