@@ -83,7 +83,8 @@ def _export(args: argparse.Namespace, memory: int, out: Path, ranks: CommandRank
     same = ranks.from_rank0(lambda: newest).decode()
     chosen = chosen or hold_checkpoint(opened, same)
     saved = portion(args, saved_state(chosen.checkpoint), chosen.checkpoint)
-    plan = plan_format(args.to, saved, memory_bytes("--shard-size", args.shard_size, SHARD_BYTES))
+    shard_bytes = memory_bytes("--shard-size", args.shard_size, SHARD_BYTES)
+    plan = plan_format(args.to, saved, shard_bytes, chosen.manifest.step)
     refuse_taken(out, is_file=plan.is_file)
     if plan.is_file:
         plan = replace(plan, files=(replace(plan.files[0], path=out.name),))

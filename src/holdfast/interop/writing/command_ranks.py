@@ -51,6 +51,7 @@ def met_ranks(directory: Path, command: str, timeout_s: float = MEET_S) -> Itera
     rank, size = rank_of_command()
     if size == 1:
         yield CommandRanks(command)
+        _clear(directory)
         return
     launch = " ".join(os.environ.get(name, "") for name in _LAUNCH)
     own = directory / xxhash.xxh3_64_hexdigest(launch.encode())
@@ -59,16 +60,25 @@ def met_ranks(directory: Path, command: str, timeout_s: float = MEET_S) -> Itera
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _require_own(path)
     world = ConnectedWorld(rank, size, MeetingFiles(own), timeout_s=timeout_s)
-    ranks = CommandRanks(command, world, own)
+    ranks, is_done = CommandRanks(command, world, own), False
     try:
+        # With all lines open, the end of a rank is heard of at once.
+        world.reduce("the meeting", b"", max, timeout_s=timeout_s)
         with ranks.telling():
             yield ranks
+        is_done = True
     finally:
         world.close()
         if rank == 0:
+            _clear(directory if is_done else own)
             with contextlib.suppress(OSError):
-                remove_tree(str(own))
                 directory.rmdir()
+
+
+def _clear(directory: Path) -> None:
+    """Remove the files of a meeting; with the directory, what killed starts left."""
+    with contextlib.suppress(OSError):
+        remove_tree(str(directory))
 
 
 def _require_own(path: Path) -> None:
