@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.interop.pickle_records import GlobalName
-from holdfast.interop.pickle_writer import PickledCall
+from holdfast.interop.pickle_writer import PickledCall, PickledObject
 from holdfast.interop.writing.planned_files import FormatPlan, KnownBytes, PlannedFile
 from holdfast.interop.writing.state_tree import SavedState, state_tree
 from holdfast.interop.writing.torch_format import with_tensors
@@ -21,6 +21,9 @@ from holdfast.interop.writing.torch_zip import TorchTensor, plan_torch_zip
 #: The version whose layout it is: its loaders want to know.
 _VERSION, _UNIVERSAL = "0.19.8", 0.4
 _STEP = "step"
+#: What the file has before its name where ZeRO-3 looks for it.
+_THIRD = "zero_pp_rank_0_"
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 #: What DeepSpeed itself keeps beside the state of its user, and finds under these names.
 _RESERVED = frozenset(
     (
@@ -43,10 +46,12 @@ def plan_deepspeed_universal(saved: SavedState, step: int) -> FormatPlan:
     state = with_tensors(tree.state, saved)
     found = _Universal(saved, module, state.pop(module), state.pop(optimizer))
     tag = f"global_step{step}_universal"
+    scaler = _scaler(state.pop("loss_scaler", None), state)
+    shared = found.model_states(state, step)
     files = [
-        _file(f"{tag}/mp_rank_00_model_states.pt", found.model_states(state, step)),
+        *(_file(f"{tag}/{name}mp_rank_00_model_states.pt", shared) for name in ("", _THIRD)),
         *(_file(f"{tag}/zero/{name}.pt", value) for name, value in found.atoms()),
-        _file(f"{tag}/zero/optimizer_state.pt", found.optimizer_state()),
+        _file(f"{tag}/zero/optimizer_state.pt", {**found.optimizer_state(), **scaler}),
         PlannedFile("latest_universal", len(tag), (KnownBytes(0, tag.encode()),)),
     ]
     notes = [
@@ -54,6 +59,10 @@ def plan_deepspeed_universal(saved: SavedState, step: int) -> FormatPlan:
         "every weight says cat_dim 0: on several tensor-parallel ranks DeepSpeed would cut those "
         "that are row-parallel in the wrong dimension",
     ]
+    if found.has_unlike_groups:
+        notes.append(
+            "ZeRO-3's loader gives all groups the options of the first: set those of the others"
+        )
     if found.others:
         notes.append(
             f"{', '.join(found.others[:5])}{', ...' if len(found.others) > 5 else ''}: DeepSpeed "
@@ -74,6 +83,16 @@ def _keys(saved: SavedState) -> tuple[str, str]:
                 "with --only, or take another format"
             )
     return modules[0], optimizers[0]
+
+
+def _scaler(value: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The entry of DeepSpeed's loss scaler; a value of another form stays the client's."""
+    if isinstance(value, dict) and {"cur_scale", "dynamic"} <= value.keys():
+        name = "DynamicLossScaler" if "cur_iter" in value else "LossScaler"
+        return {"loss_scaler": PickledObject(GlobalName(_SCALERS, name), value)}
+    if value is not None:
+        state["loss_scaler"] = value
+    return {}
 
 
 def _file(path: str, value: Any) -> PlannedFile:
@@ -123,6 +142,12 @@ class _Universal:
             for name, leaf in names.items()
             if leaf in trained and trained[leaf] != name
         }
+
+    @property
+    def has_unlike_groups(self) -> bool:
+        """True where the groups differ in more than their parameters."""
+        options = [{**group, "params": None} for group in self._groups]
+        return any(one != options[0] for one in options)
 
     def _require(self, name: str, tensor: Any, what: str) -> None:
         if not isinstance(tensor, TorchTensor):
