@@ -21,6 +21,7 @@ DOORS = (
     "data/**/*.py",
     "oneshot.py",
     "preemption.py",
+    "ranks.py",
     "world.py",
     "format/*.py",
     "policy/*.py",

@@ -23,7 +23,8 @@ from holdfast.interop.writing import export_files
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.export_files import ExportReport, export, work_directory
 from holdfast.interop.writing.formats import plan_format
-from holdfast.interop.writing.import_state import ImportReport, import_all, open_import, plan_import
+from holdfast.interop.writing.import_plan import open_import, plan_import
+from holdfast.interop.writing.import_state import ImportReport, import_all
 from holdfast.interop.writing.saved_state import saved_state
 from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.verify import verify

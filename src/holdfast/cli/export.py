@@ -17,10 +17,12 @@ from holdfast.cli.output import SlowProgress, stdout
 from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import UsageError
 from holdfast.interop.writing.chosen_leaves import LeafReader
+from holdfast.interop.writing.command_ranks import CommandRanks, met_ranks, rank_of_command
 from holdfast.interop.writing.export_files import (
     DEFAULT_MEMORY_BYTES,
     ExportReport,
     export,
+    refuse_no_directory,
     refuse_taken,
     window_bytes,
 )
@@ -60,14 +62,30 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the files; returns 2 where there are files already, 5 when storage refuses."""
+    """Writes the files, on each rank its share; returns 2 where there are files already, 5 when
+    storage refuses.
+    """
     memory = memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES)
     window_bytes(memory)
     out = _place(args.out)
+    rank, size = rank_of_command()
+    if args.dry_run:
+        return 0 if rank else _export(args, memory, out, CommandRanks("the export"))
+    if size > 1:
+        refuse_no_directory(out)
+    with met_ranks(out.with_name(f".{out.name}.ranks"), "the export") as ranks:
+        return _export(args, memory, out, ranks)
+
+
+def _export(args: argparse.Namespace, memory: int, out: Path, ranks: CommandRanks) -> int:
     opened = open_readable(args.root)
-    chosen = hold_checkpoint(opened, args.step)
+    chosen = hold_checkpoint(opened, args.step) if ranks.rank == 0 else None
+    newest = str(chosen.manifest.generation).encode() if chosen else b""
+    same = ranks.from_rank0(lambda: newest).decode()
+    chosen = chosen or hold_checkpoint(opened, same)
     saved = portion(args, saved_state(chosen.checkpoint), chosen.checkpoint)
-    plan = plan_format(args.to, saved, memory_bytes("--shard-size", args.shard_size, SHARD_BYTES))
+    shard_bytes = memory_bytes("--shard-size", args.shard_size, SHARD_BYTES)
+    plan = plan_format(args.to, saved, shard_bytes, chosen.manifest.step)
     refuse_taken(out, is_file=plan.is_file)
     if plan.is_file:
         plan = replace(plan, files=(replace(plan.files[0], path=out.name),))
@@ -85,8 +103,10 @@ def run(args: argparse.Namespace) -> int:
                 progress,
                 memory_bytes=memory,
                 require_unchanged=chosen.checkpoint.require_unchanged,
+                ranks=ranks,
             )
-    _print(args, chosen, plan, report)
+    if ranks.rank == 0:
+        _print(args, chosen, plan, report)
     return 0
 
 

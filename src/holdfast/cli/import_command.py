@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,12 @@ from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.directories import FORMATS
+from holdfast.interop.writing.command_ranks import met_ranks, rank_of_command
 from holdfast.interop.writing.export_files import DEFAULT_MEMORY_BYTES, window_bytes
-from holdfast.interop.writing.import_state import (
-    ImportPlan,
-    ImportReport,
-    import_all,
-    open_imports,
-    plan_import,
-)
+from holdfast.interop.writing.import_plan import ImportPlan, open_imports, plan_import
+from holdfast.interop.writing.import_state import ImportReport, import_all
 from holdfast.observe.text import count_text, size_text
-from holdfast.storage.open import open_store
+from holdfast.storage.open import is_bucket, open_store
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -60,21 +57,40 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the checkpoints; returns 3 where there is none, 4 for one that is damaged or changes
-    meanwhile, 5 while a run writes to the root.
+    """Makes the checkpoints, on each rank its share of the images; returns 3 where there is none,
+    4 for one that is damaged or changes meanwhile, 5 while a run writes to the root.
     """
     memory = memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES)
     window_bytes(memory)
-    plans, notes = _plans(args)
-    report = ImportReport()
-    if not args.dry_run:
+    if args.dry_run:
+        if rank_of_command()[0] == 0:
+            _tell(args, *_plans(args), ImportReport())
+        return 0
+    with met_ranks(_meeting_place(args), "the import") as ranks:
+        plans, notes = _plans(args)
         with SlowProgress("importing") as progress:
-            report = import_all(plans, open_store(args.root), progress, memory)
+            report = import_all(plans, open_store(args.root), progress, memory, ranks)
+        if ranks.rank == 0:
+            _tell(args, plans, notes, report)
+    return 0
+
+
+def _meeting_place(args: argparse.Namespace) -> Path:
+    """Where the ranks meet: beside the root, or beside the source of one in a bucket."""
+    path = Path(os.path.abspath(args.source if is_bucket(args.root) else args.root))
+    return path.with_name(f".{path.name}.ranks")
+
+
+def _tell(
+    args: argparse.Namespace,
+    plans: Sequence[ImportPlan],
+    notes: Sequence[str],
+    report: ImportReport,
+) -> None:
     if args.json:
         print_json(_record(args, plans, notes, report))
     else:
         _print(args, plans, notes, report)
-    return 0
 
 
 def _plans(args: argparse.Namespace) -> tuple[list[ImportPlan], list[str]]:

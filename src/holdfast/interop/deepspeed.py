@@ -465,6 +465,13 @@ class _Checkpoint:
         inner = common.get("optimizer_state_dict")
         self._add_scaler(rest, common)
         found: dict[str, dict[str, Any]] = {}
+        steps: dict[str, dict[str, Any]] = {}
+        if isinstance(inner, dict) and "state" in inner:  # not all atoms have steps
+            singles = {
+                number: {k: v for k, v in some.items() if getattr(v, "shape", ()) == ()}
+                for number, some in inner["state"].items()
+            }
+            self._add_steps(steps, name, {"state": singles}, shapes)
         for parameter, shape in ((n, s) for group in shapes for n, s in group.items()):
             if parameter not in atoms:
                 raise self._error(f"zero/{parameter}/fp32.pt", "it is not there")
@@ -474,14 +481,9 @@ class _Checkpoint:
                 for one in sorted(self._names)
                 if (m := re.fullmatch(rf"zero/{re.escape(parameter)}/([^/]+)\.pt", one))
             ]
-            for kind in (one for one in kinds if one != "fp32"):
-                found.setdefault(parameter, {})[kind] = self._atom(parameter, kind, shape)
-        if isinstance(inner, dict) and "state" in inner:  # steps, which its atoms do not have
-            singles = {
-                number: {k: v for k, v in some.items() if getattr(v, "shape", ()) == ()}
-                for number, some in inner["state"].items()
-            }
-            self._add_steps(found, name, {"state": singles}, shapes)
+            moments = {k: self._atom(parameter, k, shape) for k in kinds if k != "fp32"}
+            if moments:
+                found[parameter] = {**steps.get(parameter, {}), **moments}
         if any("step" not in kinds for kinds in found.values()):
             self._notes.append("some parameters have no step count: their atoms have no step.pt")
         options = (inner or common).get("param_groups") or []

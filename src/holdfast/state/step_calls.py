@@ -1,6 +1,6 @@
 """Follows every call of an optimizer's ``step``, and calls the fence before its first hook.
 
-In the middle of a call the state is that of no step. Torch's own hooks show where a step begins, and
+In the middle of a call the state is of no step. Torch's own hooks show where a step begins, and
 where one ends that raises nothing; so ``step`` itself is wrapped, in its class and where an
 instance has one of its own. A step that raised leaves a state that is neither the one before nor
 the next: which optimizers those are is remembered until their next whole step, or a restore.

@@ -1,8 +1,8 @@
 """Writes planned files beside their place, and gives them their names when all are durable.
 
-Until then the place is as it was. What an export that was stopped left behind is gone on with: a
-journal names each window of bytes that was written, and its checksum, with which the bytes that are
-there are compared.
+Until then the place is as it was. What an export that was stopped left behind is gone on with:
+journals name each window of bytes that was written, and its checksum, with which the bytes that are
+there are compared. Of several ranks each writes its share of the windows, and rank 0 all else.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from holdfast.errors import RootBusy, StorageError, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text
 from holdfast.interop.writing.chosen_leaves import LeafReader
+from holdfast.interop.writing.command_ranks import CommandRanks
 from holdfast.interop.writing.crc import joined_crc
 from holdfast.interop.writing.planned_files import FormatPlan, LeafBytes, PlannedFile, fill_window
 from holdfast.restore.reading.read import in_parallel
@@ -71,8 +73,7 @@ class _Window:
 
 def refuse_taken(out: Path, *, is_file: bool) -> None:
     """Raises UsageError when an export may not be written to ``out``."""
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is no directory: make it, or give another place")
+    refuse_no_directory(out)
     if is_file and (out.exists() or out.is_symlink()):
         raise UsageError(f"{out} exists already and is never written over: give another place")
     if out.is_dir():
@@ -82,6 +83,12 @@ def refuse_taken(out: Path, *, is_file: bool) -> None:
             raise UsageError(f"{out} has files in it, which are never mixed: give another place")
     elif out.exists() or out.is_symlink():
         raise UsageError(f"{out} is a file, and a directory is written: give another place")
+
+
+def refuse_no_directory(out: Path) -> None:
+    """Raises UsageError when there is no directory to write ``out`` in."""
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent} is no directory: make it, or give another place")
 
 
 def work_directory(out: Path) -> Path:
@@ -99,23 +106,36 @@ def export(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     before: Callable[[str], None] = lambda _: None,
     require_unchanged: Callable[[], None] = lambda: None,
+    ranks: CommandRanks | None = None,
 ) -> ExportReport:
     """Write the files of ``plan`` to ``out``, which gets its name last.
 
     ``identity``: of what is read; what another source left behind is thrown away. ``before``: is
     called before each operation on files. ``require_unchanged``: raises when the source has changed
-    meanwhile. UsageError when there are files at ``out``, StorageError when storage refuses.
+    meanwhile. ``ranks``: that write it together; an error of one is raised on all. UsageError when
+    there are files at ``out``, StorageError when storage refuses.
     """
+    ranks = ranks or CommandRanks("the export")
     size = window_bytes(memory_bytes, reader.is_plain)
-    refuse_taken(out, is_file=plan.is_file)
-    target = _WorkDirectory(out, before)
+    target = _WorkDirectory(out, before, ranks.rank)
     with contextlib.closing(target):
-        target.begin(_identity(plan, identity, size))
-        export_ = _Export(plan, reader, target, progress, size)
-        export_.run()
-        require_unchanged()
-        target.publish(plan)
-    return export_.report
+        whole = _identity(plan, identity, size)
+        begun = ranks.from_rank0(lambda: target.begin(plan, whole))
+        ranks.gather(lambda: target.take(plan, whole, begun))
+        export_ = _Export(plan, reader, target, progress, size, ranks)
+
+        def write() -> bytes:
+            export_.run()
+            require_unchanged()
+            return export_.told()
+
+        def conclude(told: bytes) -> bytes:
+            export_.finish(told)
+            target.publish(plan)
+            return export_.told()
+
+        told = ranks.gather(write, _join_told, conclude)
+    return _report(plan, told)
 
 
 def _identity(plan: FormatPlan, source: str, size: int) -> str:
@@ -126,8 +146,36 @@ def _identity(plan: FormatPlan, source: str, size: int) -> str:
     return found.hexdigest()
 
 
+class _Told(msgspec.Struct, array_like=True):
+    """What ranks have written: bytes, those that were there already, and CRC-32s of leaves.
+
+    ``sums``: by the number of the file and of its part: (offset, bytes, CRC-32).
+    """
+
+    size_bytes: int = 0
+    resumed_bytes: int = 0
+    sums: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+
+
+def _join_told(one: bytes, other: bytes) -> bytes:
+    first, second = (msgspec.msgpack.decode(each, type=_Told) for each in (one, other))
+    for place, sums in second.sums.items():
+        first.sums.setdefault(place, []).extend(sums)
+    first.size_bytes += second.size_bytes
+    first.resumed_bytes += second.resumed_bytes
+    return msgspec.msgpack.encode(first)
+
+
+def _report(plan: FormatPlan, told: bytes) -> ExportReport:
+    found = msgspec.msgpack.decode(told, type=_Told)
+    files = [file.path for file in plan.files]
+    return ExportReport(found.size_bytes, found.resumed_bytes, files=files)
+
+
 class _Export:
-    """One export: windows are written by several threads, then what depends on their sums."""
+    """One rank's share of an export: windows are written by several threads; what depends on the
+    sums of all ranks' windows is written last, on rank 0.
+    """
 
     def __init__(
         self,
@@ -136,28 +184,43 @@ class _Export:
         target: _WorkDirectory,
         progress: Progress,
         window_bytes: int,
+        ranks: CommandRanks,
     ) -> None:
         self._plan, self._reader, self._target = plan, reader, target
-        self._progress, self._window_bytes = progress, window_bytes
-        self._sums: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in plan.files]
+        self._progress, self._window_bytes, self._ranks = progress, window_bytes, ranks
+        self._told = _Told()
+        self._share_bytes = 0
         self._lock = threading.Lock()
         self._thread = threading.local()
-        self.report = ExportReport(files=[file.path for file in plan.files])
+
+    def told(self) -> bytes:
+        """What was written so far, for the other ranks."""
+        return msgspec.msgpack.encode(self._told)
 
     def run(self) -> None:
-        for file in self._plan.files:
-            self._target.make(file)
+        """Write this rank's share, durably."""
         windows = [
             _Window(number, start, min(start + self._window_bytes, file.size_bytes))
             for number, file in enumerate(self._plan.files)
             for start in range(0, file.size_bytes, self._window_bytes)
         ]
+        share = self._ranks.share(len(windows))
+        windows = windows[share.start : share.stop]
+        self._share_bytes = sum(window.stop - window.start for window in windows)
         threads = min(WORKERS, max(1, len(windows)))
         in_parallel(self._write, windows, threads=threads, name="holdfast-export")
+        if self._ranks.rank:
+            for number in sorted({window.file for window in windows}):
+                self._target.sync(self._plan.files[number])
+
+    def finish(self, told: bytes) -> None:
+        """Write what depends on the sums of all windows, and make all files durable."""
+        self._told = msgspec.msgpack.decode(told, type=_Told)
         for number, file in enumerate(self._plan.files):
             self._finish(number, file)
 
     def _write(self, window: _Window) -> int:
+        self._ranks.require_others()
         file = self._plan.files[window.file]
         memory = self._memory(window.stop - window.start)
         known = self._target.journal.get((file.path, window.start))
@@ -175,10 +238,10 @@ class _Export:
         ]
         with self._lock:
             for number, at, size, crc in sums:
-                self._sums[window.file].setdefault(number, []).append((at, size, crc))
-            self.report.size_bytes += len(memory)
-            self.report.resumed_bytes += len(memory) if is_there else 0
-            self._progress(self.report.size_bytes, self._plan.size_bytes)
+                self._told.sums.setdefault((window.file, number), []).append((at, size, crc))
+            self._told.size_bytes += len(memory)
+            self._told.resumed_bytes += len(memory) if is_there else 0
+            self._progress(self._told.size_bytes, self._share_bytes)
         return len(memory)
 
     def _memory(self, size_bytes: int) -> memoryview:
@@ -190,9 +253,9 @@ class _Export:
 
     def _finish(self, number: int, file: PlannedFile) -> None:
         if file.finish is not None:
-            found = self._sums[number]
+            found = self._told.sums
             sums = [
-                joined_crc((size, crc) for _, size, crc in sorted(found.get(at, [])))
+                joined_crc((size, crc) for _, size, crc in sorted(found.get((number, at), [])))
                 for at, part in enumerate(file.parts)
                 if isinstance(part, LeafBytes)
             ]
@@ -210,10 +273,10 @@ def _runs(file: PlannedFile, start: int, stop: int) -> Sequence[tuple[int, int, 
 
 
 class _WorkDirectory:
-    """The directory beside ``out`` that has the files, and the journal, until the end."""
+    """The directory beside ``out`` that has the files and the ranks' journals until the end."""
 
-    def __init__(self, out: Path, before: Callable[[str], None]) -> None:
-        self._out, self._before = out, before
+    def __init__(self, out: Path, before: Callable[[str], None], rank: int) -> None:
+        self._out, self._before, self._rank = out, before, rank
         self._path = work_directory(out)
         self._files = self._path / "files"
         self._open: dict[str, int] = {}
@@ -223,46 +286,90 @@ class _WorkDirectory:
         self._lock = threading.Lock()
         self.journal: dict[tuple[str, int], str] = {}
 
-    def begin(self, identity: str) -> None:
-        """Take the directory, and read the journal of an export of the same files that was
-        stopped. RootBusy while another export writes there.
+    def begin(self, plan: FormatPlan, identity: str) -> bytes:
+        """On rank 0: take the directory, throw away what another export has left there, and
+        reserve room for all files. Returns the identity.
+
+        RootBusy while another export writes there.
         """
+        refuse_taken(self._out, is_file=plan.is_file)
         with self._reporting("mkdir"):
             self._path.mkdir(exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._journal_file = os.open(self._path / "journal", flags, FILE_MODE)
-            try:
-                fcntl.flock(self._journal_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RootBusy(
-                    f"{self._out} is being written by another export", name=str(self._path)
-                ) from None
-            raw = os.pread(self._journal_file, os.fstat(self._journal_file).st_size, 0)
-            first, *lines = raw.decode(errors="replace").split("\n")
-            if first != identity:
+        self._journal_file, first = self._locked(self._path / "journal")
+        with self._reporting("mkdir"):
+            others = sorted(self._path.glob("journal-*"))
+        is_another = first != identity
+        for path in others:  # of a rank that outlived rank 0 of an earlier start
+            journal, _ = self._locked(path)
+            os.close(journal)
+            if is_another:
+                path.unlink()
+        with self._reporting("mkdir"):
+            if is_another:
                 os.ftruncate(self._journal_file, 0)
                 remove_tree(str(self._files))
                 self._append(identity)
-            else:
-                os.lseek(self._journal_file, 0, os.SEEK_END)
-                self.journal = dict(filter(None, map(_journal_entry, lines)))
             self._files.mkdir(exist_ok=True)
+        for file in plan.files:
+            self._make(file)
+        return identity.encode()
 
-    def make(self, file: PlannedFile) -> None:
+    def take(self, plan: FormatPlan, identity: str, begun: bytes) -> bytes:
+        """On every rank: read the journals of an export of the same files that was stopped, and
+        open the files that rank 0 has made.
+        """
+        if begun.decode() != identity:
+            raise UsageError(
+                f"rank {self._rank} would export other bytes than rank 0: all ranks need the same "
+                "arguments, and see the same files"
+            )
+        if self._rank:
+            self._journal_file, first = self._locked(self._path / f"journal-{self._rank}")
+            with self._reporting("write", "journal"):
+                if first != identity:
+                    os.ftruncate(self._journal_file, 0)
+                    self._append(identity)
+            for file in plan.files:
+                self._open_file(file)
+        with self._reporting("read", "journal"):
+            for path in sorted(self._path.glob("journal*")):
+                first, *lines = path.read_text(errors="replace").split("\n")
+                if first == identity:
+                    self.journal.update(filter(None, map(_journal_entry, lines)))
+        return b""
+
+    def _locked(self, path: Path) -> tuple[int, str]:
+        """A journal, locked, and its first line. RootBusy while another process has it."""
+        with self._reporting("open", "journal"):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND
+            journal = os.open(path, flags, FILE_MODE)
+            try:
+                fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(journal)
+                raise RootBusy(
+                    f"{self._out} is being written by another export", name=str(self._path)
+                ) from None
+            return journal, os.pread(journal, 64, 0).decode(errors="replace").partition("\n")[0]
+
+    def _make(self, file: PlannedFile) -> None:
         """Open a file, and reserve its room."""
         place = self._files / file.path
         with self._reporting("create", file.path):
             place.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-            if os.fstat(descriptor).st_nlink > 1:  # it was published, and belongs to others
-                os.close(descriptor)
+            if place.exists() and place.stat().st_nlink > 1:  # published: it belongs to others
                 place.unlink()
-                self.journal = {at: s for at, s in self.journal.items() if at[0] != file.path}
-                descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-            self._open[file.path] = descriptor
-            if os.fstat(descriptor).st_size != file.size_bytes:
-                os.ftruncate(descriptor, 0)
-                _reserve(descriptor, file.size_bytes)
+        self._open_file(file)
+        with self._reporting("create", file.path):
+            if os.fstat(self._open[file.path]).st_size != file.size_bytes:
+                os.ftruncate(self._open[file.path], 0)
+                _reserve(self._open[file.path], file.size_bytes)
+
+    def _open_file(self, file: PlannedFile) -> None:
+        place = self._files / file.path
+        with self._reporting("open", file.path):
+            made = 0 if self._rank else os.O_CREAT
+            self._open[file.path] = os.open(place, os.O_RDWR | made | os.O_CLOEXEC, FILE_MODE)
             with contextlib.suppress(OSError):  # EINVAL: a file system without direct I/O
                 self._direct[file.path] = os.open(place, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
 

@@ -1,34 +1,32 @@
 """Makes a checkpoint of ours of what another writer left: images, layout and, last, the manifest.
 
 Block checksums are made once, of the bytes on their way. What an import that was stopped has
-finished is named by a note in the root, with its checksums; it is compared with them and kept.
+finished is named by notes in the root, with its checksums; it is compared with them and kept. Of
+several ranks each makes its share of the images; rank 0 alone removes and publishes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import msgspec
-import xxhash
 
 from holdfast.catalogue import (
+    COPIES,
     LOCK,
-    ROOT,
     Catalogue,
     catalogue,
     copy_note_path,
     image_path,
     read_bounded,
 )
-from holdfast.errors import CoverageError, HoldfastError, NotFound, RootBusy, UsageError
-from holdfast.format import values as codec
+from holdfast.errors import HoldfastError, RootBusy, UsageError
 from holdfast.format.checksum import block_count, blocks, checksum, pack_table, text
-from holdfast.format.image import Image, fill_in, piece_name
+from holdfast.format.image import Image
 from holdfast.format.manifest import (
     MAX_DOCUMENT_BYTES,
     AttemptId,
@@ -38,272 +36,24 @@ from holdfast.format.manifest import (
     Manifest,
     needed,
 )
-from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.codec import has_listings
-from holdfast.geometry.layout import HolderBoxes, Layout, LeafEntry, merge
-from holdfast.interop.arrange import Orders
-from holdfast.interop.directories import read_directory, recognize
-from holdfast.interop.foreign import ForeignCheckpoint
-from holdfast.interop.foreign_store import ForeignStore
-from holdfast.interop.source_files import SourceFiles
-from holdfast.interop.steps import find_steps, finished
 from holdfast.interop.writing.chosen_leaves import LeafReader
+from holdfast.interop.writing.command_ranks import CommandRanks
 from holdfast.interop.writing.export_files import WORKERS, Progress, window_bytes
+from holdfast.interop.writing.import_plan import ImportPlan
 from holdfast.interop.writing.planned_files import (
-    KnownBytes,
-    LeafBytes,
     PlannedFile,
     fill_window,
 )
-from holdfast.interop.writing.saved_state import saved_state
-from holdfast.interop.writing.state_tree import IMPORTED, SavedState, unnamed_optimizers
 from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
-from holdfast.protocol.image_plan import plan_rank
-from holdfast.restore.reading.images import Checkpoint, StoredImage, from_manifest
-from holdfast.restore.reading.read import in_parallel, read_values, verify_blocks
+from holdfast.restore.reading.images import Checkpoint, StoredImage
+from holdfast.restore.reading.read import in_parallel, verify_blocks
 from holdfast.restore.reading.stored import run_id_of
 from holdfast.storage.base import ImageSink, Store, unfinished
 from holdfast.storage.direct import aligned_memory
-from holdfast.storage.open import is_bucket
 
 _MAX_SHOWN_BYTES = 1 << 20
-
-#: Chooses, renames and converts what is imported.
-Portion = Callable[[SavedState, Checkpoint], SavedState]
-
-
-@dataclass(frozen=True, slots=True)
-class ImportSource:
-    """A checkpoint of another writer: where it is, and what is taken of it."""
-
-    path: Path
-    files: SourceFiles
-    format: str
-    step: int
-    checkpoint: Checkpoint
-    saved: SavedState
-    notes: tuple[str, ...]
-    facts: tuple[str, ...] = ()
-    """What tells the files from others of the same names."""
-
-
-def find_sources(source: str, format_: str | None) -> tuple[list[Path], list[str]]:
-    """The checkpoints at a path: itself, or the finished steps below it; notes about others.
-
-    Raises NotFound where there is none, UsageError for a bucket or a root of ours.
-    """
-    path = Path(source)
-    if is_bucket(source):
-        raise UsageError(f"{source}: checkpoints of others in buckets can't be read: copy it first")
-    if (path / ROOT).exists():
-        raise UsageError(f"{path} is a root of ours already: `holdfast copy` brings it elsewhere")
-    if not path.exists():
-        raise NotFound(f"{path} is not there")
-    if format_ is not None or recognize(SourceFiles(path)) is not None:
-        return [path], []
-    places, notes = find_steps(path) if path.is_dir() else ([], [])
-    if not places:
-        raise NotFound(
-            "; ".join(
-                [
-                    f"{path} is no checkpoint of a kind that is read, and has none of a step in "
-                    "the directories below it: give the path of one, or name its kind with "
-                    "--format",
-                    *notes,
-                ]
-            )
-        )
-    places, unfinished = finished(path, places)
-    return [path / place.name for place in places], notes + unfinished
-
-
-def open_imports(
-    source: str, format_: str | None, portion: Portion, orders: Orders | None = None
-) -> tuple[list[ImportSource], list[str]]:
-    """Open each checkpoint at a path as ``open_import``; notes about those that are left out.
-
-    Of several, one that can't be read is left out. Raises as the readers do where none can.
-    """
-    paths, notes = find_sources(source, format_)
-    opened: list[ImportSource] = []
-    for path in paths:
-        files = SourceFiles(path)
-        try:
-            found = _read(files, format_, orders)
-        except HoldfastError as error:
-            if path == paths[-1] and not opened:
-                raise
-            notes.append(f"{path} is left out: {error}")
-            continue
-        opened.append(_opened(files, found, portion, orders))
-    return opened, notes
-
-
-def open_import(
-    path: Path, format_: str | None, portion: Portion, orders: Orders | None = None
-) -> ImportSource:
-    """Read everything of a checkpoint but its tensors. Raises as the readers do.
-
-    ``orders``: the parameters of optimizers that number them, as in ``arrange``.
-    """
-    files = SourceFiles(path)
-    return _opened(files, _read(files, format_, orders), portion, orders)
-
-
-def _read(files: SourceFiles, format_: str | None, orders: Orders | None) -> ForeignCheckpoint:
-    found = read_directory(files, format_, orders)
-    if found is None:
-        raise UsageError(f"{files.path} is no checkpoint of a kind that is read")
-    return found
-
-
-def _opened(
-    files: SourceFiles, found: ForeignCheckpoint, portion: Portion, orders: Orders | None
-) -> ImportSource:
-    path = files.path
-    for key in orders or {}:
-        if key not in found.values:  # the names given do not fit it, or there is no such key
-            why = next((note for note in found.notes if note.startswith(key)), f"no {key} is there")
-            raise UsageError(f"{path}: {why}")
-    store = ForeignStore(files, found)
-    (manifest,) = catalogue(store).manifests
-    checkpoint = from_manifest(store, manifest)
-    facts = tuple(store.facts())
-    saved = portion(saved_state(checkpoint), checkpoint)
-    if unnamed := unnamed_optimizers(saved):
-        raise UsageError(
-            f"{path}: {unnamed[0]} has its state by numbers, without the names of their "
-            "parameters: give these with --parameters FILE, or leave it out with --only 'model.**'"
-        )
-    return ImportSource(
-        path, files, found.format, found.step, checkpoint, saved, store.notes, facts
-    )
-
-
-# ── the plan ─────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class ImportPlan:
-    """What an import of one checkpoint makes."""
-
-    source: ImportSource
-    layout: Layout
-    shared: Mapping[str, Any]
-    own: tuple[Mapping[str, Any], ...]
-    """The values that each rank has its own of, by rank."""
-    nonce: str
-
-    def values(self, rank: int) -> bytes:
-        """The values in the image of a rank, as they are stored."""
-        aliases = dict(self.source.saved.aliases)
-        return codec.to_bytes({"shared": self.shared, "own": self.own[rank], "aliases": aliases})
-
-    @property
-    def attempt(self) -> str:
-        """The name of the attempt: the same whenever the same is imported again."""
-        return self.nonce[:16]
-
-    @property
-    def world(self) -> int:
-        """The number of images."""
-        return self.source.checkpoint.world
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all leaves."""
-        return sum(leaf.size_bytes for leaf in self.source.saved.leaves.values())
-
-    def image(self, rank: int, id_: AttemptId, run_id: str) -> tuple[Image, PlannedFile]:
-        """The header of an image, and all of it up to its block table."""
-        plan, values = plan_rank(self.layout, rank), self.values(rank)
-        image = fill_in(plan, id_.image_metadata(run_id, rank), len(values))
-        boxes = {}
-        for piece in self.layout.pieces(rank):
-            leaf = self.layout.leaves[piece.leaf]
-            boxes[piece_name(leaf.name, leaf.shape, piece.box)] = leaf.name, piece.box
-        parts: list[KnownBytes | LeafBytes] = [KnownBytes(0, image.header)]
-        for entry in plan.entries:
-            name, box = boxes[entry.name]
-            if entry.size_bytes:
-                offset = image.data_start + entry.offset
-                parts.append(LeafBytes(offset, name, box, entry.dtype))
-        parts.append(KnownBytes(image.data_start + image.values_offset, values))
-        path = image_path(Generation(id_.incarnation, id_.step), id_.attempt, rank)
-        return image, PlannedFile(path, image.data_start + image.table_offset, tuple(parts))
-
-
-def plan_import(source: ImportSource) -> ImportPlan:
-    """What is made of a checkpoint. Raises UsageError for one that nothing of is taken."""
-    source.saved.require_agreement()
-    if not source.saved.leaves and not source.saved.values:
-        raise UsageError(f"{source.path}: nothing is left to import")
-    layout = _layout(source.saved, source.checkpoint)
-    values: dict[str, Any] = dict(source.saved.values)
-    values.setdefault(
-        IMPORTED, {"source": str(source.path), "format": source.format, "step": source.step}
-    )
-    own = tuple(_own_values(source, rank) for rank in range(source.checkpoint.world))
-    plan = ImportPlan(source, layout, values, own, "")
-    found = xxhash.xxh3_128(layout.to_json())
-    found.update(plan.values(0))
-    for rank in range(1, len(own) if any(own) else 0):
-        found.update(codec.to_bytes(own[rank]))
-    for fact in source.facts:
-        found.update(f"{fact}\n".encode(errors="surrogatepass"))
-    for name, leaf in sorted(source.saved.leaves.items()):
-        found.update(f"{name} {leaf}\n".encode(errors="surrogatepass"))
-    return replace(plan, nonce=found.hexdigest())
-
-
-def _own_values(source: ImportSource, rank: int) -> dict[str, Any]:
-    """What a rank has its own of, as far as it was chosen."""
-    if not source.saved.own:
-        return {}
-    own = read_values(source.checkpoint, rank).get("own", {})
-    return {key: value for key, value in own.items() if key in source.saved.own}
-
-
-def _layout(saved: SavedState, checkpoint: Checkpoint) -> Layout:
-    """The boxes of each leaf: as its files have them, or whole where it is put together."""
-    numbers = {leaf.name: number for number, leaf in enumerate(checkpoint.layout.leaves)}
-    tables: list[list[LeafEntry]] = [[] for _ in range(checkpoint.world)]
-    sizes = [0] * checkpoint.world
-    for name, leaf in sorted(saved.leaves.items()):
-        whole = Box.whole(leaf.shape)
-        stored = leaf.patches[0].leaf if _keeps_boxes(leaf.patches, leaf.shape) else None
-        owned = (
-            () if stored is None or whole.is_empty else checkpoint.layout.owners(numbers[stored])
-        )
-        boxes: dict[int, list[Box]] = {}
-        for rank, box in owned:
-            boxes.setdefault(rank, []).append(box)
-        fault = cover_fault(whole, (box for _, box in owned)) if stored is not None else None
-        if fault is not None and not whole.is_empty:
-            raise CoverageError(
-                f"{name}: box {fault.box.start}:{fault.box.stop} is in none of the files, or in "
-                "two: nothing is imported. `holdfast verify` lists what is missing"
-            )
-        if stored is None or whole.is_empty:
-            boxes = {min(range(len(sizes)), key=sizes.__getitem__): [whole]}
-        for rank, some in boxes.items():
-            in_order = tuple(sorted(some, key=lambda box: (box.start, box.stop)))
-            instance = None if some == [whole] else HolderBoxes(in_order)
-            tables[rank].append(LeafEntry(name, leaf.dtype, leaf.shape, "lowest", instance))
-            sizes[rank] += leaf.size_bytes // len(boxes)
-    return merge(tables, is_partial=True)
-
-
-def _keeps_boxes(patches: Sequence[Any], shape: tuple[int, ...]) -> bool:
-    """True for a leaf that is another, or has another type, and no other elements."""
-    if len(patches) != 1:
-        return False
-    (patch,) = patches
-    return bool(patch.leaf_shape == shape and patch.dims == tuple(range(len(shape))))
-
-
-# ── the work ─────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -317,29 +67,69 @@ class ImportReport:
 
 
 def import_all(
-    plans: Sequence[ImportPlan], root: Store, progress: Progress, memory_bytes: int
+    plans: Sequence[ImportPlan],
+    root: Store,
+    progress: Progress,
+    memory_bytes: int,
+    ranks: CommandRanks | None = None,
 ) -> ImportReport:
     """Make checkpoints of all ``plans``, in order of their steps, under the root's lock.
 
-    Stopped anywhere, every checkpoint of the root is whole, and the next import goes on. Raises
-    UsageError where the root goes on from what it has in another way.
+    Stopped anywhere, every checkpoint of the root is whole, and the next import goes on.
+    ``ranks``: that make them together; an error of one is raised on all. Raises UsageError where
+    the root goes on from what it has in another way.
     """
+    ranks = ranks or CommandRanks("the import")
     report = ImportReport()
-    found = catalogue(root)
-    record = commit.open_root(root, run_id_of(found) or plans[0].nonce[:12])
     total = sum(plan.size_bytes for plan in plans)
-    with root.lock(LOCK, "holdfast import"):
-        for plan in sorted(plans, key=lambda plan: plan.source.step):
+    with ExitStack() as held:
+
+        def begin() -> bytes:
             found = catalogue(root)
-            there = [m.generation for m in found.manifests if m.attempt == plan.attempt]
-            if there:
-                report.there += there
+            record = commit.open_root(root, run_id_of(found) or plans[0].nonce[:12])
+            held.enter_context(root.lock(LOCK, "holdfast import"))
+            return record.run_id.encode()
+
+        run_id = ranks.from_rank0(begin).decode()
+        for plan in sorted(plans, key=lambda plan: plan.source.step):
+            start = _agreed_start(plan, root, run_id, ranks)
+            if start.there:
+                report.there += [Generation(*one) for one in start.there]
                 report.size_bytes += plan.size_bytes
                 continue
-            _refuse_order(root, found, plan)
-            importing = _Import(plan, root, record.run_id, found, report, progress, total)
+            assert start.incarnation is not None
+            importing = _Import(plan, root, start.incarnation, report, progress, total, ranks)
             report.imported.append(importing.run(memory_bytes))
     return report
+
+
+class _Start(msgspec.Struct):
+    """What rank 0 has decided of one checkpoint: it is there already, or of this incarnation."""
+
+    nonce: str
+    there: list[tuple[int, int]] = []
+    incarnation: Incarnation | None = None
+
+
+def _agreed_start(plan: ImportPlan, root: Store, run_id: str, ranks: CommandRanks) -> _Start:
+    def decide() -> bytes:
+        found = catalogue(root)
+        start = _Start(plan.nonce)
+        there = [m.generation for m in found.manifests if m.attempt == plan.attempt]
+        if there:
+            start.there = [(one.incarnation, one.step) for one in there]
+        else:
+            _refuse_order(root, found, plan)
+            start.incarnation = _incarnation(plan, run_id, found)
+        return msgspec.msgpack.encode(start)
+
+    start = msgspec.msgpack.decode(ranks.from_rank0(decide), type=_Start)
+    if start.nonce != plan.nonce:
+        raise UsageError(
+            f"rank {ranks.rank} would import something else than rank 0: all ranks need the same "
+            "arguments, and see the same files"
+        )
+    return start
 
 
 def _refuse_order(root: Store, found: Catalogue, plan: ImportPlan) -> None:
@@ -376,32 +166,62 @@ class _Import:
         self,
         plan: ImportPlan,
         root: Store,
-        run_id: str,
-        found: Catalogue,
+        incarnation: Incarnation,
         report: ImportReport,
         progress: Progress,
         total_bytes: int,
+        ranks: CommandRanks,
     ) -> None:
-        self._plan, self._root = plan, root
+        self._plan, self._root, self._ranks = plan, root, ranks
         self._report, self._progress, self._total_bytes = report, progress, total_bytes
-        self._incarnation = _incarnation(plan, run_id, found)
+        self._incarnation = incarnation
         self.generation = Generation(self._incarnation.n, plan.source.step)
         self._id = AttemptId(
             self._incarnation.n, plan.source.step, plan.attempt, plan.world, plan.layout.hash
         )
-        self._note = _ImportNote(root, copy_note_path(self.generation, plan.attempt))
+        self._note = _ImportNote(root, copy_note_path(self.generation, plan.attempt), ranks.rank)
         self._reader = LeafReader(plan.source.checkpoint, plan.source.saved.leaves)
 
     def run(self, memory_bytes: int) -> Generation:
         """Write all images, then publish; returns the generation."""
         size = window_bytes(memory_bytes, self._reader.is_plain)
-        refs = tuple(self._image(rank, size) for rank in range(self._plan.world))
-        self._plan.source.files.require_unchanged()
+        before = self._report.resumed_bytes
+        good: dict[int, ImageRef] = {}
+
+        def compare() -> bytes:
+            found = (self._good_image(rank) for rank in self._share())
+            good.update((ref.rank, ref) for ref in found if ref is not None)
+            lacking = [rank for rank in self._share() if rank not in good]
+            return msgspec.msgpack.encode(lacking)
+
+        def clear(lacking: bytes) -> bytes:
+            for rank in sorted(msgspec.msgpack.decode(lacking, type=list[int])):
+                self._clear(image_path(self.generation, self._plan.attempt, rank))
+            return b""
+
+        def write() -> bytes:
+            refs = [good.get(rank) or self._image(rank, size) for rank in self._share()]
+            self._plan.source.files.require_unchanged()
+            resumed = self._report.resumed_bytes - before
+            return msgspec.msgpack.encode((resumed, refs))
+
+        self._ranks.gather(compare, _join_lists, clear)
+        told = self._ranks.gather(write, _join_images, self._publish)
+        self._report.resumed_bytes = before + msgspec.msgpack.decode(told, type=int)
+        return self.generation
+
+    def _share(self) -> range:
+        return range(self._ranks.rank, self._plan.world, self._ranks.size)
+
+    def _publish(self, told: bytes) -> bytes:
+        """On rank 0, when all images are durable. Returns the bytes that were there already."""
+        resumed, refs = msgspec.msgpack.decode(told, type=tuple[int, list[ImageRef]])
         commit.record_incarnation(self._root, self._incarnation)
         commit.write_layout(self._root, self._plan.layout.hash, self._plan.layout.to_json())
-        commit.publish(self._root, self._manifest(refs))
+        in_order = tuple(sorted(refs, key=lambda ref: ref.rank))
+        commit.publish(self._root, self._manifest(in_order))
         self._note.end()
-        return self.generation
+        return msgspec.msgpack.encode(resumed)
 
     def _manifest(self, refs: tuple[ImageRef, ...]) -> Manifest:
         layout = self._plan.layout
@@ -422,15 +242,19 @@ class _Import:
             created_s=time.time(),
         )
 
-    def _image(self, rank: int, size: int) -> ImageRef:
+    def _good_image(self, rank: int) -> ImageRef | None:
+        """An image that an import that was stopped has finished, if it is as it was written."""
         image, file = self._plan.image(rank, self._id, self._incarnation.run_id)
         known = self._note.find(file.path)
-        if known is not None and self._is_good(known, image):
-            self._report.resumed_bytes += image.size_bytes
-            self._count(image.size_bytes)
-            return known
-        self._clear(file.path)
-        writing = _ImageWriting(image, file, self._reader, self._count)
+        if known is None or not self._is_good(known, image):
+            return None
+        self._report.resumed_bytes += image.size_bytes
+        self._count(image.size_bytes)
+        return known
+
+    def _image(self, rank: int, size: int) -> ImageRef:
+        image, file = self._plan.image(rank, self._id, self._incarnation.run_id)
+        writing = _ImageWriting(image, file, self._reader, self._count, self._ranks)
         sink = self._root.create(file.path, image.size_bytes)
         try:
             table = writing.run(sink, size)
@@ -484,6 +308,19 @@ class _Import:
         return True
 
 
+def _join_lists(one: bytes, other: bytes) -> bytes:
+    found = (msgspec.msgpack.decode(each, type=list[int]) for each in (one, other))
+    return msgspec.msgpack.encode([rank for some in found for rank in some])
+
+
+def _join_images(one: bytes, other: bytes) -> bytes:
+    kind = tuple[int, list[ImageRef]]
+    (first, refs), (second, more) = (
+        msgspec.msgpack.decode(each, type=kind) for each in (one, other)
+    )
+    return msgspec.msgpack.encode((first + second, refs + more))
+
+
 class _ImageWriting:
     """Fills one image by windows, whose blocks are summed before they are handed to the store."""
 
@@ -493,8 +330,10 @@ class _ImageWriting:
         file: PlannedFile,
         reader: LeafReader,
         count: Callable[[int], None],
+        ranks: CommandRanks,
     ) -> None:
         self._image, self._file, self._reader, self._count = image, file, reader, count
+        self._ranks = ranks
         self._sums: dict[int, int] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
@@ -520,6 +359,7 @@ class _ImageWriting:
             yield start, min(start + size, self._image.table_offset)
 
     def _write(self, sink: ImageSink, start: int, stop: int, size: int) -> int:
+        self._ranks.require_others()
         if not hasattr(self._thread, "memory"):
             self._thread.memory = memoryview(aligned_memory(size))
         memory = self._thread.memory[: stop - start]
@@ -537,20 +377,29 @@ class _ImageWriting:
 
 
 class _ImportNote:
-    """The images of one checkpoint that are durable, with their checksums, in a document there."""
+    """The images of one checkpoint that are durable, with their checksums, in documents there: one
+    of each rank that wrote some.
+    """
 
-    def __init__(self, root: Store, path: str) -> None:
-        self._root, self._path = root, path
+    def __init__(self, root: Store, path: str, rank: int) -> None:
+        self._root = root
+        self._path = path if not rank else f"{path.removesuffix('.json')}-{rank}.json"
+        self._prefix = path.removesuffix(".json")
         self._refs: list[ImageRef] = []
-        try:
-            data = read_bounded(root, path, MAX_DOCUMENT_BYTES)
-            self._refs = msgspec.json.decode(data, type=list[ImageRef])
-        except (HoldfastError, ValueError, RecursionError):
-            pass  # none, or none of ours: all is written
+        for other in self._paths():
+            try:
+                data = read_bounded(root, other, MAX_DOCUMENT_BYTES)
+                self._refs += msgspec.json.decode(data, type=list[ImageRef])
+            except (HoldfastError, ValueError, RecursionError):
+                pass  # none of ours: all is written
+
+    def _paths(self) -> list[str]:
+        names = (f"{COPIES}/{name}" for name in self._root.list(COPIES))
+        return sorted(name for name in names if name.startswith(self._prefix))
 
     def find(self, path: str) -> ImageRef | None:
         """What is noted of an image."""
-        return next((ref for ref in self._refs if ref.path == path), None)
+        return next((ref for ref in reversed(self._refs) if ref.path == path), None)
 
     def add(self, ref: ImageRef) -> None:
         """Note that an image is durable."""
@@ -558,5 +407,6 @@ class _ImportNote:
         self._root.publish(self._path, msgspec.json.encode(self._refs), replace=True)
 
     def end(self) -> None:
-        """Remove the note: the checkpoint names them now."""
-        self._root.remove(self._path)
+        """Remove the notes: the checkpoint names them now."""
+        for path in {*self._paths(), self._path}:
+            self._root.remove(path)
