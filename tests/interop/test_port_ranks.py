@@ -167,7 +167,7 @@ def test_an_error_of_one_rank_ends_all_with_that_error(root: Path, tmp_path: Pat
 
 
 def test_ranks_that_would_write_something_else_are_refused(root: Path, tmp_path: Path) -> None:
-    argv = ["export", root, tmp_path / "out", "--to", "safetensors"]
+    argv: list[str | Path] = ["export", root, tmp_path / "out", "--to", "safetensors"]
     for code, _, said in run_together(2, *argv, others={1: [*argv, "--cast", "BF16"]}):
         assert code == 2 and "rank 1 would export other bytes than rank 0" in said
     missing = [*argv[:1], tmp_path / "absent", *argv[2:]]
@@ -234,7 +234,7 @@ def test_an_import_whose_ranks_were_killed_goes_on(
 
 
 def test_ranks_of_another_source_are_refused(source: Path, tmp_path: Path) -> None:
-    argv = ["import", source, tmp_path / "root"]
+    argv: list[str | Path] = ["import", source, tmp_path / "root"]
     for code, _, said in run_together(2, *argv, others={1: [*argv, "--only", "model.w0"]}):
         assert code == 2 and "rank 1 would import something else than rank 0" in said
     assert not catalogue(LocalStore(tmp_path / "root")).manifests
