@@ -129,7 +129,8 @@ def test_a_part_that_is_chosen_and_converted_is_written(tmp_path: Path, capsys: 
     state = trained(2) | {"teacher": torch.nn.Linear(2, 2)}
     state["model"][2].to(torch.bfloat16)
     holdfast.save(tmp_path / "root", state, step=1)
-    argv = ["export", tmp_path / "root", tmp_path / "out", "--to", "deepspeed-universal"]
+    argv: list[str | Path] = ["export", tmp_path / "root", tmp_path / "out"]
+    argv += ["--to", "deepspeed-universal"]
     more = ["--only", "model.**", "--only", "optimizer.**", "--cast", "F32"]
     found = json_of(capsys, *argv, *more)
     assert any("ZeRO-3's loader gives all groups" in note for note in found["notes"])

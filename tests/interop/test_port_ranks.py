@@ -22,7 +22,6 @@ from holdfast.interop.writing.command_ranks import met_ranks
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.local import LocalStore
 
-FORMATS = ["dcp", "torch", "safetensors"]
 SOURCE = str(Path(holdfast.__file__).parents[1])
 
 #: A command in small windows, which ends itself at the n-th of them, or says that its disk is gone.
@@ -116,7 +115,9 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(
+    "to", ["dcp", *(pytest.param(to, marks=pytest.mark.slow) for to in ("torch", "safetensors"))]
+)
 def test_ranks_export_the_bytes_of_one_process(root: Path, tmp_path: Path, to: str) -> None:
     argv = ("export", root, "--to", to, "--shard-size", "2000")
     assert main([*map(str, argv), str(tmp_path / "one")]) == 0
@@ -129,7 +130,14 @@ def test_ranks_export_the_bytes_of_one_process(root: Path, tmp_path: Path, to: s
     assert not left_beside(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("killed", "again"), [([1], 4), ([0], 2), ([0, 1, 2, 3], 1)])
+@pytest.mark.parametrize(
+    ("killed", "again"),
+    [
+        ([1], 4),
+        pytest.param([0], 2, marks=pytest.mark.slow),
+        pytest.param([0, 1, 2, 3], 1, marks=pytest.mark.slow),
+    ],
+)
 def test_an_export_whose_ranks_were_killed_goes_on_to_the_same_bytes(
     root: Path, tmp_path: Path, killed: list[int], again: int
 ) -> None:
@@ -159,7 +167,7 @@ def test_an_error_of_one_rank_ends_all_with_that_error(root: Path, tmp_path: Pat
 
 
 def test_ranks_that_would_write_something_else_are_refused(root: Path, tmp_path: Path) -> None:
-    argv = ["export", root, tmp_path / "out", "--to", "safetensors"]
+    argv: list[str | Path] = ["export", root, tmp_path / "out", "--to", "safetensors"]
     for code, _, said in run_together(2, *argv, others={1: [*argv, "--cast", "BF16"]}):
         assert code == 2 and "rank 1 would export other bytes than rank 0" in said
     missing = [*argv[:1], tmp_path / "absent", *argv[2:]]
@@ -191,7 +199,7 @@ def assert_whole(root: Path, one: Path, source: Path) -> None:
     assert not list((root / "copies").glob("*")) and not left_beside(root)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_import_what_one_process_does(source: Path, tmp_path: Path, count: int) -> None:
     one, root = tmp_path / "one", tmp_path / "root"
     assert main(["import", str(source), str(one)]) == 0
@@ -201,7 +209,14 @@ def test_ranks_import_what_one_process_does(source: Path, tmp_path: Path, count:
     assert_whole(root, one, source)
 
 
-@pytest.mark.parametrize(("killed", "again"), [([1], 2), ([0], 1), ([0, 1], 3)])
+@pytest.mark.parametrize(
+    ("killed", "again"),
+    [
+        ([1], 2),
+        pytest.param([0], 1, marks=pytest.mark.slow),
+        pytest.param([0, 1], 3, marks=pytest.mark.slow),
+    ],
+)
 def test_an_import_whose_ranks_were_killed_goes_on(
     source: Path, tmp_path: Path, killed: list[int], again: int
 ) -> None:
@@ -219,7 +234,7 @@ def test_an_import_whose_ranks_were_killed_goes_on(
 
 
 def test_ranks_of_another_source_are_refused(source: Path, tmp_path: Path) -> None:
-    argv = ["import", source, tmp_path / "root"]
+    argv: list[str | Path] = ["import", source, tmp_path / "root"]
     for code, _, said in run_together(2, *argv, others={1: [*argv, "--only", "model.w0"]}):
         assert code == 2 and "rank 1 would import something else than rank 0" in said
     assert not catalogue(LocalStore(tmp_path / "root")).manifests
