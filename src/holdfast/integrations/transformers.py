@@ -356,7 +356,7 @@ class _Loop:
             "state": plain,
             "callbacks": _callback_states(trainer),
             "log": self._log_leaf,
-            "generator": bytes(self.generator.numpy()),
+            "generator": self.generator,  # small, so that each rank has its own
             "stopped": self._is_stopped,
             "epoch": self.epoch,
             "updates": self._updates(),
@@ -376,10 +376,8 @@ class _Loop:
         history = _log_entries(bytes(found["log"].tolist()))
         self._forget_log()
         self._is_stopped = False
-        drawn = found.get("generator")  # the first version kept none, the second a tensor
-        if drawn is not None:
-            numbers = drawn.tolist() if isinstance(drawn, torch.Tensor) else list(drawn)
-            self.generator = torch.tensor(numbers, dtype=torch.uint8)
+        if "generator" in found:  # the first version kept none
+            self.generator = found["generator"].clone()
         trainer.state = TrainerState(**found["state"], log_history=history)
         _set_callback_states(trainer, found["callbacks"])
         self.epoch, self._updates_before = found["epoch"], found["updates"]

@@ -56,7 +56,8 @@ def find_steps(path: Path) -> tuple[list[StepPlace], list[str]]:
             continue
         if step in by_step and child.name != _LAST_FILE:
             notes.append(
-                f"{child} is left out: {by_step[step]} is of step {step} too; give the path of one"
+                f"{child} is left out: it is of step {step}, as another is ({by_step[step]}); give "
+                "the path of one"
             )
         if step is not None:
             by_step.setdefault(step, child.name)

@@ -35,7 +35,7 @@ def saved_state(checkpoint: Checkpoint) -> SavedState:
     """
     document = read_values(checkpoint, 0)
     leaves = leaves_of(checkpoint.layout)
-    found = _RankValues(leaves, document.get("shared", {}))
+    found = _JoinedValues(leaves, document.get("shared", {}))
     aliases = dict(read_aliases(checkpoint, document))
     own = set(document.get("own", {}))
     for rank in range(1, checkpoint.world):
@@ -49,7 +49,7 @@ def saved_state(checkpoint: Checkpoint) -> SavedState:
     return SavedState(leaves, aliases, found.values, tuple(sorted(own)), unlike, found.refused)
 
 
-class _RankValues:
+class _JoinedValues:
     """The values of all ranks, put together: an optimizer has the groups of all, a module the extra
     state of all its parts, and what only some ranks have is taken from them.
     """
