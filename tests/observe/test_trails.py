@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from holdfast import events
+from holdfast.observe.event_files import open_parts, parts_of, set_aside, trails
 from holdfast.observe.log import read_events
 from holdfast.observe.report_builder import read_report
-from holdfast.observe.sinks import JsonlSink, open_parts, parts_of, set_aside, trails
+from holdfast.observe.sinks import JsonlSink
 
 PART_BYTES = 4096
 

@@ -21,7 +21,7 @@ import msgspec
 from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import AnyEvent, Event, ReplicasDiffer, Sink
-from holdfast.observe.sinks import LINE_BYTES, open_parts, trails
+from holdfast.observe.event_files import LINE_BYTES, open_parts, trails
 from holdfast.observe.text import (
     count_text,
     counts_text,

@@ -17,8 +17,8 @@ import msgspec
 from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
+from holdfast.observe.event_files import lines_in, open_parts, parts_of, size_bytes, trails
 from holdfast.observe.event_place import event_place
-from holdfast.observe.sinks import lines_in, open_parts, parts_of, size_bytes, trails
 
 Progress = Callable[[int, int], None]
 
@@ -30,6 +30,8 @@ class RecordHead(msgspec.Struct):
     time_s: Annotated[float, msgspec.Meta(ge=0, le=253402300799)] = 0.0
     mono_s: events.Seconds | None = None
     by_host: str = ""
+    boot: str = ""
+    version: events.Count = 1
     writer: str = ""
     number: events.Count | None = None
 
