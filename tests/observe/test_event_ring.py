@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,7 +109,8 @@ TEXTS = {
 @given(data=st.data())
 def test_every_event_comes_back_as_it_was(kind: type[events.Event], data: st.DataObject) -> None:
     fields = dict(SCHEMA)[kind.__name__]
-    event = kind(**{name: data.draw((VALUES | TEXTS)[code]) for name, code in fields})
+    values: dict[str, Any] = {name: data.draw((VALUES | TEXTS)[code]) for name, code in fields}
+    event = kind(**values)
     packed = pack_long(event, Moment(1, 2, 3.0, 4.0), LONG_AREA.slot_bytes)
     assert read_moment(packed) == Moment(1, 2, 3.0, 4.0)
     found = unpack(packed, SCHEMA)
@@ -383,6 +385,20 @@ def test_a_ring_takes_no_memory_as_it_goes_on(arena: Path, tmp_path: Path) -> No
     )
     tracemalloc.stop()
     assert sum(one.size_diff for one in grown) < 2000
+
+
+@pytest.mark.promise
+def test_a_ring_goes_on_in_another_file_when_its_arena_is_removed(
+    arena: Path, tmp_path: Path
+) -> None:
+    ring = make_ring(arena)
+    ring(fence(0), 0.0)
+    shutil.rmtree(arena)
+    ring(events.KeeperLost(reason="its arena was removed"), 0.0)
+    ring(fence(1), 0.0)
+    make_drain(tmp_path).poll()
+    assert steps(tmp_path) == [0, 1]
+    assert [record["number"] for record in records(tmp_path)] in ([0, 2, 1], [0, 1, 2])
 
 
 def test_a_file_that_is_no_ring_is_let_be(arena: Path, tmp_path: Path) -> None:

@@ -1,87 +1,184 @@
 """Files of events below a root: appended to by one process after the other, of a bounded size.
 
-A writer appends to ``<name>.jsonl``. Once that is full
-it becomes ``<name>.0.jsonl`` and stays, for it says how the run began; the next ones become
-``<name>.1.jsonl``, each in place of the one before. So a writer has three files at most.
+A writer appends to ``<name>.jsonl``. Once that is full it becomes ``<name>.s000001.jsonl``, the
+next one ``<name>.s000002.jsonl`` and so on, each compressed after that (``.jsonl.gz``). Of what is
+full the first file stays, for it says how the run began; of the others the oldest are given up for
+the newest. Older versions named two files ``<name>.0.jsonl`` and ``<name>.1.jsonl``, which come
+first.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
+import gzip
 import os
 import re
+import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
 from holdfast import events
+from holdfast.errors import UsageError
 from holdfast.events import Event
 from holdfast.observe.event_place import event_place
 
-#: A run that saves at every step writes about 0.7 kB a save: some 23,000 saves fill one.
-PART_BYTES = 16 << 20
-_FULL = re.compile(r"\.[01]\.jsonl$")
+#: The size at which a file is set aside; a record of a rank has about 0.35 kB.
+SEGMENT_BYTES = 64 << 20
+#: The most that the files of a host take.
+BUDGET_BYTES = 1 << 30
+#: The same for a spool, from which events are uploaded.
+SPOOL_SEGMENT_BYTES, SPOOL_BUDGET_BYTES = 16 << 20, 48 << 20
+_BUDGET = "HOLDFAST_EVENT_BYTES"
+_FULL = re.compile(r"\.(?:[01]|s(\d{6,}))\.jsonl(?:\.gz)?$")
+_COMPRESSION = 3
+_COPY_BYTES = 1 << 20
+#: Errors of a file that cannot be read, or ends in the middle of what was compressed.
+UNREADABLE = (OSError, EOFError, zlib.error)
 
 
-def parts_of(path: Path) -> tuple[Path, Path, Path]:
-    """Returns the first part, the one before the newest, and the newest, which is ``path``
-    itself.
+def event_budget() -> int:
+    """Returns the most that the events of this host take. Raises UsageError for a bad setting."""
+    said = os.environ.get(_BUDGET, "").strip()
+    if not said:
+        return BUDGET_BYTES
+    if not (said.isascii() and said.isdigit() and int(said) > 0):
+        raise UsageError(
+            f"{_BUDGET} is {said!r}: give how many bytes the event files of a host may take, such "
+            f"as {BUDGET_BYTES} for 1 GiB, or leave it unset"
+        )
+    return int(said)
+
+
+def closed_files(path: Path) -> list[Path]:
+    """Returns the full files of the writer of ``path``, oldest first."""
+    older = [path.with_suffix(f".{n}.jsonl") for n in (0, 1)]
+    numbered: dict[int, Path] = {}
+    for each in path.parent.glob(f"{glob.escape(path.stem)}.s*.jsonl*"):
+        number = _number(each.name)
+        is_ours = each.name.startswith(f"{path.stem}.s{number:06d}.jsonl") if number else False
+        # Of a file that is being compressed, both are there; then the compressed one is whole.
+        if is_ours and (number not in numbered or each.suffix == ".gz"):
+            numbered[number] = each
+    found = [each for each in older if each.exists() or each.is_symlink()]
+    return [*found, *(each for _, each in sorted(numbered.items()))]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Returns the files of a writer, oldest first; the newest is ``path`` itself."""
+    return [*closed_files(path), path]
+
+
+def _number(name: str) -> int:
+    """Returns the number of a full file; 0 for another one."""
+    found = _FULL.search(name)
+    return int(found[1] or 0) if found else 0
+
+
+def set_aside(path: Path) -> Path:
+    """Makes room for a new file at ``path``; returns where the full one is."""
+    newest = max((_number(each.name) for each in closed_files(path)), default=0)
+    full = path.with_suffix(f".s{newest + 1:06d}.jsonl")
+    path.rename(full)
+    return full
+
+
+def compress(full: Path) -> Path:
+    """Compresses a full file; whenever this is cut short, one of the two is there, whole."""
+    made = full.with_name(full.name + ".gz")
+    temporary = full.with_name(full.name + ".new")
+    with full.open("rb") as source, temporary.open("wb") as target:
+        with gzip.GzipFile("", "wb", _COMPRESSION, target, mtime=0) as packed:
+            shutil.copyfileobj(source, packed, _COPY_BYTES)
+        target.flush()
+        os.fsync(target.fileno())
+    temporary.rename(made)
+    full.unlink()
+    return made
+
+
+def give_up(path: Path, budget_bytes: int) -> list[Path]:
+    """Removes the oldest full files of a writer but the first, until all take ``budget_bytes`` at
+    most; returns those that are gone.
     """
-    return path.with_suffix(".0.jsonl"), path.with_suffix(".1.jsonl"), path
-
-
-def set_aside(path: Path) -> bool:
-    """Makes room for a new part at ``path``; True if an older one was given up for it."""
-    first, before, _ = parts_of(path)
-    if not first.exists():
-        path.rename(first)
-        return False
-    is_lost = before.exists()
-    path.replace(before)
-    return is_lost
+    files = closed_files(path)
+    left_bytes = sum(map(_size_bytes, [*files, path]))
+    gone = []
+    for each in files[1:]:
+        if left_bytes <= budget_bytes:
+            break
+        with suppress(OSError):  # not a file of ours
+            size = _size_bytes(each)
+            each.unlink()
+            left_bytes -= size
+            gone.append(each)
+    return gone
 
 
 def trails(root: str | Path) -> list[Path]:
-    """Returns the newest part of every writer of ``root``; it need not exist yet."""
-    found = event_place(root).read_from().glob("*.jsonl")
+    """Returns the newest file of every writer of ``root``; it need not exist yet."""
+    directory = event_place(root).read_from()
+    found = [*directory.glob("*.jsonl"), *directory.glob("*.jsonl.gz")]
     return sorted({path.with_name(_FULL.sub(".jsonl", path.name)) for path in found})
 
 
 def size_bytes(path: Path) -> int:
-    """Returns the bytes of all parts of a writer."""
-    found = 0
-    for part in parts_of(path):
-        with suppress(OSError):
-            found += part.stat().st_size
-    return found
+    """Returns the bytes of all files of a writer."""
+    return sum(map(_size_bytes, parts_of(path)))
 
 
-def open_parts(path: Path) -> Iterator[BinaryIO]:
-    """Yields each part of a writer, oldest first; none twice, also while it makes a new one.
+def _size_bytes(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
 
-    Raises OSError for a part that exists and cannot be read.
+
+Refused = Callable[[Path, Exception], None]
+
+
+def open_parts(path: Path, refused: Refused | None = None) -> Iterator[BinaryIO]:
+    """Yields each file of a writer, oldest first; none twice, also while it makes a new one.
+
+    ``refused``: called for a file that exists and cannot be opened; without it OSError is raised.
     """
     with ExitStack() as opened:
-        files: dict[int, BinaryIO] = {}
-        # Newest first: a part set aside meanwhile is met again under its next name, never missed.
-        for part in reversed(parts_of(path)):
-            with suppress(FileNotFoundError):
-                file = opened.enter_context(_open_file(part))
-                files.setdefault(os.fstat(file.fileno()).st_ino, file)
-        yield from reversed(files.values())
+        while True:
+            before = closed_files(path)
+            files = [(each, _opened(opened, each, refused)) for each in [path, *reversed(before)]]
+            # One that was set aside or compressed meanwhile may be missing, or be there twice.
+            if closed_files(path) == before:
+                break
+            opened.close()
+        yield from reversed([file for _, file in files if file is not None])
+
+
+def _opened(opened: ExitStack, path: Path, refused: Refused | None) -> BinaryIO | None:
+    try:
+        return opened.enter_context(_open_file(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if refused is None:
+            raise
+        refused(path, error)
+        return None
 
 
 def _open_file(path: Path) -> BinaryIO:
-    """Opens a plain file: a pipe would be waited for."""
+    """Opens a plain file, or what a compressed one has: a pipe would be waited for."""
     if path.is_symlink() and not path.exists():
         raise OSError(errno.ELOOP, "is a link to nothing", str(path))
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "is not a file", str(path))
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 
 
@@ -120,13 +217,21 @@ class EventFile:
     """The open file of a writer. Lines are appended by one call, so that those of two do not mix.
 
     ``only_beside``: a file that must exist for anything to be created. ``part_bytes``: the size at
-    which the file is set aside; without it the file grows without bound.
+    which the file is set aside; without it the file grows without bound. ``budget_bytes``: the most
+    that all files of the writer take. ``is_compressing``: those set aside are compressed.
     """
 
     def __init__(
-        self, path: Path, *, only_beside: Path | None = None, part_bytes: int | None = None
+        self,
+        path: Path,
+        *,
+        only_beside: Path | None = None,
+        part_bytes: int | None = None,
+        budget_bytes: int = BUDGET_BYTES,
+        is_compressing: bool = False,
     ) -> None:
         self.path, self.only_beside, self.part_bytes = path, only_beside, part_bytes
+        self._budget_bytes, self._is_compressing = budget_bytes, is_compressing
         self._fd = -1
         self._size_bytes = 0
         self._needs_newline = False
@@ -190,15 +295,29 @@ class EventFile:
 
         Where that fails, the file is continued: events are worth more than a bound.
         """
-        said = b""
+        gone: list[Path] = []
         try:
-            if self._is_there() and set_aside(self.path):
-                said = encode_event(_given_up_warning(self.path), time.time())
+            if self._is_there():
+                set_aside(self.path)
+                gone = self._tidy()
         except OSError:
             self._size_bytes = 0  # tried again when as much was written again
             return b""
         self.close()
-        return said
+        return encode_event(_given_up_warning(self.path), time.time()) if gone else b""
+
+    def _tidy(self) -> list[Path]:
+        """Compresses what is set aside, also by a process that was killed over it, and keeps the
+        budget; returns the files that were given up.
+        """
+        if self._is_compressing:
+            for full in closed_files(self.path):
+                with suppress(OSError):  # it stays as it is
+                    if full.suffix == ".gz":
+                        full.with_suffix("").unlink(missing_ok=True)
+                    elif _number(full.name):
+                        compress(full)
+        return give_up(self.path, self._budget_bytes)
 
     def _is_there(self) -> bool:
         """True if the open file still has its name: an older start may have set it aside."""
@@ -228,5 +347,5 @@ def _whole_lines(lines: Sequence[bytes], size_bytes: int) -> int:
 
 def _given_up_warning(path: Path) -> Event:
     return events.Warned(
-        message=f"older events of {path.stem} were given up: its first file and its newest two stay"
+        message=f"older events of {path.stem} were given up: its first file and its newest stay"
     )

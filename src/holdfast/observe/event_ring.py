@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.events import Event
+from holdfast.events import Event, KeeperLost
 from holdfast.format.checksum import checksum
 from holdfast.observe.ring_records import (
     SCHEMA,
@@ -109,6 +109,14 @@ class RingFile:
             os.close(descriptor)
             raise
         return ring
+
+    def copy_to(self, directory: Path) -> RingFile:
+        """Makes a ring with the same records. Raises as ``create``."""
+        made = RingFile.create(directory, self.owner())
+        made.map[HEADER_BYTES:] = self.map[HEADER_BYTES:]
+        for cell in range(SHORT_AREA.head, _REPORTED + 1):
+            made.cells[cell] = self.cells[cell]
+        return made
 
     @classmethod
     def open(cls, path: Path) -> RingFile:
@@ -228,6 +236,8 @@ class EventRing:
             is_put = False
         if not is_put:
             ring.count_dropped(next(self._drops))
+        if type(event) is KeeperLost:
+            self._move_if_removed(ring)
 
     def _put_short(
         self,
@@ -258,6 +268,15 @@ class EventRing:
         ring.map[start : start + len(record)] = record
         ring.cells[area.head] = position + 1
         return True
+
+    def _move_if_removed(self, ring: RingFile) -> None:
+        """Goes on in another file, with all that is in the ring, if its arena was removed."""
+        if ring.path.exists():
+            return
+        try:
+            self.ring = ring.copy_to(self._directory)
+        except Exception:  # no room: it is drained at the end, if it comes to that
+            return
 
     def _begin_in_child(self) -> RingFile | None:
         try:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError
 from holdfast.events import subscribe
-from holdfast.observe.event_files import PART_BYTES, EventFile
+from holdfast.observe.event_files import (
+    SEGMENT_BYTES,
+    SPOOL_BUDGET_BYTES,
+    SPOOL_SEGMENT_BYTES,
+    EventFile,
+    event_budget,
+)
 from holdfast.observe.event_place import EventPlace, event_place
 from holdfast.observe.event_ring import RINGS, EventRing
 from holdfast.observe.ring_drain import RingDrain, RingDrainer, end_ring_alone
@@ -29,7 +35,8 @@ def follow_run(root: str, arena: Path, rank: int, host: str) -> Callable[[float]
     log = log_sink_from_environment(rank)
     place = event_place(root)
     sink = _sink(place, arena, f"rank-{rank:05d}", rank, host)
-    drain = RingDrain(arena, _file(place, host))
+    event_budget()
+    drain = RingDrain(arena, EventFile(_path(place, host), only_beside=place.only_beside))
     stops = [subscribe(each) for each in (sink, log) if each is not None]
 
     def stop(deadline_s: float) -> None:
@@ -46,7 +53,7 @@ def follow_keeper(root: str, arena: Path, host: str) -> tuple[EventFile, Callabl
     writes, and a function that ends it.
     """
     place = event_place(root)
-    file = _file(place, host)
+    file = _bounded_file(place, host)
     drainer = RingDrainer(RingDrain(arena, file))
     sink = _sink(place, arena, "keeper", -1, host)
     unsubscribe = subscribe(sink)
@@ -60,9 +67,22 @@ def follow_keeper(root: str, arena: Path, host: str) -> tuple[EventFile, Callabl
     return file, end
 
 
-def _file(place: EventPlace, host: str) -> EventFile:
-    path = place.file(f"host-{host}")
-    return EventFile(path, only_beside=place.only_beside, part_bytes=PART_BYTES)
+def _path(place: EventPlace, host: str) -> Path:
+    return place.file(f"host-{host}")
+
+
+def _bounded_file(place: EventPlace, host: str) -> EventFile:
+    """Returns the event file of a host, which its keeper alone sets aside, compresses, gives up.
+
+    What is in a spool is uploaded as it was written.
+    """
+    return EventFile(
+        _path(place, host),
+        only_beside=place.only_beside,
+        part_bytes=SPOOL_SEGMENT_BYTES if place.is_spool else SEGMENT_BYTES,
+        budget_bytes=SPOOL_BUDGET_BYTES if place.is_spool else event_budget(),
+        is_compressing=not place.is_spool,
+    )
 
 
 def _sink(place: EventPlace, arena: Path, role: str, rank: int, host: str) -> EventRing | JsonlSink:
@@ -70,7 +90,13 @@ def _sink(place: EventPlace, arena: Path, role: str, rank: int, host: str) -> Ev
         return EventRing(arena / RINGS, role, rank=rank, host=host, boot=boot_id()[:8])
     except (OSError, HoldfastError):
         path = place.file(f"{role}-{host}")
-        return JsonlSink(path, only_beside=place.only_beside, part_bytes=PART_BYTES, host=host)
+        return JsonlSink(
+            path,
+            only_beside=place.only_beside,
+            part_bytes=SPOOL_SEGMENT_BYTES,
+            host=host,
+            role=role,
+        )
 
 
 def _close(sink: EventRing | JsonlSink, drain: RingDrain, deadline_s: float) -> None:

@@ -55,13 +55,15 @@ class JsonlSink:
     next to nothing; it is not fsynced. Several incarnations append to one file: a line torn by a
     kill is ended before the next is written, so that it spoils no other.
 
-    ``part_bytes``: a file of that size is set aside and another begun, of which the first and the
-    newest two are kept (``observe.event_files``); without it the file grows without bound.
+    ``part_bytes``: a file of that size is set aside and another begun; all together take three
+    times that, the first and the newest are kept (``observe.event_files``). Without it the file
+    grows without bound.
 
     ``only_beside``: a file that must exist for anything to be created, such as that of a root:
     where it has vanished, or is not mounted, no directory must be created in its place.
 
     ``host``: the host of this process, by which readers know whose clock a record was made by.
+    ``role``: what this process is, such as "rank-00003": its records are named after it.
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class JsonlSink:
         only_beside: Path | None = None,
         part_bytes: int | None = None,
         host: str = "",
+        role: str = "process",
     ) -> None:
         self.path = Path(path)
-        self.host = host
+        self.host, self.role = host, role
         self.only_beside = only_beside
         self.part_bytes = part_bytes
         self.boot = boot_id()[:8]
@@ -115,7 +118,7 @@ class JsonlSink:
         not its writer; the parent writes the events in that queue.
         """
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
-        self.writer = secrets.token_hex(4)
+        self.writer = f"{self.role}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -174,7 +177,12 @@ class _Writer:
 
     def __init__(self, sink: JsonlSink) -> None:
         self._sink = sink
-        self._file = EventFile(sink.path, only_beside=sink.only_beside, part_bytes=sink.part_bytes)
+        self._file = EventFile(
+            sink.path,
+            only_beside=sink.only_beside,
+            part_bytes=sink.part_bytes,
+            budget_bytes=3 * (sink.part_bytes or 0),
+        )
 
     def run(self) -> None:
         ended = False
