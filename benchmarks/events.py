@@ -1,0 +1,118 @@
+"""Writes the events of a large run, seeded, and measures the time and memory of its report.
+
+One record for each rank and save, in one file a host, as keepers write them; clocks of hosts are
+apart by up to an hour. What is
+measured: seconds, records a second of a processor, bytes a record on disk, and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast import events
+from holdfast.events import Event, to_record
+
+
+def records_of_host(host: int, per_host: int, saves: int, seed: int) -> Iterator[Event]:
+    """Yields what the ranks of one host report."""
+    rng = random.Random(f"{seed} {host}")
+    ranks = range(host * per_host, (host + 1) * per_host)
+    for rank in ranks:
+        yield events.RunStarted(
+            incarnation=1, rank=rank, run_id="r", world=per_host, host=f"h{host}", pid=rank + 1
+        )
+    for step in range(saves):
+        for rank in ranks:
+            describe_s = rng.lognormvariate(-6, 0.3)
+            yield events.SaveReturned(
+                incarnation=1,
+                step=step,
+                rank=rank,
+                held_s=describe_s * 1.5,
+                describe_s=describe_s,
+                volatile_s=describe_s / 2,
+                wait_previous_s=0.0,
+                leaves=300,
+                size_bytes=1 << 30,
+                durable=False,
+            )
+
+
+def write(root: Path, hosts: int, per_host: int, saves: int, seed: int) -> int:
+    """Writes the events below ``root``; returns how many records there are."""
+    (root / "events").mkdir(parents=True)
+    encode, count = msgspec.json.Encoder().encode, 0
+    for host in range(hosts):
+        apart_s = random.Random(f"{seed} clock {host}").uniform(-3600, 3600)
+        with (root / "events" / f"host-h{host}.jsonl").open("wb") as file:
+            for number, event in enumerate(records_of_host(host, per_host, saves, seed)):
+                record = to_record(event, 1e9 + number + apart_s)
+                said = {"mono_s": float(number), "version": 1, "boot": f"{host:08x}"}
+                named = {"by_host": f"h{host}", "writer": f"keeper-{host:08x}", "number": number}
+                file.write(encode(record | said | named) + b"\n")
+                count += 1
+    return count
+
+
+def read(root: Path) -> dict[str, float]:
+    """Reads the report in this process; returns its time and the memory that it took."""
+    from holdfast.observe.report_builder import read_report
+
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started_s, cpu_s = time.monotonic(), time.process_time()
+    report = read_report(root)
+    elapsed_s, cpu_s = time.monotonic() - started_s, time.process_time() - cpu_s
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
+    return {
+        "elapsed_s": elapsed_s,
+        "cpu_s": cpu_s,
+        "grown_bytes": grown_kb * 1024.0,
+        "saves": len(report.saves),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints one line of JSON for each size."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks events", description=__doc__)
+    parser.add_argument(
+        "--hosts", type=int, default=128, help="8 ranks each; 2048 is the full size"
+    )
+    parser.add_argument("--saves", type=int, default=100, help="1000 is the full size")
+    parser.add_argument("--per-host", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.read:
+        print(json.dumps(read(options.read)))
+        return 0
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory, "run")
+        count = write(root, options.hosts, options.per_host, options.saves, options.seed)
+        size_bytes = sum(path.stat().st_size for path in (root / "events").iterdir())
+        command = [sys.executable, "-m", "benchmarks", "events", "--read", str(root)]
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    of_ranks = options.hosts * options.per_host * options.saves
+    result = {
+        "ranks": options.hosts * options.per_host,
+        "saves": options.saves,
+        "records": count,
+        "file_bytes_a_record": round(size_bytes / count, 1),
+        "elapsed_s": round(found["elapsed_s"], 2),
+        "cpu_s": round(found["cpu_s"], 2),
+        "records_a_cpu_second": round(count / found["cpu_s"]),
+        "memory_bytes": int(found["grown_bytes"]),
+        "memory_bytes_a_rank_and_save": round(found["grown_bytes"] / of_ranks, 2),
+    }
+    print(json.dumps(result))
+    return 0
