@@ -1,8 +1,9 @@
-"""Writes the events of a large run, seeded, and measures the time and memory of its report.
+"""Measures what an event costs its thread, and the time and memory of the report of a large run.
 
 One record for each rank and save, in one file a host, as keepers write them; clocks of hosts are
 apart by up to an hour. What is
-measured: seconds, records a second of a processor, bytes a record on disk, and memory.
+measured: seconds, records a second of a processor, bytes a record on disk, and memory. The cost of
+an event is that of 10,000 after 3,000, between which the thread computes as training does.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from holdfast import events
-from holdfast.events import Event, to_record
+from holdfast.events import Event, emit, subscribe, to_record
+from holdfast.observe.event_files import EventFile
+from holdfast.observe.event_ring import RINGS, EventRing
+from holdfast.observe.ring_drain import RingDrain
+from holdfast.observe.sinks import JsonlSink
+
+#: No sink; a queue that a thread of the process empties; a ring in shared memory.
+WAYS = ("none", "thread", "ring")
 
 
 def records_of_host(host: int, per_host: int, saves: int, seed: int) -> Iterator[Event]:
@@ -34,19 +42,22 @@ def records_of_host(host: int, per_host: int, saves: int, seed: int) -> Iterator
         )
     for step in range(saves):
         for rank in ranks:
-            describe_s = rng.lognormvariate(-6, 0.3)
-            yield events.SaveReturned(
-                incarnation=1,
-                step=step,
-                rank=rank,
-                held_s=describe_s * 1.5,
-                describe_s=describe_s,
-                volatile_s=describe_s / 2,
-                wait_previous_s=0.0,
-                leaves=300,
-                size_bytes=1 << 30,
-                durable=False,
-            )
+            yield _returned(step, rank, rng.lognormvariate(-6, 0.3))
+
+
+def _returned(step: int, rank: int, describe_s: float) -> Event:
+    return events.SaveReturned(
+        incarnation=1,
+        step=step,
+        rank=rank,
+        held_s=describe_s * 1.5,
+        describe_s=describe_s,
+        volatile_s=describe_s / 2,
+        wait_previous_s=0.0,
+        leaves=300,
+        size_bytes=1 << 30,
+        durable=False,
+    )
 
 
 def write(root: Path, hosts: int, per_host: int, saves: int, seed: int) -> int:
@@ -82,8 +93,38 @@ def read(root: Path) -> dict[str, float]:
     }
 
 
+def put(directory: Path, way: str) -> dict[str, float]:
+    """Returns what an event costs the thread that reports it, in microseconds."""
+    import numpy as np
+
+    stop, drain = _subscribed(directory, way)
+    memory, taken = np.ones(40_000), []
+    for step in range(13_000):
+        began_ns = time.perf_counter_ns()
+        emit(_returned(step, 0, 0.001))
+        taken.append(time.perf_counter_ns() - began_ns)
+        for _ in range(4):
+            (memory * 1.5).sum()
+        if step % 1000 == 999:
+            drain()
+    stop()
+    ordered = sorted(ns / 1000 for ns in taken[3000:])
+    return {"median_us": ordered[5000], "p99_us": ordered[9900], "largest_us": ordered[-1]}
+
+
+def _subscribed(directory: Path, way: str) -> tuple[Callable[[], None], Callable[[], object]]:
+    if way == "none":
+        return lambda: None, lambda: None
+    if way == "thread":
+        return subscribe(JsonlSink(directory / "rank-00000.jsonl")), lambda: None
+    arena = directory / "arena"
+    arena.mkdir(mode=0o700)
+    drain = RingDrain(arena, EventFile(directory / "host-a.jsonl"))
+    return subscribe(EventRing(arena / RINGS, "rank-0", rank=0, host="a", boot="b")), drain.poll
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Prints one line of JSON for each size."""
+    """Prints a line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks events", description=__doc__)
     parser.add_argument(
         "--hosts", type=int, default=128, help="8 ranks each; 2048 is the full size"
@@ -91,10 +132,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--saves", type=int, default=100, help="1000 is the full size")
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--put", action="store_true", help="only what an event costs its thread")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.read:
         print(json.dumps(read(options.read)))
+        return 0
+    for way in WAYS if options.put else ():
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            found = {name: round(us, 2) for name, us in put(Path(directory), way).items()}
+        print(json.dumps({"way": way} | found))
+    if options.put:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory, "run")

@@ -90,7 +90,8 @@ class RingFile:
     @classmethod
     def create(cls, directory: Path, owner: RingOwner) -> RingFile:
         """Makes a ring that others see whole or not at all. Raises OSError, ArenaError."""
-        make_private_dir(directory)
+        for each in (*reversed(directory.parents[:2]), directory):  # an arena that is gone, too
+            make_private_dir(each)
         path = directory / f"{owner.writer}{SUFFIX}"
         temporary = path.with_suffix(".new")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

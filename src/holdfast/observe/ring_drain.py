@@ -32,7 +32,6 @@ from holdfast.observe.event_ring import (
     RingOwner,
 )
 from holdfast.observe.ring_records import read_moment, unpack
-from holdfast.protocol.arena import make_private_dir
 
 POLL_S = 0.05
 #: Records written with one call, and taken out together.
@@ -46,7 +45,7 @@ _IDLE_POLLS = 10
 _END_BYTES = 8 << 20
 
 
-class _Written(msgspec.Struct):
+class _WrittenHead(msgspec.Struct):
     writer: str = ""
     number: int = -1
 
@@ -78,7 +77,7 @@ class RingDrain:
     def poll(self) -> bool:
         """Writes what is in the rings; False where another process drains them.
 
-        Raises OSError or ArenaError where the arena has no room for the lock.
+        Raises OSError where the arena has no room for the lock.
         """
         if not self._has_lock and not self._take_lock():
             return False
@@ -114,7 +113,7 @@ class RingDrain:
 
     def _open_lock(self) -> None:
         if self._lock < 0:
-            make_private_dir(self._directory)
+            self._directory.mkdir(mode=0o700, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._lock = os.open(self._directory / DRAIN_LOCK, flags, 0o600)
 
@@ -216,7 +215,7 @@ class RingDrain:
 
 
 def _numbers_in(end: bytes) -> Iterator[tuple[str, int]]:
-    decode = msgspec.json.Decoder(_Written).decode
+    decode = msgspec.json.Decoder(_WrittenHead).decode
     for line in end.splitlines():
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             found = decode(line)
