@@ -203,17 +203,22 @@ def test_a_broken_file_costs_itself_alone(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "events" / "host-a.jsonl"
     fill_files(path, lines=1000).close()
     second = closed_files(path)[1]
-    data = bytearray(second.read_bytes())
+    data = second.read_bytes()
     lost = {number for number in steps_of(path) if number in _steps_in(second)}
     if damage == "directory":
         second.unlink()
         second.mkdir()
     else:
-        data[len(data) // 2] ^= 0xFF
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 0xFF
         size = len(data)
-        second.write_bytes(
-            {"cut": data[: size // 2], "zeros": bytes(size), "flipped": data, "empty": b""}[damage]
-        )
+        damaged: dict[str, bytes] = {
+            "cut": data[: size // 2],
+            "zeros": bytes(size),
+            "flipped": bytes(flipped),
+            "empty": b"",
+        }
+        second.write_bytes(damaged[damage])
     report = read_report(tmp_path)
     found = {save.step for save in report.saves}
     assert set(range(1000)) - found <= lost
