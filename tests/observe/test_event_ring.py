@@ -131,7 +131,6 @@ def test_what_does_not_fit_is_cut_and_nothing_else_is(message: str, names: list[
     assert len(packed) <= room and found == (names * 5)[: len(found)]
 
 
-@pytest.mark.promise
 @given(at=st.integers(8, 8 + 60), flip=st.integers(1, 255))
 def test_a_record_with_any_byte_changed_is_no_record(at: int, flip: int) -> None:
     packed = bytearray(pack_long(fence(1), Moment(1, 2, 3.0, 4.0), 256))
@@ -139,7 +138,6 @@ def test_a_record_with_any_byte_changed_is_no_record(at: int, flip: int) -> None
     assert read_moment(bytes(packed) + bytes(64)) is None
 
 
-@pytest.mark.promise
 def test_a_torn_record_is_passed_over_and_shows_as_a_gap(arena: Path, tmp_path: Path) -> None:
     ring, drain = make_ring(arena), make_drain(tmp_path)
     for step in range(5):
@@ -168,7 +166,6 @@ def test_an_interrupted_put_holds_the_others_for_a_moment_only(
     assert steps(tmp_path) == [0, 1]
 
 
-@pytest.mark.promise
 def test_a_full_ring_drops_counts_and_goes_on(arena: Path, tmp_path: Path) -> None:
     ring, drain = make_ring(arena), make_drain(tmp_path)
     for step in range(SHORT_AREA.slots + 500):
@@ -269,7 +266,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-@pytest.mark.promise
 def test_no_record_that_was_put_is_lost_when_trainer_and_keeper_are_killed(
     arena: Path, tmp_path: Path
 ) -> None:
@@ -319,7 +315,6 @@ def test_what_was_written_and_not_taken_out_is_not_written_again(
     assert steps(tmp_path) == list(range(5))
 
 
-@pytest.mark.promise
 def test_a_disk_that_takes_nothing_costs_only_what_the_ring_cannot_hold(
     arena: Path, tmp_path: Path
 ) -> None:
@@ -387,7 +382,6 @@ def test_a_ring_takes_no_memory_as_it_goes_on(arena: Path, tmp_path: Path) -> No
     assert sum(one.size_diff for one in grown) < 2000
 
 
-@pytest.mark.promise
 def test_a_ring_goes_on_in_another_file_when_its_arena_is_removed(
     arena: Path, tmp_path: Path
 ) -> None:

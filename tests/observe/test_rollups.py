@@ -24,7 +24,6 @@ def true_quantile(values: list[float], part: float) -> float:
     return sorted(values)[max(1, math.ceil(part * len(values))) - 1]
 
 
-@pytest.mark.promise
 @given(st.lists(durations, min_size=1), st.floats(0, 1))
 def test_a_quantile_is_within_its_error(values: list[float], part: float) -> None:
     sketch = Sketch()
@@ -107,7 +106,6 @@ def test_a_save_is_the_same_whether_its_ranks_come_together_or_host_by_host(
     assert folded(by_host).saves() == folded(records).saves()
 
 
-@pytest.mark.promise
 def test_memory_of_a_save_does_not_grow_with_its_ranks() -> None:
     def size_of(ranks: int) -> int:
         saves = SaveRecords()

@@ -197,7 +197,6 @@ def test_the_budget_gives_up_the_oldest_and_never_the_first(tmp_path: Path) -> N
     assert any("were given up" in one for one in read_report(tmp_path).warnings)
 
 
-@pytest.mark.promise
 @pytest.mark.parametrize("damage", ["cut", "zeros", "flipped", "empty", "directory"])
 def test_a_broken_file_costs_itself_alone(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "events" / "host-a.jsonl"
@@ -239,7 +238,6 @@ def test_a_directory_in_the_place_of_a_file_is_let_be(tmp_path: Path) -> None:
     assert steps[-1] == 199 and path.with_suffix(".s000002.jsonl").is_dir()
 
 
-@pytest.mark.promise
 @pytest.mark.parametrize("moment", ["before", "half", "renamed"])
 def test_compressing_that_is_cut_short_loses_nothing_and_is_made_up_for(
     moment: str, tmp_path: Path

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import HoldfastError
 from holdfast.events import Warned
 from holdfast.observe.event_files import EventFile, encode_event, encode_record
 from holdfast.observe.event_ring import (
@@ -68,7 +67,7 @@ class RingDrain:
         self._batch = batch
         self._lock = -1
         self._has_lock = False
-        with suppress(OSError, HoldfastError):  # before the arena may be removed
+        with suppress(OSError):  # before the arena may be removed
             self._open_lock()
         self._rings: dict[str, _OpenRing] = {}
         self._refused: set[str] = set()
@@ -234,9 +233,9 @@ class RingDrainer:
 
     def _work(self) -> None:
         while not self._stopping.wait(self._every_s):
-            with suppress(OSError, HoldfastError):
+            with suppress(Exception):  # whatever it met, the next look may not meet it
                 self.drain.poll()
-        with suppress(OSError, HoldfastError):
+        with suppress(Exception):
             self.drain.poll()
 
     def close(self, *, deadline_s: float = 5.0) -> None:
@@ -251,7 +250,7 @@ def end_ring_alone(drain: RingDrain) -> Callable[[RingFile], bool]:
     """Returns what a trainer calls at its end until its ring is empty, whoever empties it."""
 
     def drain_alone(ring: RingFile) -> bool:
-        with suppress(OSError, HoldfastError):
+        with suppress(Exception):  # events are no reason for a run to end in an error
             return drain.drain(ring)
         return False
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import subscribe
 from holdfast.observe.event_files import (
+    BUDGET_BYTES,
     SEGMENT_BYTES,
     SPOOL_BUDGET_BYTES,
     SPOOL_SEGMENT_BYTES,
@@ -33,9 +34,9 @@ def follow_run(root: str, arena: Path, rank: int, host: str) -> Callable[[float]
     from holdfast.observe.log import log_sink_from_environment  # a keeper writes no such lines
 
     log = log_sink_from_environment(rank)
+    event_budget()
     place = event_place(root)
     sink = _sink(place, arena, f"rank-{rank:05d}", rank, host)
-    event_budget()
     drain = RingDrain(arena, EventFile(_path(place, host), only_beside=place.only_beside))
     stops = [subscribe(each) for each in (sink, log) if each is not None]
 
@@ -76,11 +77,17 @@ def _bounded_file(place: EventPlace, host: str) -> EventFile:
 
     What is in a spool is uploaded as it was written.
     """
+    budget_bytes = SPOOL_BUDGET_BYTES
+    if not place.is_spool:
+        try:
+            budget_bytes = event_budget()
+        except UsageError:  # a trainer says so
+            budget_bytes = BUDGET_BYTES
     return EventFile(
         _path(place, host),
         only_beside=place.only_beside,
         part_bytes=SPOOL_SEGMENT_BYTES if place.is_spool else SEGMENT_BYTES,
-        budget_bytes=SPOOL_BUDGET_BYTES if place.is_spool else event_budget(),
+        budget_bytes=budget_bytes,
         is_compressing=not place.is_spool,
     )
 
