@@ -54,12 +54,9 @@ class _Kind(NamedTuple):
 
 def _fields(kind: type[Event]) -> list[tuple[str, str]]:
     hints = get_type_hints(kind)
-    coded = [(name, _NUMBERS.get(hints[name]) or _TEXTS[hints[name]]) for name in _names(kind)]
+    names = kind.__struct_fields__
+    coded = [(name, _NUMBERS.get(hints[name]) or _TEXTS[hints[name]]) for name in names]
     return sorted(coded, key=lambda field: len(field[1]) > 1)  # the numbers first
-
-
-def _names(kind: type[Event]) -> tuple[str, ...]:
-    return kind.__struct_fields__
 
 
 SCHEMA: Schema = [(kind.__name__, _fields(kind)) for kind in AnyEvent.__args__]
@@ -83,13 +80,6 @@ SHORT = {
     kind: (k.pack, k.numbers, k.number, k.size_bytes) for kind, k in _KINDS.items() if not k.texts
 }
 checksum_of = xxhash.xxh3_64_intdigest
-
-
-def pack_short(event: Event, at: Moment) -> bytes:
-    """Packs an event of a kind in ``SHORT``; ``EventRing`` does the same in line, for speed."""
-    pack, numbers, index, size_bytes = SHORT[type(event)]
-    body = pack(size_bytes, *at, index, *numbers(event))
-    return checksum_of(body).to_bytes(8, "little") + body
 
 
 def pack_long(event: Event, at: Moment, limit_bytes: int) -> bytes:
