@@ -31,7 +31,7 @@ from holdfast.events import RunEnded, RunStarted, Warned, emit
 from holdfast.format.manifest import Generation
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
-from holdfast.observe.sinks import follow_run
+from holdfast.observe.run_events import follow_run
 from holdfast.observe.text import restart_warning
 from holdfast.policy.arguments import (
     check_policies,
@@ -170,7 +170,7 @@ class Checkpointer:
             if terms.grace_s is None
             else Preemption(terms.grace_s, self._saver, is_alone=self.world.size == 1)
         )
-        self._stop_tracing = follow_run(self.root, self.world.rank, host_id())
+        self._stop_tracing = follow_run(self.root, run.arena, self.world.rank, host_id())
         # For a Checkpointer that nobody closes; its Saver ends by itself as well. The garbage
         # collector may run this on any thread, which must not wait.
         weakref.finalize(self, self._stop_tracing, 0.0).atexit = False

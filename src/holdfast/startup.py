@@ -79,6 +79,8 @@ class StartedRun:
     may_restore: bool
     saver: Saver
     offers: RestoreSources
+    arena: Path
+    """The directory in shared memory of the run on this host."""
 
 
 def start_run(
@@ -137,7 +139,7 @@ def start_run(
                 )
             )
         )
-    return StartedRun(run_id, incarnation, may_restore, saver, offers)
+    return StartedRun(run_id, incarnation, may_restore, saver, offers, arena)
 
 
 class _RunTerms(NamedTuple):

@@ -87,6 +87,9 @@ def make_root(directory: Path, seed: int = 0) -> Path:
     (directory / "events").mkdir()
     lines = [msgspec.json.encode(events.to_record(each, 1e300)) for each in EVENTS]
     (directory / "events" / "rank-00000.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    for number in (1, 2):
+        name = EVIL.replace("/", "").replace("\0", "")[:60] + f".s{number:06d}.jsonl"
+        (directory / "events" / name).write_bytes(b"")
     return directory
 
 
@@ -218,6 +221,7 @@ def calls(root: str, other: str, out: str) -> Iterator[tuple[str, ...]]:
         ("pin", root, leaf),
         ("pin", root, "77", "--remove"),
         ("prune", root, "--last", "1", "--dry-run"),
+        ("prune", root, "--events", "--dry-run"),
         ("prune", root, "--abandoned", "--yes"),
         ("report", root),
         ("report", root, "--last", "0"),

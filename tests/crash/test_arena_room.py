@@ -46,7 +46,7 @@ def small_memory(directory: Path, size_mib: int) -> Iterator[Callable[[int], Non
 def fill(directory: Path) -> Path:
     """A file that takes all that is free."""
     path = directory / "filler"
-    with path.open("wb") as file:
+    with path.open("ab") as file:
         try:
             while True:
                 file.write(bytes(1 << 16))
@@ -133,6 +133,12 @@ def test_memory_filled_by_others_costs_nothing_that_has_its_slots(
         assert is_newest_kept(lives, step, completed) and source == "memory"
         wait_sealed(lives, step + 10)
         completed = lives.end(2)
+        # The rings of who was killed are removed once their events are written: filled again.
+        deadline = time.monotonic() + 30
+        while list(arena_dir.glob("*/*/events/rank-*.ring")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        fill(arena_dir)
         # A layout that was not there before has no room: said, and made up for.
         lives.start(2, 100_000, rows=ROWS, layout="plain")
         step, source = lives.wait_restored(2)

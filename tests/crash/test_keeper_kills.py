@@ -115,7 +115,7 @@ def test_training_is_unharmed_by_killed_keepers_and_the_next_ones_lose_nothing(
     tmp_path: Path, arena_dir: Path
 ) -> None:
     hunt(tmp_path / "run", arena_dir, world=1, kills=5)
-    started = read_events(tmp_path / "run", "keeper-*", "KeeperStarted")
+    started = read_events(tmp_path / "run", "keeper", "KeeperStarted")
     assert len(started) >= 5
 
 

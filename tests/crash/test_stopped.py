@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import events
 from holdfast.capture.task import Timeouts
 from support.runs.evidence import check_storage, newest_sealed, read_events
 from support.runs.leftovers import keeper_pids
@@ -132,6 +133,13 @@ def test_what_is_asked_for_while_the_keeper_is_stopped_is_kept_or_refused_never_
     model, state = build("plain")
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
     checkpointer._saver.timeouts = Timeouts(**PATIENCE)
+    reasons: list[str] = []  # as they are made: a stopped keeper writes no events
+
+    def note(event: events.Event, _: float) -> None:
+        if isinstance(event, events.SnapshotMissed):
+            reasons.append(event.reason)
+
+    forget = events.subscribe(note)
     take_step(model, state, 0)
     checkpointer.save(0).wait_captured(30)
     (keeper,) = keeper_pids(arena_dir)
@@ -145,8 +153,8 @@ def test_what_is_asked_for_while_the_keeper_is_stopped_is_kept_or_refused_never_
     with stopped(keeper):
         # A leaf that was not there before: the keeper has to be told of it first.
         state["late"] = torch.full((5,), 7.0)
-        before = len(missed(tmp_path))
-        while not any("no answer" in e["reason"] for e in missed(tmp_path)[before:]):
+        before = len(reasons)
+        while not any("no answer" in reason for reason in reasons[before:]):
             step += 1
             take_step(model, state, step)
             checkpointer.step(step)
@@ -160,6 +168,7 @@ def test_what_is_asked_for_while_the_keeper_is_stopped_is_kept_or_refused_never_
         asked.wait_durable(30)
         assert asked.step >= 1
     checkpointer.close()
+    forget()
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ class Served:
             str(path): xxhash.xxh3_64_hexdigest(path.read_bytes())
             for top in (self.arena_home, self.root)
             for path in sorted(top.rglob("*"))
-            if path.is_file() and path.parent != self.root / "events"
+            if path.is_file() and path.parent.name != "events"
         }
         return {**files, "offered": self.inventories()}
 

@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.observe import event_place as places
+from holdfast.observe.event_files import open_parts, set_aside, trails
 from holdfast.observe.event_place import event_place, upload
-from holdfast.observe.sinks import open_parts, set_aside, trails
 from support.servers.bucket_model import World, model_store
 
 ROOT = "s3://model/root"

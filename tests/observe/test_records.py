@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast import events
+from holdfast.observe.event_files import LINE_BYTES
 from holdfast.observe.records import RecordHead, RecordReader
-from holdfast.observe.sinks import LINE_BYTES, JsonlSink
+from holdfast.observe.sinks import JsonlSink
 
 PAGE = Path(__file__).parents[2] / "docs" / "format" / "events-v1.md"
 

@@ -63,6 +63,8 @@ def test_every_event_becomes_a_line_in_order(tmp_path: Path) -> None:
         "held_s": 0.25,
         "time_s": 107.0,
         "by_host": "a",
+        "version": 1,
+        "boot": sink.boot,
         "writer": sink.writer,
         "number": 7,
     }

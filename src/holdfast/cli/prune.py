@@ -16,6 +16,7 @@ from holdfast.catalogue import DAMAGED, LOCK
 from holdfast.cli.checkpoints import OpenedRoot, open_root, root_holder
 from holdfast.cli.command import Commands, add_command, confirmed, print_json
 from holdfast.cli.output import SlowProgress, plain_table, stdout
+from holdfast.cli.prune_events import prune_events
 from holdfast.errors import NotFound, RootBusy
 from holdfast.leases import LEASE_S, LeaseWatch
 from holdfast.observe.text import moment_text, size_text
@@ -40,6 +41,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "holdfast prune runs/gpt --last 3 --every 1000 --yes",
         "holdfast prune runs/gpt --last 3 --best 2 --by val_loss",
         "holdfast prune runs/gpt --abandoned",
+        "holdfast prune runs/gpt --events",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
     command.add_argument("--last", metavar="N", type=int, help="keep the newest N")
@@ -60,6 +62,9 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "--abandoned", action="store_true", help="remove those of futures that were given up"
     )
     command.add_argument(
+        "--events", action="store_true", help="remove full event files instead, but the first"
+    )
+    command.add_argument(
         "--dry-run", action="store_true", help="show what would go, change nothing"
     )
     command.add_argument("--yes", action="store_true", help="do not ask")
@@ -72,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     The newest of the lineage and pinned checkpoints always stay. Without --last, --every and
     --abandoned only leftovers are removed: they belong to no checkpoint.
     """
+    if args.events:
+        return prune_events(args)
     keep = Keep(last=args.last, every=args.every, best=args.best, by=args.by, largest=args.largest)
     opened = open_root(args.root)
     _require_value(opened, keep)

@@ -23,7 +23,7 @@ from typing import Literal
 
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
-from holdfast.events import KeeperStarted, KeeperStopped, emit, subscribe
+from holdfast.events import KeeperStarted, KeeperStopped, emit
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
@@ -35,7 +35,7 @@ from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.observe.event_place import event_place, follow_events
-from holdfast.observe.sinks import PART_BYTES, JsonlSink
+from holdfast.observe.run_events import follow_keeper
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import remove_arena
 
@@ -304,12 +304,11 @@ class Keeper:
         return await asyncio.start_unix_server(self.trainer_api.serve, sock=listener)
 
     def _open_trace(self) -> Callable[[], None]:
-        self._trace, close = open_trace(self.root_access.path, self.host_id)
-        unsubscribe = subscribe(self._trace)
-        end_uploads = follow_events(event_place(self.root_access.path), self.root_access.store)
+        root = self.root_access.path
+        self._trace, close = follow_keeper(root, self.arena, self.host_id)
+        end_uploads = follow_events(event_place(root), self.root_access.store)
 
         def close_trace() -> None:
-            unsubscribe()
             close()
             end_uploads()
 
@@ -318,7 +317,9 @@ class Keeper:
     def _root_renamed(self, root: str) -> None:
         """Use the root's new path, by which trainers reach it now."""
         self.memory.store_root(root)
-        self._trace.path, self._trace.only_beside = trace_place(root, self.host_id)
+        place = event_place(root)
+        self._trace.path = place.file(self._trace.path.stem)
+        self._trace.only_beside = place.only_beside
 
     async def _run_ticks(self) -> None:
         watch = LoopWatch(self.host_id)
@@ -511,19 +512,3 @@ class Keeper:
         watchdog.daemon = True
         watchdog.start()
         self._life = self._life.told_to_stop(reason, by_s, self._persisting())
-
-
-# Writes the keeper's events, beside the trainers', to the root's ``events`` directory.
-
-
-def trace_place(root: str, host_id: str) -> tuple[Path, Path | None]:
-    """Return the path of this host's keeper trace, and the file that must exist to enable it."""
-    place = event_place(root)
-    return place.file(f"keeper-{host_id}"), place.only_beside
-
-
-def open_trace(root: str, host_id: str) -> tuple[JsonlSink, Callable[[], None]]:
-    """Open a sink for this host's keeper; return the sink and a function that closes it."""
-    path, only_beside = trace_place(root, host_id)
-    sink = JsonlSink(path, only_beside=only_beside, part_bytes=PART_BYTES, host=host_id)
-    return sink, sink.close

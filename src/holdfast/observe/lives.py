@@ -72,6 +72,9 @@ class Lives:
         first_s, last_s = life.moments.get(by_host, (math.inf, 0.0))
         life.moments[by_host] = min(first_s, time_s), max(last_s, time_s)
         match event:
+            case events.SaveReturned():
+                newest = -1 if life.newest_step is None else life.newest_step
+                life.newest_step = max(event.step, newest)
             case events.RunStarted():
                 life.world = max(life.world, event.world)
                 life.ranks[event.rank] = event.host
@@ -80,9 +83,6 @@ class Lives:
                 life.outcomes[event.rank] = event.outcome
             case events.Restored():
                 life.parent = (event.parent_incarnation, event.step)
-            case events.SaveReturned():
-                newest = -1 if life.newest_step is None else life.newest_step
-                life.newest_step = max(event.step, newest)
             case _:
                 pass
 

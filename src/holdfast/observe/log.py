@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
@@ -21,7 +22,7 @@ import msgspec
 from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import AnyEvent, Event, ReplicasDiffer, Sink
-from holdfast.observe.sinks import LINE_BYTES, open_parts, trails
+from holdfast.observe.event_files import LINE_BYTES, UNREADABLE, open_parts, trails
 from holdfast.observe.text import (
     count_text,
     counts_text,
@@ -58,11 +59,9 @@ def read_events(root: str | Path, kind: type[E]) -> Iterator[E]:
 
 def _lines_with(path: Path, name: bytes) -> Iterator[bytes]:
     """Yields the whole lines of a writer's files that have ``name`` in them."""
-    try:
-        for file in open_parts(path):
+    for file in open_parts(path, lambda *_: None):
+        with suppress(*UNREADABLE):  # the others are read
             yield from _lines_in(file, name)
-    except OSError:
-        return
 
 
 def _lines_in(file: BinaryIO, name: bytes) -> Iterator[bytes]:

@@ -17,8 +17,15 @@ import msgspec
 from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
+from holdfast.observe.event_files import (
+    UNREADABLE,
+    lines_in,
+    open_parts,
+    parts_of,
+    size_bytes,
+    trails,
+)
 from holdfast.observe.event_place import event_place
-from holdfast.observe.sinks import lines_in, open_parts, parts_of, size_bytes, trails
 
 Progress = Callable[[int, int], None]
 
@@ -30,6 +37,8 @@ class RecordHead(msgspec.Struct):
     time_s: Annotated[float, msgspec.Meta(ge=0, le=253402300799)] = 0.0
     mono_s: events.Seconds | None = None
     by_host: str = ""
+    boot: str = ""
+    version: events.Count = 1
     writer: str = ""
     number: events.Count | None = None
 
@@ -80,7 +89,7 @@ class RecordReader:
     @property
     def files(self) -> int:
         """Returns the number of files that there are."""
-        return sum(part.is_file() for writer in self._writers for part in parts_of(writer))
+        return sum(part.is_file() for each in self._writers for part in parts_of(each))
 
     @property
     def unreadable(self) -> tuple[str, ...]:
@@ -97,17 +106,20 @@ class RecordReader:
         total_bytes = sum(map(size_bytes, self._writers))
         done_bytes = 0
         for writer in self._writers:
-            try:
-                for file in open_parts(writer):
+            for file in open_parts(writer, self._refuse):
+                try:
                     for number, line in enumerate(lines_in(file)):
                         done_bytes += len(line)
                         if self._progress and number % 1000 == 0:
                             self._progress(min(done_bytes, total_bytes), total_bytes)
                         if line.strip():
                             yield line
-            except OSError as error:
-                name = Path(error.filename).name if error.filename else writer.name
-                self._unreadable.append(f"{name}: {error.strerror}")
+                except UNREADABLE as error:  # the others are read
+                    self._refuse(Path(file.name), error)
+
+    def _refuse(self, path: Path, error: Exception) -> None:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        self._unreadable.append(f"{path.name}: {why}")
 
     def _count(self, head: RecordHead) -> None:
         if head.number is not None and head.writer:

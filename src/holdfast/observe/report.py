@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.log import Divergence
+from holdfast.observe.rollups import PhaseSpread
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class Save:
     """The slowest rank by quantity."""
     ring_bytes: int = 0
     """Bytes of the rings through which its images went to storage, if memory kept none of them."""
+    phases: dict[str, PhaseSpread] = field(default_factory=dict)
+    """Each phase over the ranks: quantiles to 1 %, and the slowest 16 by name."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:

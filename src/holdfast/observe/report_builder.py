@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import assert_never
+from typing import assert_never, cast, get_args
 
 from holdfast import events
 from holdfast.events import AnyEvent
@@ -28,7 +28,7 @@ from holdfast.observe.report import (
     Report,
     Restore,
 )
-from holdfast.observe.save_records import SaveRecords
+from holdfast.observe.save_records import SaveEvent, SaveRecords
 
 _KeeperEvent = (
     events.KeeperStarted
@@ -40,6 +40,9 @@ _KeeperEvent = (
     | events.ImageRebuilt
     | events.MemoryPinned
 )
+
+
+_SAVE_EVENTS = frozenset(get_args(SaveEvent))
 
 
 def read_report(root: str | Path, *, progress: Progress | None = None) -> Report:
@@ -91,6 +94,12 @@ class _Fold:
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record."""
         self._lives.take(event, head.time_s, head.by_host)
+        if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
+            self._saves.take(cast(SaveEvent, event), head)
+        else:
+            self._take_other(event, head)
+
+    def _take_other(self, event: AnyEvent, head: RecordHead) -> None:
         match event:
             case events.RunStarted() | events.RunEnded() | events.TrainerLost():
                 pass  # `Lives` has them

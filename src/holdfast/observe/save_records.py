@@ -6,13 +6,15 @@ Moments are compared by the clock of one host alone, which never goes back: cloc
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from array import array
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
 from holdfast import events
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Save
+from holdfast.observe.rollups import PhaseRollup
 
 _RankEvent = (
     events.SaveReturned
@@ -36,7 +38,7 @@ class _ReachedState(NamedTuple):
     """A phase that all ranks reached: who reported it, and the time it took the reporter."""
 
     time_s: float
-    host: str
+    clock: int
     mono_s: float | None
     elapsed_s: float
 
@@ -46,39 +48,44 @@ def _first(old: _ReachedState | None, new: _ReachedState) -> _ReachedState:
     return new if old is None else min(old, new, key=lambda each: each.time_s)
 
 
-class _ByRank(dict[int, float]):
-    """Seconds of each rank; what a rank reports several times in one save adds up."""
-
-    def add(self, rank: int, elapsed_s: float) -> None:
-        self[rank] = self.get(rank, 0.0) + elapsed_s
-
-    @property
-    def slowest(self) -> int | None:
-        return max(self, key=lambda rank: self[rank], default=None)
+#: Saves of which the values of ranks are kept apart: the records of a host's ranks of one save lie
+#: together, with few other saves between them.
+_OPEN_SAVES = 64
 
 
-_QUANTITIES = (
-    "held_s",
-    "describe_s",
-    "volatile_s",
-    "wait_previous_s",
-    "fence_s",
-    "copy_s",
-    "write_s",
-)
+class _OpenRanks:
+    """The values of ranks in one save, kept apart while its records pass."""
+
+    __slots__ = ("asked_bytes", "image_bytes", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, dict[int, float]] = {}
+        self.asked_bytes: dict[int, int] = {}
+        self.image_bytes: dict[int, int] = {}
+
+    def add(self, phase: str, rank: int, elapsed_s: float) -> None:
+        """What a rank reports several times in one save adds up."""
+        ranks = self.seconds.setdefault(phase, {})
+        ranks[rank] = ranks.get(rank, 0.0) + elapsed_s
+
+    def add_longest(self, phase: str, rank: int, elapsed_s: float) -> None:
+        """Of what a rank reports several times in one save the longest counts."""
+        ranks = self.seconds.setdefault(phase, {})
+        ranks[rank] = max(ranks.get(rank, 0.0), elapsed_s)
 
 
 @dataclass(slots=True)
 class _SaveParts:
     """The data of a generation while its records come in, in any order."""
 
-    by_rank: dict[str, _ByRank] = field(
-        default_factory=lambda: {name: _ByRank() for name in _QUANTITIES}
-    )
-    asked_bytes: dict[int, int] = field(default_factory=dict)
-    image_bytes: dict[int, int] = field(default_factory=dict)
-    #: The first call of ``save`` on each host, by its own clock.
-    called_at_s: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, PhaseRollup] = field(default_factory=dict)
+    asked_bytes: int = 0
+    image_bytes: int = 0
+    open: _OpenRanks | None = None
+    #: Whether a rank's image was captured or passed on.
+    has_images: bool = False
+    #: The first call of ``save`` by each clock, in the order of ``SaveRecords``; infinite if none.
+    called_at_s: array[float] = field(default_factory=lambda: array("d"))
     captured: _ReachedState | None = None
     protect_s: float | None = None
     is_cached: bool = False
@@ -91,12 +98,11 @@ class _SaveParts:
     ring_bytes: int = 0
 
     def done(self, incarnation: int, step: int) -> Save:
-        slowest = {name: ranks.slowest for name, ranks in self.by_rank.items()}
         return Save(
             incarnation=incarnation,
             step=step,
             state=self._state(),
-            ranks=len(self.by_rank["held_s"]),
+            ranks=self.phases["held_s"].sketch.count if "held_s" in self.phases else 0,
             held_s=self._largest("held_s"),
             describe_s=self._largest("describe_s"),
             volatile_s=self._largest("volatile_s"),
@@ -108,7 +114,8 @@ class _SaveParts:
             durable_s=self._since_call(self.durable),
             persist_s=self.durable.elapsed_s if self.durable else None,
             write_s=self._largest("write_s"),
-            slowest={name: rank for name, rank in slowest.items() if rank is not None},
+            slowest={name: phase.slowest_rank for name, phase in self.phases.items()},
+            phases={name: phase.spread() for name, phase in self.phases.items()},
             size_bytes=self._size_bytes(),
             reason=self.missed or "",
             reused_bytes=self.reused_bytes or None,
@@ -116,24 +123,33 @@ class _SaveParts:
         )
 
     def _largest(self, quantity: str) -> float | None:
-        return max(self.by_rank[quantity].values(), default=None)
+        return self.phases[quantity].largest_s if quantity in self.phases else None
 
     def _fence_s(self) -> float | None:
         """An update whose copies were already made did not wait, and nothing was recorded."""
-        if self.by_rank["fence_s"]:
+        if "fence_s" in self.phases:
             return self._largest("fence_s")
-        return 0.0 if (self.captured or self.durable) and self.by_rank["held_s"] else None
+        return 0.0 if (self.captured or self.durable) and "held_s" in self.phases else None
 
     def _since_call(self, reached: _ReachedState | None) -> float | None:
         if reached is None:
             return None
         # Only trainers know when `save` was called: those of the reporter's own host have its
         # clock. Without any, the keeper's measurement from the first request stands.
-        called_at_s = self.called_at_s.get(reached.host)
-        if called_at_s is None or reached.mono_s is None:
+        called_at_s = self._called_at_s(reached.clock)
+        if math.isinf(called_at_s) or reached.mono_s is None:
             return reached.elapsed_s
         since_call_s = round(reached.mono_s - called_at_s, 6)
         return since_call_s if since_call_s > 0 else reached.elapsed_s
+
+    def _called_at_s(self, clock: int) -> float:
+        return self.called_at_s[clock] if clock < len(self.called_at_s) else math.inf
+
+    def _note_call(self, clock: int, at_s: float) -> None:
+        calls = self.called_at_s
+        if clock >= len(calls):
+            calls.extend([math.inf] * (clock + 1 - len(calls)))
+        calls[clock] = min(calls[clock], at_s)
 
     def _state(self) -> str:
         # The manifest decides: a durable generation was captured, even if a record says missed.
@@ -150,38 +166,50 @@ class _SaveParts:
     def _size_bytes(self) -> int:
         if self.durable_bytes:
             return self.durable_bytes
-        return sum((self.image_bytes or self.asked_bytes).values())
+        return self.image_bytes if self.has_images else self.asked_bytes
 
-    def take_of_rank(self, event: _RankEvent, head: RecordHead) -> None:
+    def close_ranks(self) -> None:
+        """Rolls up the values of ranks that are kept apart."""
+        ranks, self.open = self.open, None
+        if ranks is None:
+            return
+        for phase, seconds in ranks.seconds.items():
+            self.phases.setdefault(phase, PhaseRollup()).add(seconds)
+        self.asked_bytes += sum(ranks.asked_bytes.values())
+        self.image_bytes += sum(ranks.image_bytes.values())
+        self.has_images = self.has_images or bool(ranks.image_bytes)
+
+    def take_of_rank(self, event: _RankEvent, head: RecordHead, clock: int) -> None:
         """Takes a record that is of one rank."""
+        ranks = self.open = self.open or _OpenRanks()
         match event:
             case events.SaveReturned():
-                for name in ("held_s", "describe_s", "volatile_s", "wait_previous_s"):
-                    self.by_rank[name].add(event.rank, getattr(event, name))
+                ranks.add("held_s", event.rank, event.held_s)
+                ranks.add("describe_s", event.rank, event.describe_s)
+                ranks.add("volatile_s", event.rank, event.volatile_s)
+                ranks.add("wait_previous_s", event.rank, event.wait_previous_s)
                 if head.mono_s is not None:
-                    earliest = self.called_at_s.get(head.by_host, math.inf)
-                    self.called_at_s[head.by_host] = min(earliest, head.mono_s - event.held_s)
-                self.asked_bytes[event.rank] = event.size_bytes
+                    self._note_call(clock, head.mono_s - event.held_s)
+                ranks.asked_bytes[event.rank] = event.size_bytes
             case events.FenceWaited():
-                self.by_rank["fence_s"].add(event.rank, event.held_s)
+                ranks.add("fence_s", event.rank, event.held_s)
             case events.ImageCaptured():
-                self.by_rank["copy_s"].add(event.rank, event.copy_s)
-                self.image_bytes[event.rank] = event.size_bytes
+                ranks.add("copy_s", event.rank, event.copy_s)
+                ranks.image_bytes[event.rank] = event.size_bytes
             case events.ImagePassed():
-                self.by_rank["copy_s"].add(event.rank, event.copy_s)
-                self.image_bytes[event.rank] = event.size_bytes
+                ranks.add("copy_s", event.rank, event.copy_s)
+                ranks.image_bytes[event.rank] = event.size_bytes
                 self.ring_bytes = max(self.ring_bytes, event.ring_bytes)
             case events.ImageDurable():
-                ranks = self.by_rank["write_s"]
-                ranks[event.rank] = max(ranks.get(event.rank, 0.0), event.elapsed_s)
+                ranks.add_longest("write_s", event.rank, event.elapsed_s)
             case _:
                 assert_never(event)
 
-    def take_of_all(self, event: _GenerationEvent, head: RecordHead) -> None:
+    def take_of_all(self, event: _GenerationEvent, head: RecordHead, clock: int) -> None:
         """Takes a record that is of all ranks."""
         match event:
             case events.SnapshotCaptured():
-                self.captured = _first(self.captured, _reached(event, head))
+                self.captured = _first(self.captured, _reached(event, head, clock))
             case events.SnapshotProtected():
                 self.protect_s = max(self.protect_s or 0.0, event.elapsed_s)
             case events.SnapshotNotProtected():
@@ -189,7 +217,7 @@ class _SaveParts:
             case events.CheckpointCached():
                 self.is_cached = True
             case events.CheckpointPublished():
-                self.durable = _first(self.durable, _reached(event, head))
+                self.durable = _first(self.durable, _reached(event, head, clock))
                 self.durable_bytes = max(self.durable_bytes, event.size_bytes)
                 self.reused_bytes = max(self.reused_bytes, event.reused_bytes)
             case events.SnapshotMissed():
@@ -205,17 +233,35 @@ class SaveRecords:
 
     def __init__(self) -> None:
         self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(_SaveParts)
+        self._clocks: dict[tuple[str, str], int] = {}
+        #: Those of which the values of ranks are kept apart, the last that had a record last.
+        self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
 
     def take(self, event: SaveEvent, head: RecordHead) -> None:
         """Takes a record of a save."""
-        save = self._saves[event.incarnation, event.step]
+        # A host's own clock begins anew with each boot.
+        clock = self._clocks.setdefault((head.by_host, head.boot), len(self._clocks))
+        key = event.incarnation, event.step
+        save = self._saves[key]
         if isinstance(event, _RankEvent):
-            save.take_of_rank(event, head)
+            self._keep_open(key, save)
+            save.take_of_rank(event, head, clock)
         else:
-            save.take_of_all(event, head)
+            save.take_of_all(event, head, clock)
+
+    def _keep_open(self, key: tuple[int, int], save: _SaveParts) -> None:
+        if key in self._open:
+            self._open.move_to_end(key)
+            return
+        self._open[key] = save
+        if len(self._open) > _OPEN_SAVES:
+            self._open.popitem(last=False)[1].close_ranks()
 
     def saves(self) -> tuple[Save, ...]:
         """Returns the saves in the order of their generations."""
+        for save in self._open.values():
+            save.close_ranks()
+        self._open.clear()
         return tuple(save.done(*key) for key, save in sorted(self._saves.items()))
 
     def unprotected(self) -> tuple[str, ...]:
@@ -234,6 +280,6 @@ class SaveRecords:
 
 
 def _reached(
-    event: events.SnapshotCaptured | events.CheckpointPublished, head: RecordHead
+    event: events.SnapshotCaptured | events.CheckpointPublished, head: RecordHead, clock: int
 ) -> _ReachedState:
-    return _ReachedState(head.time_s, head.by_host, head.mono_s, event.elapsed_s)
+    return _ReachedState(head.time_s, clock, head.mono_s, event.elapsed_s)

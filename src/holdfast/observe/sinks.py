@@ -1,137 +1,29 @@
-"""Records the events of a run on one rank: in a bounded set of files below the root, on stderr.
+"""Writes events to a file without ever blocking or harming training.
 
-A writer, which is a rank or the keeper of a host, appends to ``<name>.jsonl``. Once that is full
-it becomes ``<name>.0.jsonl`` and stays, for it says how the run began; the next ones become
-``<name>.1.jsonl``, each in place of the one before. So a writer has three files at most.
+``JsonlSink`` only puts a record into a queue; a daemon thread writes. Records that cannot be
+written (a full disk, a stuck file system) are dropped, oldest first, and counted in the file
+itself. A run's own processes put their events into rings instead (``observe.event_ring``), where
+they survive the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import itertools
 import os
 import queue
-import re
 import secrets
-import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from holdfast import events
-from holdfast.events import Event, subscribe
-from holdfast.observe.event_place import event_place
-
-#: A run that saves at every step writes about 0.7 kB a save: some 23,000 saves fill one.
-PART_BYTES = 16 << 20
-_FULL = re.compile(r"\.[01]\.jsonl$")
-
-
-def parts_of(path: Path) -> tuple[Path, Path, Path]:
-    """Returns the first part, the one before the newest, and the newest, which is ``path``
-    itself.
-    """
-    return path.with_suffix(".0.jsonl"), path.with_suffix(".1.jsonl"), path
-
-
-def set_aside(path: Path) -> bool:
-    """Makes room for a new part at ``path``; True if an older one was given up for it."""
-    first, before, _ = parts_of(path)
-    if not first.exists():
-        path.rename(first)
-        return False
-    is_lost = before.exists()
-    path.replace(before)
-    return is_lost
-
-
-def trails(root: str | Path) -> list[Path]:
-    """Returns the newest part of every writer of ``root``; it need not exist yet."""
-    found = event_place(root).read_from().glob("*.jsonl")
-    return sorted({path.with_name(_FULL.sub(".jsonl", path.name)) for path in found})
-
-
-def size_bytes(path: Path) -> int:
-    """Returns the bytes of all parts of a writer."""
-    found = 0
-    for part in parts_of(path):
-        with suppress(OSError):
-            found += part.stat().st_size
-    return found
-
-
-def open_parts(path: Path) -> Iterator[BinaryIO]:
-    """Yields each part of a writer, oldest first; none twice, also while it makes a new one.
-
-    Raises OSError for a part that exists and cannot be read.
-    """
-    with ExitStack() as opened:
-        files: dict[int, BinaryIO] = {}
-        # Newest first: a part set aside meanwhile is met again under its next name, never missed.
-        for part in reversed(parts_of(path)):
-            with suppress(FileNotFoundError):
-                file = opened.enter_context(_open_file(part))
-                files.setdefault(os.fstat(file.fileno()).st_ino, file)
-        yield from reversed(files.values())
-
-
-def _open_file(path: Path) -> BinaryIO:
-    """Opens a plain file: a pipe would be waited for."""
-    if path.is_symlink() and not path.exists():
-        raise OSError(errno.ELOOP, "is a link to nothing", str(path))
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "is not a file", str(path))
-    return path.open("rb")
-
-
-#: The most that one line may have: a record has less than a thousandth of it.
-LINE_BYTES = 1 << 20
-
-
-def lines_in(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file; of one that is longer than any record only its beginning."""
-    while line := file.readline(LINE_BYTES):
-        yield line
-        while len(line) == LINE_BYTES and not line.endswith(b"\n"):
-            line = file.readline(LINE_BYTES)
-
-
-def follow_run(root: str, rank: int, host: str) -> Callable[[float], None]:
-    """Subscribes both sinks; returns a function that stops them, given how many seconds to wait for
-    writing.
-
-    Raises UsageError for an invalid setting.
-    """
-    from holdfast.observe.log import log_sink_from_environment  # a keeper writes no such lines
-
-    log = log_sink_from_environment(rank)
-    place = event_place(root)
-    path = place.file(f"rank-{rank:05d}")
-    trace = JsonlSink(path, only_beside=place.only_beside, part_bytes=PART_BYTES, host=host)
-    stops = [subscribe(sink) for sink in (trace, log) if sink is not None]
-
-    def stop(deadline_s: float) -> None:
-        for unsubscribe in stops:
-            unsubscribe()
-        trace.close(deadline_s=deadline_s)
-
-    return stop
-
-
-# Writes events to a file without ever blocking or harming training.
-#
-# ``JsonlSink`` only puts a record into a queue; a daemon thread writes. Records that cannot be
-# written (a full disk, a stuck file system) are dropped, oldest first, and counted in the file
-# itself.
-
+from holdfast.events import Event
+from holdfast.observe.event_files import EventFile, encode_event, encode_record
+from holdfast.protocol.arena import boot_id
 
 #: The most records that wait for a blocked file; about 50 MB at worst.
 QUEUE_LIMIT = 100_000
@@ -163,13 +55,15 @@ class JsonlSink:
     next to nothing; it is not fsynced. Several incarnations append to one file: a line torn by a
     kill is ended before the next is written, so that it spoils no other.
 
-    ``part_bytes``: a file of that size is set aside and another begun, of which the first and the
-    newest two are kept (``observe.trails``); without it the file grows without bound.
+    ``part_bytes``: a file of that size is set aside and another begun; all together take three
+    times that, the first and the newest are kept (``observe.event_files``). Without it the file
+    grows without bound.
 
     ``only_beside``: a file that must exist for anything to be created, such as that of a root:
     where it has vanished, or is not mounted, no directory must be created in its place.
 
     ``host``: the host of this process, by which readers know whose clock a record was made by.
+    ``role``: what this process is, such as "rank-00003": its records are named after it.
     """
 
     def __init__(
@@ -180,11 +74,13 @@ class JsonlSink:
         only_beside: Path | None = None,
         part_bytes: int | None = None,
         host: str = "",
+        role: str = "process",
     ) -> None:
         self.path = Path(path)
-        self.host = host
+        self.host, self.role = host, role
         self.only_beside = only_beside
         self.part_bytes = part_bytes
+        self.boot = boot_id()[:8]
         self._queue_limit = queue_limit
         self._dropped = 0
         self._closed = False
@@ -222,7 +118,7 @@ class JsonlSink:
         not its writer; the parent writes the events in that queue.
         """
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
-        self.writer = secrets.token_hex(4)
+        self.writer = f"{self.role}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -277,14 +173,16 @@ class JsonlSink:
 
 
 class _Writer:
-    """The thread's side: owns the file descriptor, survives every error of the file system."""
+    """The thread's side: writes what is queued, survives every error of the file system."""
 
     def __init__(self, sink: JsonlSink) -> None:
         self._sink = sink
-        self._fd = -1
-        self._size_bytes = 0
-        self._needs_newline = False
-        self._is_failing = False
+        self._file = EventFile(
+            sink.path,
+            only_beside=sink.only_beside,
+            part_bytes=sink.part_bytes,
+            budget_bytes=3 * (sink.part_bytes or 0),
+        )
 
     def run(self) -> None:
         ended = False
@@ -293,100 +191,24 @@ class _Writer:
             lines = [self._line_of(noted) for noted in batch]
             dropped = self._sink.pop_dropped()
             if dropped:
-                lines.insert(0, _line(_dropped_warning(dropped, self._sink.path), time.time()))
-            if lines and not self._write(b"".join(lines)):
-                self._sink.count_dropped(len(batch) + dropped)
-        if self._fd >= 0:
-            os.close(self._fd)
+                lines.insert(
+                    0, encode_event(_dropped_warning(dropped, self._sink.path), time.time())
+                )
+            self._file.path, self._file.only_beside = self._sink.path, self._sink.only_beside
+            taken = self._file.append(lines)
+            if taken < len(lines):
+                told = 1 if dropped else 0
+                self._sink.count_dropped(len(lines) - max(taken, told) + dropped * (taken < told))
+        self._file.close()
 
     def _line_of(self, noted: _Noted) -> bytes:
         record = events.to_record(noted.event, noted.time_s)
-        record["mono_s"] = round(noted.mono_s, 6)
-        record["by_host"], record["writer"] = self._sink.host, self._sink.writer
-        record["number"] = noted.number
-        return msgspec.json.encode(record) + b"\n"
-
-    def _write(self, data: bytes) -> bool:
-        """Appends ``data``; False when the file did not take it."""
-        try:
-            if self._fd >= 0 and self._is_full():
-                data = self._begin_part() + data
-            if self._fd < 0:
-                self._open()
-            if self._needs_newline:
-                data = b"\n" + data
-            # One call: lines of two processes appending to one file do not mix.
-            written = os.write(self._fd, data)
-            while written < len(data):
-                self._needs_newline = True
-                written += os.write(self._fd, data[written:])
-            self._size_bytes += written
-            self._needs_newline = False
-            self._is_failing = False
-            return True
-        except OSError as error:
-            self._report(error)
-            return False
-
-    def _open(self) -> None:
-        path, needed = self._sink.path, self._sink.only_beside
-        if needed is not None and not needed.exists():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(needed))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = self._size_bytes = os.fstat(self._fd).st_size
-        self._needs_newline = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
-    def _is_full(self) -> bool:
-        limit = self._sink.part_bytes
-        return limit is not None and self._size_bytes >= limit
-
-    def _begin_part(self) -> bytes:
-        """Sets the file aside; returns the line for the next one about the part that was given up
-        for it.
-
-        Where that fails, the file is continued: events are worth more than a bound.
-        """
-        path, said = self._sink.path, b""
-        try:
-            if self._is_there() and set_aside(path):
-                said = _line(_given_up_warning(path), time.time())
-        except OSError:
-            self._size_bytes = 0  # tried again when as much was written again
-            return b""
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-        return said
-
-    def _is_there(self) -> bool:
-        """True if the open file still has its name: an older start may have set it aside."""
-        here = os.fstat(self._fd)
-        try:
-            there = self._sink.path.stat()
-        except FileNotFoundError:
-            return False
-        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-    def _report(self, error: OSError) -> None:
-        """Tells the other sinks, once until a write succeeds: this sink receives the event too."""
-        if not self._is_failing:
-            self._is_failing = True
-            message = f"events cannot be written to {self._sink.path}: {error}; still trying"
-            events.emit(events.Warned(message=message))
-
-
-def _line(event: Event, time_s: float) -> bytes:
-    return msgspec.json.encode(events.to_record(event, time_s)) + b"\n"
+        sink = self._sink
+        return encode_record(record, noted.mono_s, sink.host, sink.writer, noted.number, sink.boot)
 
 
 def _dropped_warning(dropped: int, path: Path) -> Event:
     return events.Warned(message=f"{dropped} events were dropped: {path} did not take them in time")
-
-
-def _given_up_warning(path: Path) -> Event:
-    return events.Warned(
-        message=f"older events of {path.stem} were given up: its first file and its newest two stay"
-    )
 
 
 def _begin_afresh_in_child() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,16 @@ def slot_records(arena_dir: Path) -> list[SlotRecord]:
 
 
 def read_events(root: Path, writer: str, name: str = "") -> list[dict[str, Any]]:
-    """The events that ``writer`` (a pattern: "rank-00000", "keeper-*") has written so far."""
+    """The events that ``writer`` (a pattern: "rank-00000", "keeper") has written so far."""
     found = []
-    for path in sorted((root / "events").glob(f"{writer}.jsonl")):
+    for path in sorted((root / "events").glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:
                 record = json.loads(line)
             except ValueError:
                 continue  # being written, or torn by a kill
+            if not fnmatch(record.get("writer", ""), f"{writer}-*"):
+                continue
             if not name or record["event"] == name:
                 found.append(record)
     return found

@@ -31,6 +31,7 @@ SETTINGS = (
     "HOLDFAST_LOG",
     "HOLDFAST_KEEPER_IDLE_S",
     "HOLDFAST_KEEPER_SCRUB_S",
+    "HOLDFAST_EVENT_BYTES",
     "HOLDFAST_EXCHANGE",
     "HOLDFAST_BUCKET_BYTES_S",
     "HOLDFAST_DRAIN_BYTES_S",
@@ -215,7 +216,7 @@ def _setting_fault(name: str, value: str) -> str:
         return "say auto, always or never"
     if name in ("HOLDFAST_KEEPER_IDLE_S", "HOLDFAST_KEEPER_SCRUB_S") and not _is_seconds(value):
         return "give a number of seconds"
-    if name == "HOLDFAST_ARENA_BYTES" and not _is_bytes(value):
+    if name in ("HOLDFAST_ARENA_BYTES", "HOLDFAST_EVENT_BYTES") and not _is_bytes(value):
         return "give a number of bytes, such as 8589934592 for 8 GiB"
     if name == "HOLDFAST_PARITY_RATE" and not _is_parity_rate(value):
         return "give bytes a second, such as 500M, and 4M or more"

@@ -1,0 +1,113 @@
+"""Subscribes a process of a run to its events: a trainer to its ring, the keeper to ring and drain.
+
+Where the arena has no room for a ring, the process writes its events itself, from a queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import subscribe
+from holdfast.observe.event_files import (
+    BUDGET_BYTES,
+    SEGMENT_BYTES,
+    SPOOL_BUDGET_BYTES,
+    SPOOL_SEGMENT_BYTES,
+    EventFile,
+    event_budget,
+)
+from holdfast.observe.event_place import EventPlace, event_place
+from holdfast.observe.event_ring import RINGS, EventRing
+from holdfast.observe.ring_drain import RingDrain, RingDrainer, end_ring_alone
+from holdfast.observe.sinks import JsonlSink
+from holdfast.protocol.arena import boot_id
+
+
+def follow_run(root: str, arena: Path, rank: int, host: str) -> Callable[[float], None]:
+    """Subscribes ring and log; returns a function that stops them, given how many seconds to wait
+    for writing.
+
+    Raises UsageError for an invalid setting.
+    """
+    from holdfast.observe.log import log_sink_from_environment  # a keeper writes no such lines
+
+    log = log_sink_from_environment(rank)
+    event_budget()
+    place = event_place(root)
+    sink = _sink(place, arena, f"rank-{rank:05d}", rank, host)
+    drain = RingDrain(arena, EventFile(_path(place, host), only_beside=place.only_beside))
+    stops = [subscribe(each) for each in (sink, log) if each is not None]
+
+    def stop(deadline_s: float) -> None:
+        for unsubscribe in stops:
+            unsubscribe()
+        _close(sink, drain, deadline_s)
+        drain.close()
+
+    return stop
+
+
+def follow_keeper(root: str, arena: Path, host: str) -> tuple[EventFile, Callable[[], None]]:
+    """Subscribes the keeper of a host, which drains all rings there; returns the file that it
+    writes, and a function that ends it.
+    """
+    place = event_place(root)
+    file = _bounded_file(place, host)
+    drainer = RingDrainer(RingDrain(arena, file))
+    sink = _sink(place, arena, "keeper", -1, host)
+    unsubscribe = subscribe(sink)
+
+    def end() -> None:
+        unsubscribe()
+        if isinstance(sink, JsonlSink):
+            sink.close()
+        drainer.close()
+
+    return file, end
+
+
+def _path(place: EventPlace, host: str) -> Path:
+    return place.file(f"host-{host}")
+
+
+def _bounded_file(place: EventPlace, host: str) -> EventFile:
+    """Returns the event file of a host, which its keeper alone sets aside, compresses, gives up.
+
+    What is in a spool is uploaded as it was written.
+    """
+    budget_bytes = SPOOL_BUDGET_BYTES
+    if not place.is_spool:
+        try:
+            budget_bytes = event_budget()
+        except UsageError:  # a trainer says so
+            budget_bytes = BUDGET_BYTES
+    return EventFile(
+        _path(place, host),
+        only_beside=place.only_beside,
+        part_bytes=SPOOL_SEGMENT_BYTES if place.is_spool else SEGMENT_BYTES,
+        budget_bytes=budget_bytes,
+        is_compressing=not place.is_spool,
+    )
+
+
+def _sink(place: EventPlace, arena: Path, role: str, rank: int, host: str) -> EventRing | JsonlSink:
+    try:
+        return EventRing(arena / RINGS, role, rank=rank, host=host, boot=boot_id()[:8])
+    except (OSError, HoldfastError):
+        path = place.file(f"{role}-{host}")
+        return JsonlSink(
+            path,
+            only_beside=place.only_beside,
+            part_bytes=SPOOL_SEGMENT_BYTES,
+            host=host,
+            role=role,
+        )
+
+
+def _close(sink: EventRing | JsonlSink, drain: RingDrain, deadline_s: float) -> None:
+    if isinstance(sink, JsonlSink):
+        sink.close(deadline_s=deadline_s)
+    else:
+        sink.close(deadline_s=deadline_s, drain=end_ring_alone(drain))

@@ -1,0 +1,123 @@
+"""Roll-ups give what all values together would, to 1 %, in whatever portions these came."""
+
+from __future__ import annotations
+
+import math
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast import events
+from holdfast.observe.records import RecordHead
+from holdfast.observe.rollups import NAMED, PhaseRollup
+from holdfast.observe.save_records import SaveRecords
+from holdfast.observe.sketch import LEAST, RELATIVE_ERROR, Sketch
+
+durations = st.one_of(st.just(0.0), st.floats(1e-9, 1e11))
+by_rank = st.dictionaries(st.integers(0, 20_000), durations, min_size=1, max_size=300)
+
+
+def true_quantile(values: list[float], part: float) -> float:
+    return sorted(values)[max(1, math.ceil(part * len(values))) - 1]
+
+
+@given(st.lists(durations, min_size=1), st.floats(0, 1))
+def test_a_quantile_is_within_its_error(values: list[float], part: float) -> None:
+    sketch = Sketch()
+    sketch.add_all(values)
+    expected = true_quantile(values, part)
+    found = sketch.quantile(part)
+    assert abs(found - expected) <= RELATIVE_ERROR * expected * (1 + 1e-9) + LEAST
+
+
+@given(st.lists(st.lists(durations), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_sketches_add_up_in_any_order(parts: list[list[float]], rng: random.Random) -> None:
+    whole, merged = Sketch(), Sketch()
+    whole.add_all([value for part in parts for value in part])
+    rng.shuffle(parts)
+    for part in parts:
+        one = Sketch()
+        one.add_all(part)
+        merged.merge(one)
+    assert merged.count == whole.count
+    assert merged._buckets == whole._buckets
+
+
+def test_no_values_have_no_quantile() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        Sketch().quantile(0.5)
+
+
+@given(by_rank, st.integers(1, 5))
+def test_the_slowest_ranks_are_known_by_name(values: dict[int, float], portions: int) -> None:
+    rollup = PhaseRollup()
+    for portion in range(portions):
+        one = PhaseRollup()
+        one.add({rank: value for rank, value in values.items() if rank % portions == portion})
+        rollup.merge(one)
+    expected = sorted(values.items(), key=lambda each: (-each[1], each[0]))[:NAMED]
+    spread = rollup.spread()
+    assert list(spread.slowest) == expected
+    assert spread.largest_s == expected[0][1] and rollup.slowest_rank == expected[0][0]
+    assert spread.ranks == len(values)
+    assert spread.median_s <= spread.p90_s <= spread.p99_s <= spread.largest_s
+
+
+def returned(step: int, rank: int, held_s: float) -> events.SaveReturned:
+    return events.SaveReturned(
+        incarnation=1,
+        step=step,
+        rank=rank,
+        held_s=held_s,
+        describe_s=held_s / 2,
+        volatile_s=0.0,
+        wait_previous_s=0.0,
+        leaves=3,
+        size_bytes=100,
+        durable=False,
+    )
+
+
+def folded(records: list[events.SaveReturned | events.FenceWaited]) -> SaveRecords:
+    saves = SaveRecords()
+    for event in records:
+        saves.take(event, RecordHead(time_s=1.0, by_host=f"h{event.rank % 3}", mono_s=1.0))
+    return saves
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 60), st.integers(1, 300), st.integers(0, 100))
+def test_a_save_is_the_same_whether_its_ranks_come_together_or_host_by_host(
+    ranks: int, saves: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    records: list[events.SaveReturned | events.FenceWaited] = []
+    for step in range(min(saves, 1000 // ranks)):
+        for rank in range(ranks):
+            records.append(returned(step, rank, rng.expovariate(10)))
+            for _ in range(rng.randrange(3)):
+                waited_s = rng.expovariate(10)
+                fence = events.FenceWaited(incarnation=1, step=step, rank=rank, held_s=waited_s)
+                records.append(fence)
+    by_host = sorted(records, key=lambda event: event.rank % 3)
+    assert folded(by_host).saves() == folded(records).saves()
+
+
+def test_memory_of_a_save_does_not_grow_with_its_ranks() -> None:
+    def size_of(ranks: int) -> int:
+        saves = SaveRecords()
+        tracemalloc.start()
+        for first in range(0, ranks, 8):  # a host's file after the other
+            for step in range(80):
+                for rank in range(first, first + 8):
+                    event = returned(step, rank, 0.01 + (rank * 7919 % 1000) / 1e5)
+                    saves.take(event, RecordHead(time_s=1.0, by_host="a", mono_s=1.0))
+        found, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert saves.saves()[0].ranks == ranks
+        return found
+
+    assert size_of(256) < 1.5 * size_of(64)
