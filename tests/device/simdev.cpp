@@ -787,7 +787,7 @@ std::optional<Stack> returned_arguments(const c10::FunctionSchema& schema, const
   return found;
 }
 // The shapes of what it makes, without computing it; nothing where they depend on data.
-std::optional<Stack> shapes_of(const OperatorHandle& op, const Stack& given) {
+std::optional<Stack> compute_shapes(const OperatorHandle& op, const Stack& given) {
   auto stack = with_tensors(given, [](const Tensor& t) {
     if (!t.defined()) return t;
     return at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::kMeta));
@@ -800,6 +800,24 @@ std::optional<Stack> shapes_of(const OperatorHandle& op, const Stack& given) {
   for (auto& value : stack)
     if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
   return stack;
+}
+// torch computes the shapes of many operators in Python, so those of alike arguments are kept.
+const std::optional<Stack>& shapes_of(const OperatorHandle& op, const Stack& given) {
+  static auto& known = *new std::map<std::string, std::optional<Stack>>();
+  std::ostringstream key;
+  key << op.operator_name() << c10::get_default_dtype();
+  auto others = with_tensors(given, [&](const Tensor& t) {
+    if (t.defined()) key << t.sizes() << t.strides() << t.scalar_type();
+    return Tensor();
+  });
+  for (auto& value : others) key << ' ' << value;
+  Lock l(g_mutex);
+  auto found = known.find(key.str());
+  if (found != known.end()) return found->second;
+  l.unlock();
+  auto shapes = compute_shapes(op, given);
+  l.lock();
+  return known[key.str()] = shapes;
 }
 void as_cpu(const OperatorHandle& op, Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -814,7 +832,7 @@ void fallback(const OperatorHandle& op, Stack* stack) {
   auto* queue = current(where.index());
   auto results = returned_arguments(schema, given);
   const bool is_out = schema.overload_name().ends_with("out");
-  auto shapes = !results || is_out ? shapes_of(op, given) : std::nullopt;
+  const auto shapes = !results || is_out ? shapes_of(op, given) : std::nullopt;
   for (size_t i = 0; results && shapes && i < results->size(); ++i)
     (*results)[i].toTensor().resize_((*shapes)[i].toTensor().sizes());
   auto accesses = accesses_of(schema, given);
