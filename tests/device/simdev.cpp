@@ -92,10 +92,8 @@ void join(Clock& into, const Clock& other) {
 struct Mark {
   Clock clock;
   Graph* graph = nullptr;  // the capture it was recorded in
-  std::chrono::steady_clock::time_point at;
   std::atomic<bool> is_done = false;
   void set() {
-    at = std::chrono::steady_clock::now();
     is_done = true;
     is_done.notify_all();
   }
@@ -361,11 +359,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     forbidden_in_capture("event synchronize");
     if (event) wait_on_host(static_cast<Event*>(event)->mark);
     check_usable();
-  }
-  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
-    std::chrono::duration<double, std::milli> elapsed =
-        static_cast<Event*>(to)->mark->at - static_cast<Event*>(from)->mark->at;
-    return elapsed.count();
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);

@@ -133,13 +133,21 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.capture.copier.PIECE_BYTES", 1 << 18)
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """A child collects what was made since, and not all of torch and pytest."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def ended(children: list[int]) -> Iterator[int]:
     for child in children:
         yield os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.promise
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_pieces", "frozen")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
     "run", [0, *(pytest.param(run, marks=pytest.mark.slow) for run in range(1, 5))]
