@@ -924,12 +924,20 @@ void replay(Graph* graph) {
   own.offset += graph->draws;
   for (auto& item : graph->items) enqueue(queue, item.kind, item.name, item.accesses, item.run);
 }
-void recover() {  // as a new process would find it; what hung goes on
-  sim.broken.clear();
+void recover() {  // as a new process would find it; what hung goes on, what broke is over
+  Lock l(g_mutex);
   sim.hung = sim.fault_kind = -1;
   sim.oom_in = sim.refuse_in = sim.refuse_count = 0;
   std::fill(sim.limit, sim.limit + DEVICES, ARENA_BYTES);
   g_answers.notify_all();
+  if (sim.broken.empty()) return;
+  const auto all = g_queues;
+  l.unlock();
+  for (auto& [key, queue] : all)
+    while (!queue->is_idle()) usleep(100);
+  l.lock();
+  for (auto& [key, queue] : all) join(sim.host, queue->clock);
+  sim.broken.clear();
 }
 struct Locked { Lock l{g_mutex}; };
 }  // namespace
@@ -955,6 +963,7 @@ PYBIND11_MODULE(simdev, m) {
   m.def("begin_capture", &begin_capture, pybind11::return_value_policy::reference);
   m.def("end_capture", &end_capture);
   m.def("replay", &replay, Release());
+  m.def("recover", &recover, Release());
   m.def("sleep", [](double s) {
     enqueue(current(t_device), KERNEL, "sleep", {}, [s](Queue&) { usleep(s * 1e6); });
   });
@@ -982,7 +991,6 @@ PYBIND11_MODULE(simdev, m) {
   });
   locked("strict", [](bool on) { sim.strict = on; });
   locked("limit", [](int device, size_t bytes) { sim.limit[device] = bytes; });
-  locked("recover", &recover);
   locked("rng", [](int device) {
     auto& own = seeds_of(default_generator(device));
     return std::make_pair(own.seed, own.offset);
