@@ -7,10 +7,10 @@ lets go of all it has, runs what a process runs at its end, and exits.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -86,8 +86,8 @@ def end_child(run: ForkedRun, *, is_script: bool) -> None:
     """Ends like the worker of a data loader, or like a script; exits with 1 after any exception."""
     failed: list[object] = []
     sys.unraisablehook = failed.append
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(20)  # whatever waits for a thread of the parent ends
+    # Whatever waits for a thread of the parent ends, and is shown.
+    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
     try:
         if run.checkpointer is not None:
             run.checkpointer.close()
