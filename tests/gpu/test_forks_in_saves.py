@@ -87,7 +87,7 @@ def end_child(run: ForkedRun, *, is_script: bool) -> None:
     failed: list[object] = []
     sys.unraisablehook = failed.append
     # Whatever waits for a thread of the parent ends, and is shown.
-    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(60, exit=True, file=2)
     try:
         if run.checkpointer is not None:
             run.checkpointer.close()
