@@ -76,17 +76,18 @@ tests-all: $(READY)
 
 # A run of its own, as the simulated device is the accelerator of its whole process. It takes a C++
 # compiler, once for each torch; without one it skips, unless REQUIRE_SIMULATED_DEVICE is set.
-DEVICE_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --device=sim tests/device tests/gpu
+DEVICE_TESTS := $(BIN)/python -m pytest --dist worksteal --device=sim tests/device tests/gpu
 .PHONY: device-tests device-tests-all device-coverage
 device-tests: $(READY) ## what needs an accelerator, on a simulated one: what is late is chosen by the day
-	$(DEVICE_TESTS) -m "not slow" --sample $(DEVICE_SAMPLE_S)
+	$(DEVICE_TESTS) -n $(WORKERS) -m "not slow" --sample $(DEVICE_SAMPLE_S)
 
+# Two workers on a core, as half of the time a test waits for something that is late.
 device-tests-all: $(READY)
-	$(DEVICE_TESTS) --profiles=every --seeds=5
+	$(DEVICE_TESTS) -n $(shell expr 2 '*' $(WORKERS)) --profiles=every --seeds=5
 
 device-coverage: $(READY) ## lines that name a stream, an event or pinned memory: 95 % run on the simulated device
 	$(BIN)/python -m pytest tests/accelerator -m "not slow" --cov --cov-report=
-	$(DEVICE_TESTS) -m "not slow" --profiles=all --cov --cov-append --cov-report=
+	$(DEVICE_TESTS) -n $(WORKERS) -m "not slow" --profiles=all --cov --cov-append --cov-report=
 	$(BIN)/python tests/support/project/device_lines.py
 
 # One seed: what is reached does not change from run to run.

@@ -27,6 +27,7 @@ from benchmarks.gpu.lab import (
     saving,
     size_of,
 )
+from benchmarks.samples import measure
 from holdfast.accelerator import devices
 from holdfast.events import ImageCaptured, ImagePassed, MemoryPinned, Restored, SaveReturned
 
@@ -42,6 +43,8 @@ INTO_SLOT, THROUGH_PIECES, PIECES_CORES = 0.92, 0.5, 8
 SEALED = 1.25
 FENCE_S, ENQUEUE_64GB_S = 0.002, 0.030
 SAVE_S, LEAVES = 0.001, 1000
+#: What detecting overtaken copies costs a save, and the thread that copies behind it.
+SAMPLES_S, BEHIND_S = 0.0002, 0.001
 FIRST_S, LAUNCH_S = 0.050, 0.005
 MEMORY_RATE, CACHE_RATE, RESTORE_CORES = 20.0, 15.0, 16
 _PINNED_BYTES = 4 * GB
@@ -224,6 +227,12 @@ def saves(lab: Lab) -> None:
     note = f"{LEAVES} leaves, highest {max(held) * 1e3:.2f} ms"
     median_ms = statistics.median(held) * 1e3
     lab.tell("save returns", median_ms, "ms", at_most(SAVE_S * 1e3), note)
+    sampled = measure(state_of(module), lab.device, tries=40)
+    at_save_ms = sampled.pop("at save") * 1e3
+    lab.tell("samples of a save", at_save_ms, "ms", at_most(SAMPLES_S * 1e3), f"{LEAVES} leaves")
+    note = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in sampled.items())
+    behind_ms = sum(sampled.values()) * 1e3
+    lab.tell("samples behind its copies", behind_ms, "ms", at_most(BEHIND_S * 1e3), note)
 
 
 def first_saves(lab: Lab) -> None:

@@ -44,7 +44,12 @@ SECTIONS = (
         60,
     ),
     Section("ring", "64 GB through a ring of shared memory", "copying:ring", 30),
-    Section("saves", "how long `save` holds the thread with 1,000 leaves", "copying:saves", 10),
+    Section(
+        "saves",
+        "how long `save` holds the thread with 1,000 leaves, and its samples",
+        "copying:saves",
+        10,
+    ),
     Section(
         "first_saves",
         "how long the first three saves hold training; launches beside pinning; the staging pieces",

@@ -25,21 +25,27 @@ _BY_ADDRESS = {"is_cuda", "is_xpu", "is_mps", "data_ptr", "cudart"}
 
 def named(path: Path) -> list[str]:
     found = []
-    tree = ast.parse(path.read_text())
-    imports = {
-        name.name for one in ast.walk(tree) if isinstance(one, ast.Import) for name in one.names
-    }
-    if "torch" not in imports:
-        return []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    has_torch = any(
+        one.name == "torch" for n in nodes if isinstance(n, ast.Import) for one in n.names
+    )
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            whole = ast.unparse(node) if has_torch else ""  # other objects have that name, too
+            words = [node.attr if node.attr in _BY_ADDRESS else whole]
+        elif isinstance(node, ast.ImportFrom):
+            words = [f"{node.module}.{one.name}" for one in node.names]
+        elif isinstance(node, ast.Import):
+            words = [one.name for one in node.names]
+        else:
             continue
-        owner = node.value
-        if node.attr in _BY_ADDRESS:
-            found.append(f"{path.name}:{node.lineno} {node.attr}")
-        elif node.attr in _VENDORS and isinstance(owner, ast.Name) and owner.id == "torch":
-            found.append(f"{path.name}:{node.lineno} torch.{node.attr}")
+        found += [f"{path.name}:{node.lineno} {one}" for one in words if is_named(one)]
     return found
+
+
+def is_named(word: str) -> bool:
+    module, _, rest = word.partition(".")
+    return word in _BY_ADDRESS or (module == "torch" and rest.partition(".")[0] in _VENDORS)
 
 
 def test_no_file_but_the_seam_names_a_vendor_or_reads_by_address() -> None:
@@ -122,27 +128,69 @@ def test_a_refused_registration_takes_its_error_back(monkeypatch: pytest.MonkeyP
     assert vendor.cleared == 1
 
 
+#: Names of torch that the seam uses, each with an early version that has it.
+_SINCE = {
+    "torch.Event": (2, 5),
+    "torch.Size": (0, 1),
+    "torch.Stream": (2, 5),
+    "torch.Tensor": (0, 1),
+    "torch.Tensor.data_ptr": (0, 1),
+    "torch.accelerator": (2, 6),
+    "torch.accelerator.current_accelerator": (2, 6),
+    "torch.accelerator.current_device_index": (2, 7),
+    "torch.accelerator.current_stream": (2, 6),
+    "torch.accelerator.device_count": (2, 6),
+    "torch.accelerator.device_index": (2, 8),
+    "torch.accelerator.is_available": (2, 6),
+    "torch.accelerator.set_stream": (2, 6),
+    "torch.device": (0, 4),
+    "torch.dtype": (0, 4),
+    "torch.frombuffer": (1, 10),
+    "torch.get_device_module": (2, 5),
+    "torch.inference_mode": (1, 9),
+    "torch.uint8": (0, 4),
+    "torch.version": (0, 4),
+    "torch.version.cuda": (0, 4),
+    "torch.version.hip": (1, 7),
+}
+
+
+def names_of_torch(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return {name for name in used if name.startswith("torch.") and "(" not in name}
+
+
 def test_torch_is_asked_only_for_names_it_has_had_since_the_oldest_supported_version() -> None:
-    """Names of torch the seam uses, and the version each came in; none is newer than 2.11."""
-    since = {
-        "torch.accelerator.current_accelerator": (2, 6),
-        "torch.accelerator.current_stream": (2, 6),
-        "torch.accelerator.set_stream": (2, 6),
-        "torch.accelerator.device_index": (2, 8),
-        "torch.Stream": (2, 5),
-        "torch.Event": (2, 5),
-        "torch.device": (0, 4),
-        "torch.Tensor": (0, 1),
-        "torch.Tensor.data_ptr": (0, 1),
-        "torch.accelerator": (2, 6),
-    }
-    used = set()
-    for node in ast.walk(ast.parse((SEAM / "devices.py").read_text())):
-        said = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if said.startswith("torch.") and "(" not in said:
-            used.add(said)
-    assert used - set(since) == set()
-    assert max(since.values()) <= (2, 11)
+    """None is newer than 2.11; files of vendors ask for what their own devices have."""
+    files = [path for path in SEAM.glob("*.py") if not named(path) or path.name == "devices.py"]
+    assert {path.name for path in SEAM.glob("*.py")} - {path.name for path in files} == {"cuda.py"}
+    used = set().union(*map(names_of_torch, files))
+    assert used == set(_SINCE)
+    assert max(_SINCE.values()) <= (2, 11)
+
+
+def test_names_of_torch_that_came_later_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "new.py"
+    file.write_text("import torch\ntorch.accelerator.made_up(torch.ones(3).numel())\n")
+    assert names_of_torch(file) - set(_SINCE) == {"torch.accelerator.made_up", "torch.ones"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        "t.is_cuda",
+        "t.untyped_storage().data_ptr()",
+        "import torch.xpu",
+        "from torch import npu",
+        "from torch.cuda import Stream",
+    ],
+)
+def test_a_file_that_names_a_vendor_or_an_address_is_found(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "new.py"
+    file.write_text(f"import torch\n{line}\n")
+    assert named(file)
 
 
 def test_what_is_imported_for_a_save_loads_no_vendor() -> None:

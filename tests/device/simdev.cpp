@@ -92,10 +92,8 @@ void join(Clock& into, const Clock& other) {
 struct Mark {
   Clock clock;
   Graph* graph = nullptr;  // the capture it was recorded in
-  std::chrono::steady_clock::time_point at;
   std::atomic<bool> is_done = false;
   void set() {
-    at = std::chrono::steady_clock::now();
     is_done = true;
     is_done.notify_all();
   }
@@ -361,11 +359,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     forbidden_in_capture("event synchronize");
     if (event) wait_on_host(static_cast<Event*>(event)->mark);
     check_usable();
-  }
-  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
-    std::chrono::duration<double, std::milli> elapsed =
-        static_cast<Event*>(to)->mark->at - static_cast<Event*>(from)->mark->at;
-    return elapsed.count();
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -787,7 +780,7 @@ std::optional<Stack> returned_arguments(const c10::FunctionSchema& schema, const
   return found;
 }
 // The shapes of what it makes, without computing it; nothing where they depend on data.
-std::optional<Stack> shapes_of(const OperatorHandle& op, const Stack& given) {
+std::optional<Stack> compute_shapes(const OperatorHandle& op, const Stack& given) {
   auto stack = with_tensors(given, [](const Tensor& t) {
     if (!t.defined()) return t;
     return at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::kMeta));
@@ -800,6 +793,24 @@ std::optional<Stack> shapes_of(const OperatorHandle& op, const Stack& given) {
   for (auto& value : stack)
     if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
   return stack;
+}
+// torch computes the shapes of many operators in Python, so those of alike arguments are kept.
+const std::optional<Stack>& shapes_of(const OperatorHandle& op, const Stack& given) {
+  static auto& known = *new std::map<std::string, std::optional<Stack>>();
+  std::ostringstream key;
+  key << op.operator_name() << c10::get_default_dtype();
+  auto others = with_tensors(given, [&](const Tensor& t) {
+    if (t.defined()) key << t.sizes() << t.strides() << t.scalar_type();
+    return Tensor();
+  });
+  for (auto& value : others) key << ' ' << value;
+  Lock l(g_mutex);
+  auto found = known.find(key.str());
+  if (found != known.end()) return found->second;
+  l.unlock();
+  auto shapes = compute_shapes(op, given);
+  l.lock();
+  return known[key.str()] = shapes;
 }
 void as_cpu(const OperatorHandle& op, Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -814,7 +825,7 @@ void fallback(const OperatorHandle& op, Stack* stack) {
   auto* queue = current(where.index());
   auto results = returned_arguments(schema, given);
   const bool is_out = schema.overload_name().ends_with("out");
-  auto shapes = !results || is_out ? shapes_of(op, given) : std::nullopt;
+  const auto shapes = !results || is_out ? shapes_of(op, given) : std::nullopt;
   for (size_t i = 0; results && shapes && i < results->size(); ++i)
     (*results)[i].toTensor().resize_((*shapes)[i].toTensor().sizes());
   auto accesses = accesses_of(schema, given);
@@ -913,12 +924,20 @@ void replay(Graph* graph) {
   own.offset += graph->draws;
   for (auto& item : graph->items) enqueue(queue, item.kind, item.name, item.accesses, item.run);
 }
-void recover() {  // as a new process would find it; what hung goes on
-  sim.broken.clear();
+void recover() {  // as a new process would find it; what hung goes on, what broke is over
+  Lock l(g_mutex);
   sim.hung = sim.fault_kind = -1;
   sim.oom_in = sim.refuse_in = sim.refuse_count = 0;
   std::fill(sim.limit, sim.limit + DEVICES, ARENA_BYTES);
   g_answers.notify_all();
+  if (sim.broken.empty()) return;
+  const auto all = g_queues;
+  l.unlock();
+  for (auto& [key, queue] : all)
+    while (!queue->is_idle()) usleep(100);
+  l.lock();
+  for (auto& [key, queue] : all) join(sim.host, queue->clock);
+  sim.broken.clear();
 }
 struct Locked { Lock l{g_mutex}; };
 }  // namespace
@@ -944,6 +963,7 @@ PYBIND11_MODULE(simdev, m) {
   m.def("begin_capture", &begin_capture, pybind11::return_value_policy::reference);
   m.def("end_capture", &end_capture);
   m.def("replay", &replay, Release());
+  m.def("recover", &recover, Release());
   m.def("sleep", [](double s) {
     enqueue(current(t_device), KERNEL, "sleep", {}, [s](Queue&) { usleep(s * 1e6); });
   });
@@ -971,7 +991,6 @@ PYBIND11_MODULE(simdev, m) {
   });
   locked("strict", [](bool on) { sim.strict = on; });
   locked("limit", [](int device, size_t bytes) { sim.limit[device] = bytes; });
-  locked("recover", &recover);
   locked("rng", [](int device) {
     auto& own = seeds_of(default_generator(device));
     return std::make_pair(own.seed, own.offset);

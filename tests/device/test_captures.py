@@ -184,6 +184,14 @@ def test_the_host_cannot_wait_for_captured_work(sim: Any, wait: str) -> None:
         work()
 
 
+def test_an_event_of_a_capture_never_happens_for_the_host(sim: Any) -> None:
+    graphs = list[Any]()
+    with capture(sim, graphs) as stream:
+        event = stream.record_event()
+    with pytest.raises(torch.AcceleratorError, match="waits for an event of a capture"):
+        event.synchronize()
+
+
 def test_the_first_look_for_streams_may_come_during_a_capture(
     sim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -37,6 +38,28 @@ def test_after_an_error_every_call_fails_and_nothing_more_is_written(sim: Any) -
     simulator.calm()
     assert bool((target == 0).all())
     assert bool((memory == 1).all())
+
+
+def test_what_was_enqueued_before_an_error_never_lands_and_is_over_with_the_error(sim: Any) -> None:
+    source, other = torch.ones(100, device=SIM), torch.zeros(100, device=SIM)
+    target, stream = torch.zeros(100, pin_memory=True), torch.Stream(SIM)
+    other.add_(0)
+    torch.accelerator.synchronize()
+    sim.strict(True)
+    sim.fault_at(simulator.KERNEL, 2, False)
+    with stream:
+        sim.sleep(0.4)
+        target.copy_(source, non_blocking=True)
+    time.sleep(0.1)
+    other.add_(1)
+    time.sleep(0.1)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        other.add_(1)
+    sim.recover()
+    del source
+    simulator.calm()
+    assert bool((target == 0).all())
+    assert sim.reports() == []
 
 
 def test_a_device_that_hangs_answers_nothing_until_it_goes_on(sim: Any) -> None:

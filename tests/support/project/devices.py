@@ -50,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
         if REQUIRED in os.environ:
             raise pytest.UsageError(str(error)) from error
         config.stash[_MISSING] = str(error)
+    from holdfast.protocol import client
+    from support.runs.keeper_forks import KeeperForks
+
+    vars(client)["subprocess"] = KeeperForks()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def key_of(nodeid: str) -> str:
     """Returns a test's name in the costs: on the simulated device, without its delays."""
-    return _DELAYS.sub("[", nodeid).removesuffix("[]")
+    return _DELAYS.sub("", nodeid)
 
 
 def choose(costs: dict[str, float], always: set[str], seconds: float, seed: str) -> set[str]:
@@ -126,4 +126,5 @@ class _Recorder:
 
 
 _SEED = pytest.StashKey[str]()
-_DELAYS = re.compile(r"\[(?:kernels|down|up|all)-\d+-?")
+_ONE = r"(?:kernels|down|up|all)-\d+"
+_DELAYS = re.compile(rf"(?<=\[){_ONE}-|-{_ONE}(?=[\]-])|\[{_ONE}\]$")
