@@ -68,6 +68,7 @@ PUBLIC_NAMES = [
     "plan_restore",
     "register_enum",
     "register_tensor",
+    "register_value",
     "rules",
     "save",
     "subscribe",

@@ -70,6 +70,7 @@ __all__ = [
     "plan_restore",
     "register_enum",
     "register_tensor",
+    "register_value",
     "rules",
     "save",
     "subscribe",
@@ -111,7 +112,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .events import Event, subscribe
-    from .format.native_types import register_enum
+    from .format.native_types import register_enum, register_value
     from .oneshot import load, open, save
     from .policy.when import Every, Keep
     from .restore.dry_run import plan_restore
@@ -145,6 +146,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "plan_restore": ".restore.dry_run",
         "register_enum": ".format.native_types",
         "register_tensor": ".state.tensors",
+        "register_value": ".format.native_types",
         "rules": ".rules",
         "save": ".oneshot",
         "subscribe": ".events",

@@ -10,6 +10,7 @@ import torch
 
 from holdfast.errors import FormatError
 from holdfast.format import values as codec
+from holdfast.format.native_types import StoredObject, registered_class
 from holdfast.state import optimizers
 from holdfast.state.identity import ClaimedMemory, made_anew
 from holdfast.state.mapped.checkpoint_view import CheckpointView
@@ -175,6 +176,12 @@ class ValueTensors:
                 raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
             if name not in of_modules and name not in self._fresh:
                 self._fresh[name] = _room_for(found, there)
+        elif isinstance(saved, StoredObject):
+            known = registered_class(type(there))
+            if known is None or known.name != saved.type:
+                known, there = None, None
+            inner = there if known is None else known.take(there)
+            self._collect(saved.value, inner, of_modules)
         elif isinstance(saved, dict):
             for key, item in saved.items():
                 inner = there.get(key) if isinstance(there, dict) else None
