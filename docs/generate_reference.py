@@ -73,7 +73,7 @@ USAGE = {
     "open": "holdfast.open('runs/gpt')",
     "plan_restore": "holdfast.plan_restore('runs/gpt', 'dp=4,tp=2')",
     "register_enum": "holdfast.register_enum(Phase)",
-    "register_tensor": "holdfast.register_tensor(QuantizedTensor)",
+    "register_tensor": "holdfast.register_tensor(QuantizedTensor, make=make_zeros)",
     "register_value": "holdfast.register_value(Projector, vars, lambda data: Projector(**data))",
     "rules": "holdfast.rules.Rules([('model.*', holdfast.rules.replicated)])",
     "save": "holdfast.save('runs/gpt', {'model': model}, step=100)",

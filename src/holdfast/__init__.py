@@ -120,7 +120,7 @@ if TYPE_CHECKING:
     from .restore.restore import Restored
     from .state.mapped.shards import FlatBuffer, FlatRange, FlatShard, Shard, declare
     from .state.rng import Rng
-    from .state.tensors import register_tensor
+    from .state.subclasses import register_tensor
 else:  # hidden from type checkers, which would take every misspelt name for a public one
     _HOME = {
         "Checkpointer": ".checkpointer",
@@ -145,7 +145,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "open": ".oneshot",
         "plan_restore": ".restore.dry_run",
         "register_enum": ".format.native_types",
-        "register_tensor": ".state.tensors",
+        "register_tensor": ".state.subclasses",
         "register_value": ".format.native_types",
         "rules": ".rules",
         "save": ".oneshot",
