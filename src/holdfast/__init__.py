@@ -63,8 +63,10 @@ __all__ = [
     "__version__",
     "dcp",
     "declare",
+    "derived",
     "events",
     "load",
+    "loader",
     "offload",
     "open",
     "plan_restore",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from . import dcp, events, offload, rules
     from .capture.handles import SaveHandle
     from .checkpointer import Checkpointer
+    from .data.loader import loader
     from .data.planning.order import SplitList
     from .data.sampler import ResumableSampler
     from .errors import (
@@ -119,6 +122,7 @@ if TYPE_CHECKING:
     from .restore.reading.layout_check import RestorePlan
     from .restore.restore import Restored
     from .state.mapped.shards import FlatBuffer, FlatRange, FlatShard, Shard, declare
+    from .state.modules import derived
     from .state.rng import Rng
     from .state.subclasses import register_tensor
 else:  # hidden from type checkers, which would take every misspelt name for a public one
@@ -138,8 +142,10 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "SplitList": ".data.planning.order",
         "dcp": ".dcp",
         "declare": ".state.mapped.shards",
+        "derived": ".state.modules",
         "events": ".events",
         "load": ".oneshot",
+        "loader": ".data.loader",
         "offload": ".offload",
         "RestorePlan": ".restore.reading.layout_check",
         "open": ".oneshot",

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
+from holdfast.format.native_types import registered_class
+from holdfast.format.values import MAX_DEPTH
 from holdfast.state import graph_steps
 from holdfast.state.hidden_state import has_elements, refuse_state_of_emptied
 from holdfast.state.param_groups import IMPLEMENTATION
@@ -168,6 +170,8 @@ def tensors(
                 elif is_empty:
                     refuse_state_of_emptied(f"{key}.{name}.{kind}", parameter, value)
                 yield name, kind, value
+            elif is_sharded:
+                _check_inside(f"{key}.{name}.{kind}", value)
 
 
 def of_no_parameter(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
@@ -205,6 +209,21 @@ def _check_local_state(leaf: str, value: torch.Tensor) -> None:
             "DTensor.",
             leaf=leaf,
         )
+
+
+def _check_inside(leaf: str, value: Any, depth: int = 0) -> None:
+    """Refuses plain tensors inside of other values beside a sharded parameter, for the same
+    reason.
+    """
+    if is_tensor(value):
+        _check_local_state(leaf, value)
+    elif depth < MAX_DEPTH:
+        known = registered_class(type(value))
+        held = value if known is None else known.take(value)
+        if isinstance(held, (list, tuple)):
+            held = dict(enumerate(held))
+        for key, item in held.items() if isinstance(held, dict) else ():
+            _check_inside(f"{leaf}.{key}", item, depth + 1)
 
 
 def make_room(

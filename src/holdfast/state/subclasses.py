@@ -103,6 +103,11 @@ def is_registered(tensor: torch.Tensor) -> bool:
     return bool(_registered) and _find(tensor) is not None
 
 
+def is_known(kind: type) -> bool:
+    """True if this class was registered."""
+    return kind in _registered
+
+
 def _find(tensor: torch.Tensor) -> RegisteredSubclass | None:
     kind = type(tensor)
     if kind is DTensor:
