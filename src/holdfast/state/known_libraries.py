@@ -131,5 +131,16 @@ _KNOWN: dict[tuple[str, str], Callable[[type], None]] = {
     ("pytorch_optimizer.optimizer.utils.partition", "BlockPartitioner"): _register_by_attributes,
     ("pytorch_optimizer.optimizer.utils.partition", "PreConditionerType"): _register_enum,
     ("pytorch_optimizer.optimizer.scion", "LMONorm"): _register_enum,
+    ("pytorch_optimizer.optimizer.utils.graft", "LayerWiseGrafting"): _register_enum,
     ("pytorch_optimizer.optimizer.utils.galore", "GaLoreProjector"): _register_by_attributes,
+    **{
+        ("pytorch_optimizer.optimizer.utils.graft", name): _register_by_attributes
+        for name in (
+            "Graft",
+            "SGDGraft",
+            "SQRTNGraft",
+            "AdaGradGraft",
+            "RMSPropGraft",
+        )
+    },
 }
