@@ -140,6 +140,10 @@ bench-rivals: $(RIVALS)/.ready ## an environment with the rivals, for `make benc
 integrations: $(INTEGRATIONS)/transformers/.ready ## adapters inside the libraries they are for, killed and resumed (downloads 300 MB)
 	$(INTEGRATIONS)/transformers/bin/python -m pytest tests/integrations/test_transformers.py $(PYTEST_ARGS)
 
+.PHONY: integrations-optimizers
+integrations-optimizers: $(INTEGRATIONS)/optimizers/.ready ## every optimizer of torch and three libraries, killed and made anew (downloads 300 MB)
+	$(INTEGRATIONS)/optimizers/bin/python -m pytest tests/integrations/test_optimizers.py $(PYTEST_ARGS)
+
 .PHONY: foreign
 foreign: $(FOREIGN_LISTS:tests/golden/foreign/%.txt=$(FOREIGN)/%/.written) ## other writers, each in an environment of its own, write their golden checkpoints (downloads 200 MB each)
 

@@ -63,13 +63,16 @@ __all__ = [
     "__version__",
     "dcp",
     "declare",
+    "derived",
     "events",
     "load",
+    "loader",
     "offload",
     "open",
     "plan_restore",
     "register_enum",
     "register_tensor",
+    "register_value",
     "rules",
     "save",
     "subscribe",
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
     from . import dcp, events, offload, rules
     from .capture.handles import SaveHandle
     from .checkpointer import Checkpointer
+    from .data.loader import loader
     from .data.planning.order import SplitList
     from .data.sampler import ResumableSampler
     from .errors import (
@@ -111,15 +115,16 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .events import Event, subscribe
-    from .format.native_types import register_enum
+    from .format.native_types import register_enum, register_value
     from .oneshot import load, open, save
     from .policy.when import Every, Keep
     from .restore.dry_run import plan_restore
     from .restore.reading.layout_check import RestorePlan
     from .restore.restore import Restored
     from .state.mapped.shards import FlatBuffer, FlatRange, FlatShard, Shard, declare
+    from .state.modules import derived
     from .state.rng import Rng
-    from .state.tensors import register_tensor
+    from .state.subclasses import register_tensor
 else:  # hidden from type checkers, which would take every misspelt name for a public one
     _HOME = {
         "Checkpointer": ".checkpointer",
@@ -137,14 +142,17 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "SplitList": ".data.planning.order",
         "dcp": ".dcp",
         "declare": ".state.mapped.shards",
+        "derived": ".state.modules",
         "events": ".events",
         "load": ".oneshot",
+        "loader": ".data.loader",
         "offload": ".offload",
         "RestorePlan": ".restore.reading.layout_check",
         "open": ".oneshot",
         "plan_restore": ".restore.dry_run",
         "register_enum": ".format.native_types",
-        "register_tensor": ".state.tensors",
+        "register_tensor": ".state.subclasses",
+        "register_value": ".format.native_types",
         "rules": ".rules",
         "save": ".oneshot",
         "subscribe": ".events",

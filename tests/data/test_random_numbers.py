@@ -22,6 +22,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import holdfast
 from holdfast import events
+from holdfast.errors import UsageError
 from support.runs.mishaps import listening
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -161,7 +162,19 @@ def _shuffled(*, own: bool, workers: int = 0) -> Callable[[], tuple[Any, None, A
     return make
 
 
+def _made(**options: Any) -> Callable[[], tuple[Any, holdfast.ResumableSampler, Any]]:
+    """Loaders that Holdfast makes."""
+
+    def make() -> tuple[Any, holdfast.ResumableSampler, Any]:
+        sampler = holdfast.ResumableSampler(SAMPLES, batch_size=BATCH, seed=1)
+        return holdfast.loader(Rows(), sampler, **options), sampler, sampler
+
+    return make
+
+
 RECIPES: dict[str, Callable[[], Training]] = {
+    "loader": lambda: Training(_made()),
+    "loader, 2 workers": lambda: Training(_made(num_workers=2)),
     "sampler": lambda: Training(_sampled()),
     "sampler, 2 workers": lambda: Training(_sampled(num_workers=2)),
     "sampler, workers that stay": lambda: Training(
@@ -356,3 +369,20 @@ def test_a_checkpointer_names_the_loader_too_and_its_restore_can_be_rewound(
         ckpt.restore(INSIDE)  # what it returns is not kept
         gc.collect()
         assert _first_update_warns(training)
+
+
+@pytest.mark.parametrize(
+    ("data", "sampler", "options", "message"),
+    [
+        (Rows(), RandomSampler(Rows()), {}, "is not a holdfast.Resum"),
+        (Rows(), None, {"batch_size": 3, "shuffle": True}, "batch_size, shuffle given"),
+        (Rows(), None, {"generator": None}, "generator given, which the sampler decides"),
+        ([1, 2, 3], None, {}, f"the data have 3 samples, the sampler was made for {SAMPLES}"),
+    ],
+)
+def test_a_loader_of_what_does_not_fit_is_refused(
+    data: Any, sampler: Any, options: dict[str, Any], message: str
+) -> None:
+    sampler = holdfast.ResumableSampler(SAMPLES, batch_size=BATCH) if sampler is None else sampler
+    with pytest.raises(UsageError, match=message):
+        holdfast.loader(data, sampler, **options)

@@ -149,6 +149,21 @@ def value_tags(root: Path) -> None:
     holdfast.save(root, {"values": values}, step=3)
 
 
+class Projector:
+    """An object that an optimizer may keep: a setting, and a matrix."""
+
+    def __init__(self, rank: int, matrix: Any) -> None:
+        self.rank, self.matrix = rank, matrix
+
+
+def objects(root: Path) -> None:
+    holdfast.register_value(
+        Projector, vars, lambda data: Projector(**data), name="golden.Projector"
+    )
+    projector = Projector(2, torch.arange(6.0).view(2, 3))
+    holdfast.save(root, {"values": {"projector": projector}}, step=4)
+
+
 def history(root: Path) -> None:
     """Five incarnations, two abandoned generations, one of them pinned."""
     for step in (10, 20, 30, 15, 25):
@@ -267,6 +282,7 @@ ALONE = {
     "one-rank": one_rank,
     "element-types": element_types,
     "value-tags": value_tags,
+    "objects": objects,
     "history": history,
     "kept": kept,
     "frozen": frozen,
@@ -291,6 +307,7 @@ MADE = {
     "v1-small-tensors": ["own-tensors"],
     "v1-frozen-parts": ["frozen"],
     "v1-listings": ["listed"],
+    "v1-objects": ["objects"],
 }
 
 

@@ -280,6 +280,23 @@ def test_every_kind_of_value_comes_back_as_it_was(root: Path) -> None:
         assert_same(state["values"][name], wanted)
 
 
+class Projector:
+    def __init__(self, rank: int, matrix: torch.Tensor) -> None:
+        self.rank, self.matrix = rank, matrix
+
+
+def test_an_object_of_a_registered_class_is_made_of_its_data() -> None:
+    holdfast.register_value(
+        Projector, vars, lambda data: Projector(**data), name="golden.Projector"
+    )
+    state: dict[str, Any] = {"values": None}
+    holdfast.load(HERE / "v1-objects" / "objects", state)
+    found = state["values"]["projector"]
+    assert type(found) is Projector
+    assert found.rank == 2
+    assert found.matrix.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
 def test_the_golden_values_have_every_tag_of_the_document() -> None:
     text = "".join(path.read_text() for path in HERE.glob("v*/*/manifests/*.json"))
     assert [tag for tag in spec.tags() if f'"{tag}":' not in text] == []

@@ -835,6 +835,8 @@ CASES = [
             '{"$device":"a b"}',
             '{"$enum":7}',
             '{"$enum":{"type":"X"}}',
+            '{"$object":7}',
+            '{"$object":{"type":"X"}}',
             '{"$leaf":1}',
             '{"$numpy":{"dtype":"O","shape":[1],"data":""}}',
             '{"$numpy":{"dtype":"<f4","shape":[1000000000],"data":""}}',

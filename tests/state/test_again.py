@@ -24,7 +24,7 @@ from holdfast.capture.volatile_copies import stage
 from holdfast.format.values import from_bytes
 from holdfast.geometry.layout import merge, table_from_json
 from holdfast.state import describe as describe_module
-from holdfast.state import tensors as subclasses
+from holdfast.state import subclasses
 from holdfast.state.describe import Describer, Description
 from support.models.state_changes import CHANGES, Net, State, build, step
 from support.runs.launch import run_ranks

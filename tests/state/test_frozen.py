@@ -101,7 +101,7 @@ def test_inference_tensors_have_no_version_and_are_frozen_all_the_same() -> None
 def test_the_parts_of_a_registered_subclass_are_as_frozen_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from holdfast.state import tensors as subclasses
+    from holdfast.state import subclasses
 
     monkeypatch.setattr(subclasses, "_registered", {})
 

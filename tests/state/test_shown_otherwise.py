@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast.errors import UnsupportedState
+from holdfast.errors import UnsupportedState, UsageError
+from holdfast.state import modules
 from holdfast.state.modules import check_storable
 from support.models.models import differences
 from support.runs.launch import run_ranks
@@ -79,6 +80,52 @@ MORE: dict[str, Show] = {
 def test_what_is_not_among_the_parameters_elements_is_refused(what: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedState, match="beside its parameters and buffers"):
         holdfast.save(tmp_path, {"model": Fused(MORE[what])})
+
+
+@pytest.fixture
+def _declarations() -> Iterator[None]:
+    there = dict(modules._derived)
+    yield
+    modules._derived.clear()
+    modules._derived.update(there)
+
+
+@pytest.mark.usefixtures("_declarations")
+@pytest.mark.parametrize("what", ["changed", "other type"])
+def test_what_was_declared_to_show_stored_elements_is_no_reason_to_refuse(
+    what: str, tmp_path: Path
+) -> None:
+    class Shown(Fused):
+        pass
+
+    saved, back = (Fused(MORE[what], seed) for seed in (0, 1))
+    with pytest.raises(UnsupportedState, match=r"holdfast\.derived"):
+        holdfast.save(tmp_path, {"model": nn.Sequential(saved)})
+    holdfast.derived(Shown, ["wqkv.w", "bias.w"])
+    with pytest.raises(UnsupportedState, match=r"wqkv\.w"):  # declared of another class
+        holdfast.save(tmp_path, {"model": nn.Sequential(saved)})
+    holdfast.derived(Fused, ["wqkv.w", "bias.w"])
+    inherited = Shown(MORE[what])
+    holdfast.save(tmp_path, {"model": nn.Sequential(inherited)})
+    holdfast.load(tmp_path, {"model": nn.Sequential(back)})
+    found, expected = (dict(each.named_parameters()) for each in (back, inherited))
+    assert differences(found, expected) == []
+
+
+@pytest.mark.usefixtures("_declarations")
+def test_what_was_not_declared_is_refused_beside_what_was(tmp_path: Path) -> None:
+    holdfast.derived(Fused, ["wqkv.w", "bias.w"])
+    show: Show = lambda w: {"w": w + 1, "more": torch.ones(2)}  # noqa: E731
+    with pytest.raises(UnsupportedState, match=r"has bias\.more, wqkv\.more beside"):
+        holdfast.save(tmp_path, {"model": nn.Sequential(Fused(show))})
+
+
+def test_declarations_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"not a subclass of torch\.nn\.Module"):
+        holdfast.derived(dict, ["w"])  # type: ignore[arg-type]
+    for names in ("wq.weight", [], [3], [""]):
+        with pytest.raises(UsageError, match="are not names in a state_dict"):
+            holdfast.derived(Fused, names)  # type: ignore[arg-type]
 
 
 def test_what_lies_between_the_elements_of_a_parameter_is_none_of_them(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def changes(a: Any, b: Any, path: str = "") -> Iterator[Change]:
     if codec.to_bytes(a) == codec.to_bytes(b):
         return
     parts_a, parts_b = _parts(a), _parts(b)
-    if parts_a is None or parts_b is None or _kind(a) != _kind(b):
+    if parts_a is None or parts_b is None or (_kind(a), _class(a)) != (_kind(b), _class(b)):
         yield Change(path, a, b)
         return
     if _kind(a) == "$ordered" and list(parts_a) != list(parts_b):
@@ -85,15 +85,23 @@ def _kind(value: Any) -> str:
     return tag if tag.startswith("$") else type(value).__name__
 
 
+def _class(value: Any) -> Any:
+    """The name of an object's class; None for what is no object."""
+    body = value["$object"] if _kind(value) == "$object" else None
+    return body.get("type") if isinstance(body, dict) else None
+
+
 def _parts(value: Any) -> dict[str, Any] | None:
     """What a container holds, by how each is reached; None for what is one value."""
     kind = _kind(value)
     try:
+        if kind == "$object":
+            return _parts(value[kind]["value"])
         if kind == "$tuple":
             return _items(value[kind])
         if kind in ("$dict", "$ordered"):
             return {f"[{text(key, MAX_KEY)}]": item for key, item in value[kind]}
-    except (TypeError, ValueError):  # not as it should be: then it is shown as it is
+    except (TypeError, ValueError, KeyError):  # not as it should be: then it is shown as it is
         return None
     if kind == "dict":
         return {f".{key}": item for key, item in value.items()}

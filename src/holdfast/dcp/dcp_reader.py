@@ -28,6 +28,7 @@ from holdfast.dcp.checkpoint_ids import CheckpointPlace, place_below, refuse_pre
 from holdfast.dcp.stored_dict import StoredDict, dtype_of
 from holdfast.errors import FormatError, NotFound, RestoreError
 from holdfast.format import values as codec
+from holdfast.format.native_types import StoredObject, make_object
 from holdfast.geometry.box import Box
 from holdfast.interop.opening import open_source
 from holdfast.policy.arguments import wanted_step
@@ -294,4 +295,6 @@ def _filled(value: Any, reader: CheckpointReader) -> Any:
         for key, item in value.items():
             filled[key] = _filled(item, reader)
         return filled
+    if isinstance(value, StoredObject):
+        return make_object(StoredObject(value.type, _filled(value.value, reader)))
     return value

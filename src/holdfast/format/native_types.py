@@ -1,7 +1,7 @@
-"""Converts values of numpy, torch and enums to JSON and back.
+"""Converts values of numpy, torch, enums and registered classes to JSON and back.
 
 Reading a checkpoint imports and executes nothing: numpy and torch are used where the program has
-loaded them, and an enum is looked up among those it registered.
+loaded them, and enums and classes are looked up among those it registered.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import base64
 import math
 import re
 import sys
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -81,6 +82,120 @@ def register_enum(kind: type[Enum], *, name: str | None = None) -> type[Enum]:
     return kind
 
 
+class StoredObject(msgspec.Struct, frozen=True):
+    """An object of a registered class as it is stored: the name of the class, and its data."""
+
+    type: str
+    value: Any
+
+
+class _ObjectBody(msgspec.Struct, frozen=True):
+    """The body of a ``$object``."""
+
+    type: str
+    value: Any
+
+
+class RegisteredClass(NamedTuple):
+    """A class whose objects are stored as data."""
+
+    name: str
+    kind: type
+    take: Callable[[Any], Any]
+    give: Callable[[Any], Any]
+
+
+_classes: dict[type, RegisteredClass] = {}
+
+
+def register_value(
+    kind: type[T],
+    take: Callable[[T], Any],
+    give: Callable[[Any], T],
+    *,
+    name: str | None = None,
+) -> type[T]:
+    """Let objects of the class ``kind`` be stored as data, in values and in an optimizer's state.
+
+    ``kind``: the class; objects of classes derived from it are not included. ``take``: a function;
+    ``take(object)`` returns all that the object is made of, as plain values and tensors: a dict of
+    its attributes, for example. ``give``: the opposite; ``give(data)`` returns a new object made of
+    what ``take`` gave, with the restored tensors in it. ``name``: the name of the class in
+    checkpoints, by default the class's own: keep it when the class is renamed.
+
+    A checkpoint holds the name and the data. Reading it imports nothing: the class is looked up
+    among those that the program registered, and one that is not registered is a UsageError.
+    Raises UsageError for what is no class or no function, and when another class has the name.
+    """
+    if not isinstance(kind, type):
+        raise UsageError(f"{kind!r:.100} is not a class: register the class of the objects")
+    for what, function in (("take", take), ("give", give)):
+        if not callable(function):
+            raise UsageError(
+                f"register_value({kind.__qualname__}): {what}={function!r:.100} is not a function"
+            )
+    known_as = kind.__qualname__ if name is None else name
+    there = _class_called(known_as)
+    if there is not None and not _are_one(there.kind, kind):
+        raise UsageError(f"two classes are registered as {known_as!r}: give one another name=")
+    if there is not None:
+        _classes.pop(there.kind)  # a module that was reloaded has a new class
+    _classes[kind] = RegisteredClass(known_as, kind, take, give)
+    return kind
+
+
+def registered_class(kind: type) -> RegisteredClass | None:
+    """Returns what was registered for exactly this class."""
+    return _classes.get(kind)
+
+
+def _class_called(name: str) -> RegisteredClass | None:
+    return next((known for known in _classes.values() if known.name == name), None)
+
+
+def _are_one(one: type, other: type) -> bool:
+    return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+
+
+def stored_object(
+    body: Any, decode: Callable[[Any], Any], *, strict: bool, makes_objects: bool
+) -> Any:
+    """Returns the StoredObject of a ``$object``; with ``makes_objects`` the object itself.
+
+    ``decode`` decodes the data. ``strict``: a class that is not registered is a UsageError.
+    """
+    form = msgspec.convert(body, _ObjectBody)
+    if strict:
+        _class_of(form.type)
+    found = StoredObject(form.type, decode(form.value))
+    return make_object(found) if makes_objects else found
+
+
+def make_object(stored: StoredObject) -> Any:
+    """Returns a new object of a registered class, made of its data.
+
+    Raises UsageError for a class that is not registered, and where ``give`` fails.
+    """
+    known = _class_of(stored.type)
+    try:
+        return known.give(stored.value)
+    except Exception as error:  # whatever the program's own function raises
+        raise UsageError(
+            f"the give= of holdfast.register_value for {stored.type} could not make an object of "
+            f"what is stored: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _class_of(name: str) -> RegisteredClass:
+    known = _class_called(name)
+    if known is None:
+        raise UsageError(
+            f"the checkpoint holds an object of {name}, a class that is not registered: call "
+            "holdfast.register_value before the restore"
+        )
+    return known
+
+
 def encode_foreign(value: Any, where: str) -> Any:
     """Encodes ``value`` in JSON's own types. Raises UnsupportedState for a value of no known
     type.
@@ -103,8 +218,8 @@ def encode_foreign(value: Any, where: str) -> Any:
     raise UnsupportedState(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without "
         "executing code on reading. Store its parts (numbers, strings, bytes, lists, tuples, "
-        "dicts, sets, arrays, tensors), or wrap it in an object with state_dict and "
-        "load_state_dict.",
+        "dicts, sets, arrays, tensors), wrap it in an object with state_dict and "
+        "load_state_dict, or say by holdfast.register_value how its class is stored.",
         where=where,
     )
 

@@ -12,12 +12,13 @@ string keys; such a value is written as an object with one key that begins with 
     {"$dtype": "float32"}               {"$device": "cuda:0"}
     {"$numpy": {"dtype", "shape", "data"}}
     {"$enum": {"type", "member"}} or, for flags combined, {"$enum": {"type", "value"}}
+    {"$object": {"type", "value"}}      an object of a registered class: its name, and its data
     {"$tensor": {"name", "dtype", "shape", "data"}}    a small tensor, of this rank alone
     {"$leaf": "name"}                   a tensor: a leaf of its own, or the $tensor of this name
 
 Any other value is refused by name, and so are values nested deeper than MAX_DEPTH, and sets and
-dictionaries with too many equal hashes. Reading executes nothing: an enum is looked up among those
-the program registered.
+dictionaries with too many equal hashes. Reading executes nothing: enums and classes are looked up
+among those the program registered.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from holdfast.format.native_types import (
     enum_member,
     numpy_value,
     refuse_shape,
+    registered_class,
+    stored_object,
     torch_device,
     torch_dtype,
     whole,
@@ -155,7 +158,21 @@ class _Encoder:
             data = base64.b64encode(found.data).decode()
             body = {"name": found.name, "dtype": found.dtype, "shape": list(found.shape)}
             return {"$tensor": body | {"data": data}}
-        return encode_foreign(value, where) if found is None else {"$leaf": found}
+        if found is not None:
+            return {"$leaf": found}
+        known = registered_class(kind)
+        if known is None:
+            return encode_foreign(value, where)
+        if depth >= MAX_DEPTH:
+            raise UnsupportedState(
+                f"{where} is nested more than {MAX_DEPTH} deep, or contains itself", where=where
+            )
+        return {
+            "$object": {
+                "type": known.name,
+                "value": self.encode(known.take(value), where, depth + 1),
+            }
+        }
 
     def key(self, value: Any, where: str, depth: int) -> Any:
         """Encodes a key or an item of a set; a tensor is refused, because its content changes."""
@@ -250,15 +267,18 @@ def decode(
     leaf: Callable[[str], Any] = LeafRef,
     tensor: Callable[[SmallTensor], Any] = lambda small: small,
     strict: bool = False,
+    makes_objects: bool = False,
 ) -> Any:
     """Returns the value that ``encode`` was given. Raises FormatError when the input is not of that
     form.
 
     ``leaf`` returns the tensor of a leaf's name, ``tensor`` that of a small one. ``strict``: an
-    enum that is not registered is a UsageError; otherwise it reads as an EnumMember.
+    enum or a class that is not registered is a UsageError; otherwise a member reads as an
+    EnumMember. ``makes_objects``: makes the objects of registered classes, which takes their
+    tensors; otherwise each reads as a StoredObject.
     """
     try:
-        return _Decoder(leaf, tensor, strict).decode(value)
+        return _Decoder(leaf, tensor, strict, makes_objects).decode(value)
     except RecursionError:
         raise FormatError("a stored value is nested too deep to be one of ours") from None
 
@@ -267,9 +287,14 @@ class _Decoder:
     """One walk over JSON."""
 
     def __init__(
-        self, leaf: Callable[[str], Any], tensor: Callable[[SmallTensor], Any], strict: bool
+        self,
+        leaf: Callable[[str], Any],
+        tensor: Callable[[SmallTensor], Any],
+        strict: bool,
+        makes_objects: bool,
     ) -> None:
         self.leaf, self.tensor, self.strict = leaf, tensor, strict
+        self.makes_objects = makes_objects
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -315,11 +340,16 @@ class _Decoder:
         """Decodes keys, or items of a set: none may be a tensor, and not too many may have equal
         hashes.
         """
-        inner = _Decoder(_no_tensor, _no_tensor, self.strict)
+        inner = _Decoder(_no_tensor, _no_tensor, self.strict, self.makes_objects)
         found = [inner.decode(item) for item in body]
         if _hash_alike(found):
             raise ValueError(f"more than {MAX_ALIKE} keys or items have the same hash")
         return found
+
+    def object(self, body: Any) -> Any:
+        return stored_object(
+            body, self.decode, strict=self.strict, makes_objects=self.makes_objects
+        )
 
     def default(self, body: Any) -> Any:
         name, pairs = _pair(body)
@@ -344,6 +374,7 @@ _TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$device": lambda _, body: torch_device(a(str, body)),
     "$numpy": lambda _, body: numpy_value(body),
     "$enum": lambda self, body: enum_member(body, strict=self.strict),
+    "$object": _Decoder.object,
 }
 
 

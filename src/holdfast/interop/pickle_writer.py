@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast.errors import UnsupportedState
-from holdfast.format.native_types import DeviceName, DtypeName, EnumMember
+from holdfast.format.native_types import DeviceName, DtypeName, EnumMember, StoredObject
 from holdfast.interop.pickle_records import GlobalName
 
 _MARK, _REDUCE, _BUILD, _PERSISTENT, _NEW = b"(", b"R", b"b", b"Q", b"\x81"
@@ -282,6 +282,11 @@ def replace_native(value: Any) -> Any:
         return PickledCall(GlobalName("torch", "device"), (device, *map(int, index.split())))
     if isinstance(value, EnumMember):
         raise UnsupportedState(f"{value.type} is an enum, whose class is not known here")
+    if isinstance(value, StoredObject):
+        raise UnsupportedState(
+            f"{value.type} is a registered class, whose objects this format cannot hold as data: "
+            "leave what holds them out with --only"
+        )
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "dtype":
         return GlobalName("torch", str(value).removeprefix("torch."))

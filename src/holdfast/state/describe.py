@@ -37,7 +37,8 @@ from holdfast.state.mapped.tensor_parts import TensorMapping
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.step_calls import find_break
-from holdfast.state.tensors import check_in_place, leaf_entry, local_of
+from holdfast.state.subclasses import check_in_place
+from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.state.unchanged import CachedWalk, again_after
 from holdfast.state.walk import Found, Walk
 

@@ -10,7 +10,7 @@ the ``state_dict`` shows beside them are elements that nothing else holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from holdfast.errors import UnsupportedState
+from holdfast.errors import UnsupportedState, UsageError
 from holdfast.state.hidden_state import has_elements, refuse_emptied
 from holdfast.state.identity import Spans
 
@@ -116,17 +116,61 @@ def check_storable(key: str, module: nn.Module) -> None:
             raise UnsupportedState(
                 f"the state_dict of {where}, a {own.__qualname__}, has {', '.join(extra)} beside "
                 "its parameters and buffers, and would be stored without it: register it as a "
-                "buffer, or give it back through get_extra_state and set_extra_state",
+                "buffer, or give it back through get_extra_state and set_extra_state; where it "
+                "only shows parameters in another way, say so by holdfast.derived",
                 where=where,
             )
 
 
 def _beside(module: nn.Module) -> list[str]:
     """Returns the names in its state_dict that are none of its parameters, buffers and extra
-    state.
+    state, and were not declared to show these.
     """
     held = {id(each.tensor): each.tensor for each in module_tensors(module)}
-    return beside(module.state_dict(keep_vars=True), list(held.values()))
+    left_out = _declared_derived(module)
+    shown = module.state_dict(keep_vars=True)
+    return beside(
+        {name: value for name, value in shown.items() if name not in left_out},
+        list(held.values()),
+    )
+
+
+_derived: dict[type[nn.Module], frozenset[str]] = {}
+
+
+def derived(kind: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:
+    """Declare that names in the ``state_dict`` of a module only show elements that are stored.
+
+    A hook of a ``state_dict`` may show a parameter in other pieces, or converted, for checkpoints
+    of other programs. Stored are the parameters and buffers themselves. What is shown of them is
+    recognized by its memory where it is a view, and by its elements where it has all of them;
+    anything else is refused by name, unless it was declared here.
+
+    ``kind``: the class of the module, or one that it is derived from. ``names``: the names in its
+    ``state_dict``, without the module's own prefix.
+
+    Raises UsageError for a class that is no subclass of torch.nn.Module, and for what is no name.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise UsageError(f"derived: {kind!r:.100} is not a subclass of torch.nn.Module")
+    found = () if isinstance(names, (str, bytes)) else tuple(names)
+    if not found or not all(isinstance(name, str) and name for name in found):
+        raise UsageError(
+            f"derived({kind.__qualname__}): names={names!r:.100} are not names in a state_dict: "
+            "give a list of texts"
+        )
+    _derived[kind] = _derived.get(kind, frozenset()) | frozenset(found)
+    return kind
+
+
+def _declared_derived(module: nn.Module) -> set[str]:
+    """Returns the declared names in the state_dict of a module and of all inside it."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in (module.named_modules(remove_duplicate=False) if _derived else ())
+        for base in type(part).__mro__
+        for name in _derived.get(base, ())
+    }
 
 
 def extra_state(module: nn.Module, *, is_old: bool = False) -> dict[str, Any]:

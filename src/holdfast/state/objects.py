@@ -17,6 +17,7 @@ from holdfast.format.image import RESERVED
 from holdfast.format.values import MAX_DEPTH
 from holdfast.state.hidden_state import Inner, inner_optimizers
 from holdfast.state.identity import MASTER, TensorOwner
+from holdfast.state.known_libraries import register_loaded
 from holdfast.state.mapped.shards import declared, names_of
 from holdfast.state.modules import ModuleTensors, extra_state_names, module_tensors
 from holdfast.state.optimizers import named, unwrapped
@@ -268,6 +269,7 @@ def sort_objects(state: Mapping[str, Any]) -> Objects:
     """Sorts every object of the state by kind; raises UsageError for names that cannot be told
     apart.
     """
+    register_loaded()
     found = Objects()
     for key, item in state.items():
         if not isinstance(key, str) or not key or key.startswith((RESERVED, "__metadata__")):

@@ -14,11 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
+from holdfast.format.native_types import registered_class
+from holdfast.format.values import MAX_DEPTH
 from holdfast.state import graph_steps
 from holdfast.state.hidden_state import has_elements, refuse_state_of_emptied
 from holdfast.state.param_groups import IMPLEMENTATION
 from holdfast.state.step_calls import is_followed
-from holdfast.state.tensors import TORCH_DTYPES, empty, plain_parts
+from holdfast.state.subclasses import make_subclass, plain_parts
+from holdfast.state.tensors import TORCH_DTYPES, empty
 
 #: State tensors of one parameter as stored: name -> (dtype, shape).
 StoredKinds = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -167,6 +170,8 @@ def tensors(
                 elif is_empty:
                     refuse_state_of_emptied(f"{key}.{name}.{kind}", parameter, value)
                 yield name, kind, value
+            elif is_sharded:
+                _check_inside(f"{key}.{name}.{kind}", value)
 
 
 def of_no_parameter(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
@@ -206,6 +211,21 @@ def _check_local_state(leaf: str, value: torch.Tensor) -> None:
         )
 
 
+def _check_inside(leaf: str, value: Any, depth: int = 0) -> None:
+    """Refuses plain tensors inside of other values beside a sharded parameter, for the same
+    reason.
+    """
+    if is_tensor(value):
+        _check_local_state(leaf, value)
+    elif depth < MAX_DEPTH:
+        known = registered_class(type(value))
+        held = value if known is None else known.take(value)
+        if isinstance(held, (list, tuple)):
+            held = dict(enumerate(held))
+        for key, item in held.items() if isinstance(held, dict) else ():
+            _check_inside(f"{leaf}.{key}", item, depth + 1)
+
+
 def make_room(
     optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKinds]
 ) -> None:
@@ -225,7 +245,12 @@ def make_room(
         for kind in [k for k in state if k not in kept]:
             del state[kind]
         for kind, spec in wanted.items():
-            if not _fits(state, kind, spec):
+            if _fits(state, kind, spec):
+                continue
+            made = _of_parts(parameter, kind, wanted)
+            if made is not None:
+                state[kind.partition(".")[0]] = made
+            else:
                 state[kind] = _new(parameter, *spec, options[id(parameter)])
         if not state:
             del optimizer.state[parameter]
@@ -250,12 +275,15 @@ def room_problems(
     return [
         f"{key}.{name}.{kind}: stored in the shape {list(spec[1])}, its parameter has "
         f"{list(parameter.shape)}, and only the optimizer knows how to make it: take one optimizer "
-        "step before the restore"
+        f"step before the restore{_OR_REGISTER if '.' in kind else ''}"
         for name, parameter in parameters.items()
         for kind, spec in stored.get(name, {}).items()
         if not _fits(optimizer.state.get(parameter, NOTHING), kind, spec)
-        and not _can_make(parameter, kind, spec[1])
+        and not _can_make(parameter, kind, stored[name])
     ]
+
+
+_OR_REGISTER = ", or register its class with holdfast.register_tensor(..., make=)"
 
 
 def _fits(state: Mapping[str, Any], kind: str, spec: tuple[str, tuple[int, ...]]) -> bool:
@@ -264,10 +292,25 @@ def _fits(state: Mapping[str, Any], kind: str, spec: tuple[str, tuple[int, ...]]
     return there is not None and there.dtype == dtype and tuple(there.shape) == shape
 
 
-def _can_make(parameter: torch.Tensor, kind: str, shape: tuple[int, ...]) -> bool:
-    if "." in kind:  # a part of a subclass
-        return False
-    return shape in ((), tuple(parameter.shape)) or not isinstance(parameter, DTensor)
+def _can_make(parameter: torch.Tensor, kind: str, stored: StoredKinds) -> bool:
+    if "." in kind:
+        return _of_parts(parameter, kind, stored) is not None
+    is_whole = stored[kind][1] in ((), tuple(parameter.shape))
+    return is_whole or not isinstance(parameter, DTensor)
+
+
+def _of_parts(parameter: torch.Tensor, kind: str, stored: StoredKinds) -> torch.Tensor | None:
+    """Returns a new state tensor of a registered subclass of which ``kind`` is a part; None where
+    it is no part of one.
+    """
+    outer, dot, _ = kind.partition(".")
+    beginning = f"{outer}{dot}"
+    inside = {
+        name.removeprefix(beginning): spec
+        for name, spec in stored.items()
+        if dot and name.startswith(beginning)
+    }
+    return make_subclass(parameter, outer, inside) if inside else None
 
 
 def _new(

@@ -303,7 +303,13 @@ class StateRestore:
     def _finish(self) -> None:
         objects = self.objects
         filled = {
-            key: codec.decode(value, leaf=self._leaf_room, tensor=self._small_room, strict=True)
+            key: codec.decode(
+                value,
+                leaf=self._leaf_room,
+                tensor=self._small_room,
+                strict=True,
+                makes_objects=True,
+            )
             for key, value in self.encoded.items()
         }
         for key, optimizer in objects.optimizers.items():

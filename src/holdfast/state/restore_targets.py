@@ -10,13 +10,15 @@ import torch
 
 from holdfast.errors import FormatError
 from holdfast.format import values as codec
+from holdfast.format.native_types import StoredObject, registered_class
 from holdfast.state import optimizers
 from holdfast.state.identity import ClaimedMemory, made_anew
 from holdfast.state.mapped.checkpoint_view import CheckpointView
 from holdfast.state.mapped.mapper import Spec
 from holdfast.state.modules import extra_state
 from holdfast.state.objects import Objects
-from holdfast.state.tensors import TORCH_DTYPES, empty, plain_parts
+from holdfast.state.subclasses import plain_parts
+from holdfast.state.tensors import TORCH_DTYPES, empty
 from holdfast.state.values import beside, optimizer_values
 
 
@@ -175,6 +177,8 @@ class ValueTensors:
                 raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
             if name not in of_modules and name not in self._fresh:
                 self._fresh[name] = _room_for(found, there)
+        elif isinstance(saved, StoredObject):
+            self._collect(saved.value, _data_of(there, saved.type), of_modules)
         elif isinstance(saved, dict):
             for key, item in saved.items():
                 inner = there.get(key) if isinstance(there, dict) else None
@@ -183,6 +187,14 @@ class ValueTensors:
             for index, item in enumerate(saved):
                 is_there = isinstance(there, (list, tuple)) and index < len(there)
                 self._collect(item, there[index] if is_there else None, of_modules)
+
+
+def _data_of(there: Any, name: str) -> Any:
+    """Returns the data of an object of the registered class of this name; None for anything
+    else.
+    """
+    known = registered_class(type(there))
+    return known.take(there) if known is not None and known.name == name else None
 
 
 def _room_for(spec: Spec, there: Any) -> torch.Tensor:

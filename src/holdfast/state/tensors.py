@@ -7,7 +7,6 @@ A tensor that cannot be stored faithfully is refused by name here, before anythi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from holdfast.accelerator.devices import memory_key
-from holdfast.errors import UnsupportedState, UsageError
+from holdfast.errors import UnsupportedState
 from holdfast.format.values import SmallTensor
 from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import (
@@ -208,109 +206,14 @@ def _check(name: str, tensor: torch.Tensor) -> None:
     elif tensor.dtype not in DTYPE_NAMES:
         problem = f"has the dtype {tensor.dtype}, for which the format has no name"
     elif type(local) not in PLAIN_TYPES and type(local).__name__ != "AsyncCollectiveTensor":
-        problem = _of_subclass(tensor, local)
+        problem = _of_subclass(local)
     if problem:
         raise UnsupportedState(f"{name} {problem}", leaf=name)
     refuse_emptied(name, tensor)
 
 
-def _of_subclass(tensor: torch.Tensor, local: torch.Tensor) -> str:
-    kind = f"{type(local).__module__}.{type(local).__qualname__}"
-    if isinstance(tensor, DTensor):
-        return (
-            f"is a DTensor of {kind}, a tensor subclass: which elements its inner tensors have "
-            "on this rank is not known, registered or not. Make it of plain DTensors (an "
-            "optimizer's state that is not packed), or keep it in a subclass that is registered "
-            "by holdfast.register_tensor and whose inner tensors are DTensors"
-        )
+def _of_subclass(local: torch.Tensor) -> str:
     return (
-        f"is a {kind}, a tensor subclass whose inner tensors Holdfast does not know: name them "
-        "with holdfast.register_tensor"
+        f"is a {type(local).__module__}.{type(local).__qualname__}, a tensor subclass whose inner "
+        "tensors Holdfast does not know: name them with holdfast.register_tensor"
     )
-
-
-# Stores registered tensor subclasses as the plain tensors inside them.
-#
-# An unknown subclass is refused, because its elements may not be where a plain tensor has them. A
-# registered one is stored part by part, and a restore fills the parts in place.
-
-
-Parts = Callable[[Any], Mapping[str, torch.Tensor]]
-_registered: dict[type, Parts] = {}
-_registrations: list[type] = []
-
-
-def register_tensor(kind: type[torch.Tensor], parts: Parts | None = None) -> type[torch.Tensor]:
-    """Let tensors of the subclass ``kind`` be stored as the plain tensors inside them.
-
-    ``kind``: the subclass. ``parts``: a function; ``parts(tensor)`` returns these tensors by name:
-    always the same names, and the very tensors the subclass computes with, not copies, because a
-    restore fills them in place. Without it the parts are those named by ``__tensor_flatten__``, or,
-    for a subclass that only adds methods, its own elements. Anything else the subclass keeps (a
-    block size, for example) is made by the program, not restored.
-
-    Also a decorator. Raises UsageError for a class that is no subclass of torch.Tensor.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor)):
-        raise UsageError(f"{kind!r} is not a subclass of torch.Tensor")
-    if parts is None:
-        parts = _flattened if hasattr(kind, "__tensor_flatten__") else _own_elements
-    _registered[kind] = parts
-    _registrations.append(kind)
-    return kind
-
-
-def registrations() -> int:
-    """Counts the registrations made so far: a new one may change how a tensor is stored."""
-    return len(_registrations)
-
-
-def is_registered(tensor: torch.Tensor) -> bool:
-    """True if the tensor's parts are stored in its place."""
-    return type(tensor) in _registered
-
-
-def plain_parts(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yields (leaf name, plain tensor): the tensor itself, or the parts of a registered
-    subclass.
-    """
-    find = _registered.get(type(tensor)) if _registered else None
-    return ((name, tensor),) if find is None else _parts(name, tensor, find)
-
-
-def _parts(name: str, tensor: torch.Tensor, find: Parts) -> Iterator[tuple[str, torch.Tensor]]:
-    found = find(tensor)
-    for part, inner in found.items():
-        if not isinstance(inner, torch.Tensor) or type(inner) is type(tensor):
-            raise UnsupportedState(
-                f"part {part!r} of {name} is a {type(inner).__qualname__}: give plain tensors to "
-                "holdfast.register_tensor",
-                leaf=name,
-            )
-        yield from plain_parts(f"{name}.{part}" if part else name, inner)
-
-
-def check_in_place(name: str, tensor: torch.Tensor) -> None:
-    """Raises UnsupportedState for a registered subclass whose parts are copies: they would restore
-    nothing.
-    """
-    if type(tensor) not in _registered:
-        return
-    first, second = dict(plain_parts(name, tensor)), dict(plain_parts(name, tensor))
-    moved = [leaf for leaf, inner in first.items() if memory_key(inner) != memory_key(second[leaf])]
-    if moved:
-        raise UnsupportedState(
-            f"{', '.join(moved)}: the parts given to holdfast.register_tensor for "
-            f"{type(tensor).__qualname__} are made anew at each call; give the tensors that it "
-            "computes with",
-            leaf=name,
-        )
-
-
-def _flattened(tensor: Any) -> dict[str, torch.Tensor]:
-    names, _ = tensor.__tensor_flatten__()
-    return {name: getattr(tensor, name) for name in names}
-
-
-def _own_elements(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"": tensor.detach().as_subclass(torch.Tensor)}

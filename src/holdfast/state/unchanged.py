@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from holdfast.accelerator.devices import memory_key
 from holdfast.format import values as codec
-from holdfast.state import tensors as subclasses
+from holdfast.state import subclasses
 from holdfast.state.bindings import Binding
 from holdfast.state.identity import TensorNames
 from holdfast.state.mapped.shards import declarations, declared

@@ -239,7 +239,10 @@ def stored_lists(own: Mapping[str, Any], where: str) -> dict[str, StoredList]:
 
 def decode_items(items: Sequence[Any]) -> list[Any]:
     """Decodes the items; raises FormatError for one that is not an encoded value."""
-    return [codec.decode(item, tensor=_tensor, leaf=_no_leaf, strict=True) for item in items]
+    return [
+        codec.decode(item, tensor=_tensor, leaf=_no_leaf, strict=True, makes_objects=True)
+        for item in items
+    ]
 
 
 def _stored(document: Mapping[str, Any], where: str) -> StoredList:

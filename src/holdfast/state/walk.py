@@ -23,7 +23,8 @@ from holdfast.state.mapped.shards import declared
 from holdfast.state.modules import with_extra_state
 from holdfast.state.objects import Objects
 from holdfast.state.step_calls import follow
-from holdfast.state.tensors import is_small, plain_parts, small_tensor
+from holdfast.state.subclasses import plain_parts
+from holdfast.state.tensors import is_small, small_tensor
 from holdfast.state.values import Values, ValuesBeside, beside
 
 #: One leaf of a walk: name, tensor, is lazy, spread, is frozen.

@@ -475,6 +475,10 @@ def check_tagged(tag: str, content: Any, leaves: set[str], depth: int) -> None:
         assert len(base64.b64decode(content["data"], validate=True)) == size * count
     elif tag == "$enum":
         assert content.keys() in ({"type", "member"}, {"type", "value"})
+    elif tag == "$object":
+        assert content.keys() == {"type", "value"}
+        assert type(content["type"]) is str
+        check_value(content["value"], leaves, depth)
     elif tag == "$leaf":
         assert content in leaves
     elif tag == "$tensor":

@@ -46,7 +46,8 @@ from holdfast.state.mapped.tensor_parts import (
 )
 from holdfast.state.objects import Objects
 from holdfast.state.selection import LeafSelection
-from holdfast.state.tensors import leaf_entry, local_of, plain_parts
+from holdfast.state.subclasses import plain_parts
+from holdfast.state.tensors import leaf_entry, local_of
 
 Shape = tuple[int, ...]
 Spec = tuple[str, Shape]
