@@ -88,7 +88,7 @@ def make_loader() -> Any:
             generator=sampler.generator,
             num_workers=workers,
         )
-    keep = {"persistent_workers": True} if OPTIONS.get("persistent") else {}
+    keep: dict[str, Any] = {"persistent_workers": bool(OPTIONS.get("persistent"))}
     return DataLoader(Samples(SAMPLES), batch_size=BATCH, shuffle=True, num_workers=workers, **keep)
 
 

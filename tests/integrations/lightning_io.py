@@ -19,10 +19,15 @@ from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast.errors import NotFound, UsageError
-from holdfast.integrations.lightning import HoldfastCheckpointIO, fabric_checkpointer
+from holdfast.integrations.lightning import (
+    HoldfastCheckpointIO,
+    HoldfastLightningCallback,
+    fabric_checkpointer,
+)
 
 warnings.filterwarnings("ignore")
 OUT = Path(sys.argv[1])
+DATA: Any = DataLoader(torch.randn(16, 8), batch_size=4)  # type: ignore[arg-type]
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc]
@@ -51,7 +56,7 @@ def fit(epochs: int, **options: Any) -> lightning.Trainer:
         plugins=[HoldfastCheckpointIO(OUT)],
         callbacks=[ModelCheckpoint(dirpath=OUT, save_top_k=2, monitor="loss")],
     )
-    trainer.fit(Model(), DataLoader(torch.randn(16, 8), batch_size=4), **options)
+    trainer.fit(Model(), DATA, **options)
     return trainer
 
 
@@ -76,10 +81,29 @@ def model_checkpoints() -> None:
         print("elsewhere:", error)
 
 
+def two_fits() -> None:
+    """The second one in a process goes on from the first, and loaders are as they were."""
+    loader: Any = DataLoader(torch.randn(16, 8), batch_size=4)  # type: ignore[arg-type]
+    for epochs in (1, 3):
+        callback = HoldfastLightningCallback(OUT / "twice", state={"mine": {"epochs": epochs}})
+        trainer = lightning.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            callbacks=[callback],
+        )
+        trainer.fit(Model(), loader)
+        step = None if callback.restored is None else callback.restored.step
+        assert type(loader) is DataLoader
+        print("fit", epochs, trainer.global_step, step)
+
+
 def fabric_loop() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     try:
         optimizer = torch.optim.AdamW(plain.parameters())
         fabric_checkpointer(fabric, OUT / "fabric", {"model": plain, "optimizer": optimizer})
@@ -93,7 +117,7 @@ def fabric_loop() -> None:
         fabric.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
         ckpt.save(1, durable=True).wait_durable(60)
-    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    other: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
     holdfast.load(OUT / "fabric", {**state, "rng": holdfast.Rng()})
     assert torch.equal(other[0].weight, plain[0].weight)
@@ -104,3 +128,4 @@ if __name__ == "__main__":
     model_checkpoints()
     if len(sys.argv) == 2:
         fabric_loop()
+        two_fits()

@@ -124,7 +124,8 @@ def test_two_ranks_of_accelerate_that_torchrun_starts_again(fsdp2: bool, tmp_pat
 def test_other_batches_in_the_middle_of_an_epoch_are_refused_by_name(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert run(root, 11, "save").returncode == -9
-    for other in ({"batch": 2}, {"accumulation": 4}, {"ranks": 2}):
+    changes: list[dict[str, Any]] = [{"batch": 2}, {"accumulation": 4}, {"ranks": 2}]
+    for other in changes:
         refused = run(root, **other)
         assert refused.returncode != 0
         assert (
@@ -175,7 +176,7 @@ def test_mistakes_with_an_accelerator_are_named(
     prepared.save_state(str(foreign))
     with pytest.raises(UsageError, match="is no root of Holdfast"):
         adapter.attach(prepared, foreign)
-    monkeypatch.setattr(adapter.accelerate, "__version__", "1.14.0")
+    monkeypatch.setattr("accelerate.__version__", "1.14.0")
     with pytest.raises(UsageError, match=r"needs accelerate 1\.15 or later, got 1\.14\.0"):
         adapter.attach(prepared, tmp_path / "a")
 

@@ -126,11 +126,12 @@ def test_two_ranks_of_lightning_that_torchrun_starts_again(sharded: bool, tmp_pa
 def test_other_batches_in_the_middle_of_an_epoch_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert run(root, 11, "batch end").returncode == -9
-    for other, words in (
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"batch": 2}, "batches of [4], now [2]"),
         ({"accumulation": 4}, "batches an update 2, now 4"),
         ({"ranks": 2}, "batches of [4], now [8]"),
-    ):
+    ]
+    for other, words in changes:
         refused = run(root, **other)
         assert refused.returncode != 0 and words in refused.stderr
     assert run(root).returncode == 0
@@ -149,7 +150,9 @@ def test_sigterm_ends_a_fit_in_its_grace_period(tmp_path: Path, unbroken: list[s
 
 @needs_it
 @pytest.mark.timeout(300)
-def test_checkpoints_of_modelcheckpoint_and_of_fabric(tmp_path: Path) -> None:
+def test_checkpoints_of_modelcheckpoint_and_of_fabric_and_two_fits_in_a_process(
+    tmp_path: Path,
+) -> None:
     script = Path(__file__).with_name("lightning_io.py")
     command = [sys.executable, str(script), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -157,6 +160,7 @@ def test_checkpoints_of_modelcheckpoint_and_of_fabric(tmp_path: Path) -> None:
     assert "none: holdfast:last" in done.stdout
     assert "does not lie in" in done.stdout and "was not given to fabric.setup()" in done.stdout
     assert "plain torch read it" in done.stdout
+    assert "fit 1 4 None" in done.stdout and "fit 3 12 4" in done.stdout
 
 
 @needs_it
@@ -182,7 +186,7 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
         adapter._check(trainer)
     with pytest.raises(UsageError, match="takes a Fabric, got a Trainer"):
         adapter.fabric_checkpointer(trainer, tmp_path / "c", {})
-    monkeypatch.setattr(adapter.lightning, "__version__", "2.5.9")
+    monkeypatch.setattr(lightning, "__version__", "2.5.9")
     with pytest.raises(UsageError, match=r"needs lightning 2\.6 or later, got 2\.5\.9"):
         adapter.HoldfastLightningCallback(tmp_path / "a")
 

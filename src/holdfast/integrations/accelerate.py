@@ -248,7 +248,8 @@ class _AcceleratorLoop:
         if under_way:
             self._main = under_way[0]
         for number in under_way:
-            self._places[number].advance(self._batches(number))
+            is_over = self._loaders[number].end_of_dataloader
+            self._places[number].advance(self._batches(number), is_over=is_over)
 
     def release(self) -> None:
         """Gives loaders their own classes again."""
@@ -334,7 +335,7 @@ def _total_batch(loader: Any) -> int:
     try:
         return int(loader.total_batch_size)
     except (AttributeError, TypeError):
-        return int(loader.batch_size or 0) * PartialState().num_processes
+        return int(loader.batch_size or 0) * int(PartialState().num_processes)
 
 
 def _prepared(accelerator: Any) -> list[int]:

@@ -244,7 +244,7 @@ class _FitPlace:
         """Notes that a step is whole, and tells samplers of the batches that were trained on."""
         self.is_inside, self._saved = is_inside, {}
         for place in self._places:
-            place.advance(self._batches(place))
+            place.advance(self._batches(place), is_over=not is_inside)
 
     def _batches(self, place: LoaderPlace) -> int:
         return place.given - len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
@@ -285,11 +285,9 @@ class _FitPlace:
         """Counters, logs and places, as plain values."""
         trainer = self._trainer
         logs, fit = trainer._logger_connector, trainer.fit_loop
-        loops = fit.state_dict()
-        loops["state_dict"].pop("combined_loader", None)  # places have it
         return {
             "inside": self.is_inside,
-            "loops": loops,
+            "loops": _loops_state(fit),
             "stopped": trainer.should_stop,
             "callbacks": {one.state_key: one.state_dict() for one in self._others()},
             "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
@@ -340,6 +338,16 @@ class _FitPlace:
         _resume_means(fit.epoch_loop._results, saved["means"])
         # A checkpoint of Lightning's own is where a run begins, not where it goes on.
         trainer._checkpoint_connector._loaded_checkpoint = {}
+
+
+def _loops_state(fit: Any) -> dict[str, Any]:
+    """Returns the counters of the loops; the state of loaders is in their places."""
+    loaders, fit._combined_loader = fit._combined_loader, None
+    try:
+        found: dict[str, Any] = fit.state_dict()
+    finally:
+        fit._combined_loader = loaders
+    return found
 
 
 def _set_flags(loop: Any, *, is_restarting: bool) -> None:

@@ -11,8 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,12 +153,17 @@ class LoaderPlace:
         sampler = self.loader.batch_sampler
         return sampler if isinstance(sampler, ResumableSampler) else None
 
-    def advance(self, batches: int) -> None:
-        """Notes that so many batches of this epoch were trained on."""
-        new = batches - (self._advanced if batches >= self._advanced else 0)
+    @property
+    def passed(self) -> int:
+        """The batches of the epoch that the length of a ResumableSampler leaves out."""
+        return 0 if self.sampler is None else self._advanced
+
+    def advance(self, batches: int, *, is_over: bool) -> None:
+        """Notes that so many batches of this epoch were trained on. ``is_over``: they are all."""
+        new = batches - self._advanced
         if self.sampler is not None and new:
             self.sampler.advance(new)
-        self._advanced = batches
+        self._advanced = 0 if is_over else batches
 
     # ── as a part of the state ───────────────────────────────────────────────────────────────────
 
@@ -204,8 +208,8 @@ class LoaderPlace:
         if target is None or not target["over"]:
             self._begun += 1
         if target is None:
-            self.given, self._began = 0, _generator_states(self.loader)
-            return self._give(iterate())
+            self.given, self._advanced, self._began = 0, 0, _generator_states(self.loader)
+            return self._give(self._begun, iterate())
         if target["over"]:
             self.given = target["batches"]
             self._settle()
@@ -242,16 +246,16 @@ class LoaderPlace:
         torch.set_rng_state(now[0])
         self._settle()
         self.given = count
-        return self._give(batches, [] if first is _END else [first])
+        return self._give(self._begun, chain([] if first is _END else [first], batches))
 
-    def _give(self, batches: Iterator[Any], first: Iterable[Any] = ()) -> Iterator[Any]:
+    def _give(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields batches; an iteration that another one has followed counts no more."""
         try:
-            for source in (first, batches):
-                for batch in source:
-                    self.given += 1
-                    yield batch
+            for batch in batches:
+                self.given += number == self._begun
+                yield batch
         except GeneratorExit:
-            self.is_open = False
+            self.is_open &= number != self._begun
             raise
 
     def release(self) -> None:
@@ -280,21 +284,24 @@ class _Rest:
         return len(self._indices)
 
 
-@cache
-def _placed_kind(kind: type) -> type:
+def _placed_kind(kind: Any) -> Any:
     """Returns the class of a loader with a place; an instance of ``kind`` can change to it."""
     if hasattr(kind, "_holdfast_kind"):
         raise UsageError("this loader is in another run of Holdfast already: close that first")
     if not issubclass(kind, DataLoader):
         raise UsageError(f"a {kind.__qualname__} is no DataLoader, which can be placed in its data")
 
-    class Placed(kind):  # type: ignore[misc, valid-type]
+    class Placed(kind):  # type: ignore[misc]
         __slots__ = ()
         _holdfast_kind = kind
 
         def __iter__(self) -> Iterator[Any]:
             place: LoaderPlace = self._holdfast_place
             return place.begin(super().__iter__)
+
+        def __len__(self) -> int:
+            place: LoaderPlace = self._holdfast_place
+            return int(super().__len__()) + place.passed
 
         @property
         def _index_sampler(self) -> Any:
