@@ -174,8 +174,8 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
         adapter.HoldfastLightningCallback(tmp_path / "a", state={"rng": 1, "model": 2})
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    (foreign / "meta.pt").touch()
-    with pytest.raises(UsageError, match=r"meta\.pt, a file of Lightning, and is no root"):
+    (foreign / "last.ckpt").touch()
+    with pytest.raises(UsageError, match=r"\*\.ckpt, a file of Lightning, and is no root"):
         adapter.HoldfastLightningCallback(foreign)
     two = [adapter.HoldfastLightningCallback(tmp_path / name) for name in "ab"]
     with pytest.raises(UsageError, match="two callbacks of Holdfast"):
@@ -184,6 +184,8 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
     trainer.strategy.__class__ = FSDPStrategy
     with pytest.raises(UsageError, match=r"does not know FSDPStrategy.*ModelParallelStrategy"):
         adapter._check(trainer)
+    with pytest.raises(UsageError, match=r"is for lightning\.Trainer, got one of builtins"):
+        adapter._check(object())
     with pytest.raises(UsageError, match="takes a Fabric, got a Trainer"):
         adapter.fabric_checkpointer(trainer, tmp_path / "c", {})
     monkeypatch.setattr(lightning, "__version__", "2.5.9")

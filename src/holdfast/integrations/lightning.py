@@ -405,6 +405,11 @@ def _state_of(trainer: Any, module: Any) -> dict[str, Any]:
 
 def _check(trainer: Any) -> None:
     """Raises UsageError for a Trainer that the callback cannot resume."""
+    if not isinstance(trainer, lightning.Trainer):
+        raise UsageError(
+            "HoldfastLightningCallback is for lightning.Trainer, got one of "
+            f"{type(trainer).__module__}: import lightning in place of pytorch_lightning"
+        )
     if sum(isinstance(one, HoldfastLightningCallback) for one in trainer.callbacks) > 1:
         raise UsageError(
             "the Trainer has two callbacks of Holdfast: give it one (HOLDFAST_ROOT adds one too)"

@@ -27,9 +27,11 @@ from holdfast.storage.open import is_bucket, normal_root
 if TYPE_CHECKING:
     from holdfast.restore.restore import Restored
 
-#: Files by which the directories of other libraries are known, and whose they are.
+#: Patterns of files by which the directories of other libraries are known, and whose they are.
 _FOREIGN = {
     "trainer_state.json": "the Trainer of transformers",
+    "checkpoint-*/trainer_state.json": "the Trainer of transformers",
+    "*.ckpt": "Lightning",
     "random_states_0.pkl": "accelerate",
     "scheduler.bin": "accelerate",
     ".metadata": "torch.distributed.checkpoint",
@@ -83,7 +85,7 @@ def check_root(root: str | os.PathLike[str]) -> None:
     path = Path(where)
     whose = f"a file, {path.name}," if path.is_file() else None
     if path.is_dir():
-        found = next((name for name in _FOREIGN if (path / name).exists()), None)
+        found = next((name for name in _FOREIGN if next(path.glob(name), None)), None)
         whose = found and f"{found}, a file of {_FOREIGN[found]},"
     if whose:
         raise UsageError(
@@ -276,7 +278,10 @@ class _Rest:
         self._indices, self._count = indices, count
 
     def __iter__(self) -> Iterator[Any]:
-        indices = iter(self._indices)
+        # At once, as a sampler may draw its order then; a loader may drop this iteration unused.
+        return self._behind(iter(self._indices))
+
+    def _behind(self, indices: Iterator[Any]) -> Iterator[Any]:
         count, self._count = self._count, 0
         yield from islice(indices, count, None)
 
