@@ -193,8 +193,9 @@ class LoaderPlace:
         is_under_way = self._target is not None and not saved["over"]
         self._begun = saved["begun"] - is_under_way
         self._must_warm = self.loader.persistent_workers and self._begun > 0
-        if hasattr(self.loader, "load_state_dict"):
+        if hasattr(self.loader, "load_state_dict") and saved["begun"]:
             # Without a state it forgets the iteration that it began when it was asked for one.
+            # An unbroken run has used that for its first epoch.
             self.loader.load_state_dict(saved["state"] or {})
         if not is_under_way:
             _set_generators(self.loader, saved["generators"][1:])
