@@ -93,7 +93,11 @@ class AcceleratorCheckpointer:
         self._loop = _AcceleratorLoop(accelerator, self._settle)
         self._prepared = _prepared(accelerator)
         self._state: dict[str, Any] = {_LOOP: self._loop}
-        self.checkpointer = Checkpointer(root, self._state, **options)
+        try:
+            self.checkpointer = Checkpointer(root, self._state, **options)
+        except BaseException:
+            self._loop.release()
+            raise
         try:
             self._state.update(self._prepared_state(), rng=Rng(), **more)
             self.restore(step)
