@@ -193,7 +193,8 @@ class LoaderPlace:
         is_under_way = self._target is not None and not saved["over"]
         self._begun = saved["begun"] - is_under_way
         self._must_warm = self.loader.persistent_workers and self._begun > 0
-        if hasattr(self.loader, "load_state_dict") and saved["begun"]:
+        must_load = saved["state"] is not None or self._begun > 0
+        if hasattr(self.loader, "load_state_dict") and must_load:
             # Without a state it forgets the iteration that it began when it was asked for one.
             # An unbroken run has used that for its first epoch.
             self.loader.load_state_dict(saved["state"] or {})
@@ -236,7 +237,9 @@ class LoaderPlace:
         _set_generators(self.loader, self._began[1:])
         count = target["batches"]
         is_placed = self.sampler is not None or target["state"] is not None
-        reads = isinstance(self.loader.dataset, IterableDataset) and not is_placed
+        # One that was begun when its state was asked for cannot pass over indices any more.
+        is_early = getattr(self.loader, "_initial_iter_for_state_dict", False)
+        reads = (isinstance(self.loader.dataset, IterableDataset) or is_early) and not is_placed
         self._rest = 0 if reads or is_placed else count
         workers = getattr(self.loader, "_iterator", None)
         if workers is not None:  # those that stay have a sampler already
