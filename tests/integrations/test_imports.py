@@ -63,6 +63,7 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
         said.append(line.strip())
         if line.startswith("17 "):
             os.kill(first.pid, signal.SIGKILL)
+    first.stdout.close()
     first.wait()
     again = subprocess.run([*command, str(tmp_path / "run")], check=True, **options)  # type: ignore[call-overload]
     said += again.stdout.splitlines()
