@@ -7,6 +7,7 @@ READY := $(VENV)/.ready
 RIVALS := .venv-rivals
 # Where the environments of libraries go that Holdfast has adapters for, one for each list.
 INTEGRATIONS := .venv-integrations
+INTEGRATION_LISTS := $(wildcard tests/integrations/*.txt)
 # Where the environments of other checkpoint writers go, one for each list in tests/golden/foreign/.
 FOREIGN := .venv-foreign
 FOREIGN_LISTS := $(wildcard tests/golden/foreign/*.txt)
@@ -137,8 +138,10 @@ bench-quick: $(READY) ## the same in a minute, with a small state: whether it wo
 bench-rivals: $(RIVALS)/.ready ## an environment with the rivals, for `make bench`
 
 .PHONY: integrations
-integrations: $(INTEGRATIONS)/transformers/.ready ## adapters inside the libraries they are for, killed and resumed (downloads 300 MB)
-	$(INTEGRATIONS)/transformers/bin/python -m pytest tests/integrations/test_transformers.py $(PYTEST_ARGS)
+integrations: $(INTEGRATION_LISTS:tests/integrations/%.txt=integrations-%) ## adapters inside the libraries they are for, killed and resumed (downloads 300 MB each)
+
+integrations-%: $(INTEGRATIONS)/%/.ready
+	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_$*.py $(PYTEST_ARGS)
 
 .PHONY: integrations-optimizers
 integrations-optimizers: $(INTEGRATIONS)/optimizers/.ready ## every optimizer of torch and three libraries, killed and made anew (downloads 300 MB)
@@ -185,7 +188,7 @@ $(FOREIGN)/%/.ready: tests/golden/foreign/%.txt constraints.txt | $(READY)
 		--requirement $<
 	@touch $@
 
-.PRECIOUS: $(FOREIGN)/%/.ready
+.PRECIOUS: $(FOREIGN)/%/.ready $(INTEGRATIONS)/%/.ready
 # What is there stays as it is: golden checkpoints are written once.
 $(FOREIGN)/%/.written: $(FOREIGN)/%/.ready
 	$(FOREIGN)/$*/bin/python tests/golden/foreign/write.py $*

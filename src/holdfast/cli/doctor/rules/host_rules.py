@@ -40,6 +40,7 @@ SETTINGS = (
     "HOLDFAST_BUCKET_UNSIGNED",
     "HOLDFAST_GS_ENDPOINT",
     "HOLDFAST_DEVICE_BYTES_S",
+    "HOLDFAST_ROOT",
 )
 #: As in ``holdfast.restore.read_once``, which needs torch.
 EXCHANGE_MODES = ("auto", "always", "never")

@@ -1,0 +1,386 @@
+"""Keeps and resumes loops of accelerate, at every optimizer step and to the bit.
+
+``attach`` takes all that the Accelerator prepared or registered, restores it, and places the
+loaders: the next ``for`` over the loader that was under way goes on behind the last batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.data.sampler import ResumableSampler
+from holdfast.errors import UsageError
+from holdfast.integrations.seam import (
+    LoaderPlace,
+    check_keys,
+    check_root,
+    check_version,
+    missing,
+    one_or_all,
+    restore_loop_first,
+)
+from holdfast.state.rng import Rng
+
+if TYPE_CHECKING:
+    from holdfast.capture.handles import SaveHandle
+    from holdfast.restore.restore import Restored
+    from holdfast.state.objects import State
+
+try:
+    import accelerate
+    from accelerate import Accelerator
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise missing("accelerate", error) from error
+
+_LEAST = "1.15"
+_LOOP = "accelerate"
+#: The keys of the state that are the adapter's.
+_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "registered", "rng")
+_NO_ADAPTER = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def attach(
+    accelerator: Accelerator,
+    root: str | os.PathLike[str],
+    *,
+    state: Mapping[str, Any] | None = None,
+    step: int | str | None = None,
+    **options: Any,
+) -> AcceleratorCheckpointer:
+    """Attach a Checkpointer to an Accelerator, and go on from the newest generation of the run.
+
+    Call it after ``prepare`` and ``register_for_checkpointing``, on all ranks. ``root`` and
+    ``options``: as for ``Checkpointer``. ``state``: more objects and values to be kept, by key.
+    ``step``: go on from this step instead, or from a generation as "incarnation-step".
+
+    ``accelerator.save_state()`` without a directory then saves a durable checkpoint,
+    ``accelerator.load_state()`` restores before the first step, and ``accelerator.end_training()``
+    closes. Raises UsageError where nothing is prepared or a Checkpointer is attached already.
+    """
+    check_version("accelerate", accelerate.__version__, _LEAST)
+    more = check_keys(state, _KEYS, "the Accelerator's")
+    _check(accelerator)
+    check_root(root)
+    return AcceleratorCheckpointer(accelerator, root, more, step, options)
+
+
+class AcceleratorCheckpointer:
+    """A Checkpointer attached to an Accelerator, made by ``attach``."""
+
+    checkpointer: Checkpointer
+    """Saves and restores."""
+    restored: Restored | None
+    """Where the run goes on from; None for one that begins."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        root: str | os.PathLike[str],
+        more: Mapping[str, Any],
+        step: int | str | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._accelerator = accelerator
+        self.restored = None
+        self._loop = _AcceleratorLoop(accelerator, self._settle)
+        self._prepared = _prepared(accelerator)
+        self._state: dict[str, Any] = {_LOOP: self._loop}
+        try:
+            self.checkpointer = Checkpointer(root, self._state, **options)
+        except BaseException:
+            self._loop.release()
+            raise
+        try:
+            self._state.update(self._prepared_state(), rng=Rng(), **more)
+            self.restore(step)
+        except BaseException as error:
+            self.checkpointer.__exit__(type(error), error, error.__traceback__)
+            self._loop.release()
+            raise
+        self._take_over()
+
+    @property
+    def state(self) -> State:
+        """The state that is saved; take your own values from it after ``attach`` restored them."""
+        return self.checkpointer.state
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch under way, or of the next one: from 0."""
+        return self._loop.epoch
+
+    @property
+    def steps(self) -> int:
+        """The number of the last optimizer step; 0 before the first."""
+        return self._loop.steps
+
+    def step(self, step: int | None = None) -> SaveHandle | None:
+        """Call at the end of each pass of the loop, on all ranks; saves when a policy says so.
+
+        Between the passes of an accumulation it does nothing. ``step``: the number of the optimizer
+        step that has ended; by default they are counted, from 1. See ``Checkpointer.step``.
+        """
+        if not self._accelerator.sync_gradients:
+            return None
+        if _prepared(self._accelerator) != self._prepared:
+            raise UsageError(
+                "the Accelerator has prepared or registered objects since attach(), which would "
+                "not be saved: call attach() after them"
+            )
+        self._loop.end_step(step)
+        return self.checkpointer.step(self.steps)
+
+    def save(self) -> SaveHandle | None:
+        """Save the last step as a durable checkpoint; None where it is the restored one."""
+        if not self._accelerator.sync_gradients:
+            raise UsageError(
+                "save_state() in the middle of an accumulation: gradients are not saved. Call it "
+                "when accelerator.sync_gradients is True, after step()"
+            )
+        if self.restored is not None and self.steps == self.restored.step:
+            return None
+        return self.checkpointer.save(self.steps, durable=True)
+
+    def restore(self, step: int | str | None = None) -> Restored | None:
+        """Restore everything again, before the first step; ``attach`` does it by itself."""
+        restored = restore_loop_first(self.checkpointer, _LOOP, step)
+        if restored is not None:
+            self._loop.check_fits()
+            restored = self.checkpointer.restore(f"{restored.generation}")
+            self._loop.place()
+        self.restored = restored
+        return restored
+
+    def close(self) -> None:
+        """Close the Checkpointer, and let the Accelerator save by itself again."""
+        try:
+            self.checkpointer.close()
+        finally:
+            self._hand_back()
+
+    def __enter__(self) -> AcceleratorCheckpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.checkpointer.__exit__(kind, error, trace)
+        finally:
+            self._hand_back()
+
+    def _prepared_state(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        schedulers = [getattr(one, "scheduler", one) for one in accelerator._schedulers]
+        optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]
+        state: dict[str, Any] = {"model": one_or_all(accelerator._models)}
+        if optimizers:
+            state["optimizer"] = one_or_all(optimizers)
+        if schedulers:
+            state["scheduler"] = one_or_all(schedulers)
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
+        if accelerator._custom_objects:
+            state["registered"] = list(accelerator._custom_objects)
+        return state
+
+    def _settle(self) -> None:
+        """Sets the generators as they were restored, unless an update has drawn from them."""
+        if self.restored is not None and self.steps == self.restored.step:
+            self.restored.rewind()
+
+    def _take_over(self) -> None:
+        accelerator = self._accelerator
+        accelerator._holdfast = self
+        save_state, load_state = accelerator.save_state, accelerator.load_state
+        end_training = accelerator.end_training
+
+        def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            return self.save() if output_dir is None else save_state(output_dir, *args, **kwargs)
+
+        def load(input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+            return self.restore() if input_dir is None else load_state(input_dir, *args, **kwargs)
+
+        def end() -> None:
+            self.close()
+            end_training()
+
+        accelerator.save_state, accelerator.load_state = save, load
+        accelerator.end_training = end
+
+    def _hand_back(self) -> None:
+        self._loop.release()
+        for name in ("save_state", "load_state", "end_training", "_holdfast"):
+            vars(self._accelerator).pop(name, None)
+
+
+class _AcceleratorLoop:
+    """The counters of the loop, and the places of its loaders, as a part of the state."""
+
+    def __init__(self, accelerator: Any, settle: Any) -> None:
+        self._accelerator = accelerator
+        self._loaders = list(accelerator._dataloaders)
+        self._places = [LoaderPlace(one.base_dataloader, settle) for one in self._loaders]
+        for loader, place in zip(self._loaders, self._places, strict=True):
+            place.skips_finished = partial(_pass_epoch, loader)
+            if hasattr(loader, "state_dict"):
+                place.own_state = loader.state_dict  # it knows what it has fetched ahead
+        self.steps = 0
+        self._main = 0
+        """The number of the loader that was under way at the last step."""
+        self._saved: dict[str, Any] = {}
+
+    @property
+    def epoch(self) -> int:
+        return int(self._loaders[self._main].iteration) if self._loaders else 0
+
+    def end_step(self, step: int | None) -> None:
+        """Counts an optimizer step, and tells samplers of the batches that were trained on."""
+        self.steps = self.steps + 1 if step is None else step
+        under_way = [n for n in range(len(self._loaders)) if self._is_under_way(n)]
+        if under_way:
+            self._main = under_way[0]
+        for number in under_way:
+            is_over = self._loaders[number].end_of_dataloader
+            self._places[number].advance(self._batches(number), is_over=is_over)
+
+    def release(self) -> None:
+        """Gives loaders their own classes again."""
+        for place in self._places:
+            place.release()
+
+    # ── loaders ──────────────────────────────────────────────────────────────────────────────────
+
+    def _is_under_way(self, number: int) -> bool:
+        loader = self._loaders[number]
+        active = self._accelerator.gradient_state.dataloader_references
+        return self._places[number].is_open and any(one is loader for one in active)
+
+    def _batches(self, number: int) -> int:
+        """The batches of a loader under way that the loop has had: one less than were fetched."""
+        given = self._places[number].given
+        return given if self._loaders[number].end_of_dataloader else given - 1
+
+    # ── as a part of the state ───────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, places and what they depend on, as plain values."""
+        return {
+            "steps": self.steps,
+            "main": self._main,
+            "accumulation": self._accelerator.gradient_accumulation_steps,
+            "loaders": [self._save(number) for number in range(len(self._loaders))],
+        }
+
+    def _save(self, number: int) -> dict[str, Any]:
+        loader = self._loaders[number]
+        is_inside = self._is_under_way(number)
+        batches = self._batches(number) if is_inside else None
+        is_over = is_inside and bool(loader.end_of_dataloader)
+        return {
+            **self._places[number].save(batches, is_over=is_over),
+            "epoch": loader.iteration,
+            "batch": _total_batch(loader),
+        }
+
+    def load_state_dict(self, found: Mapping[str, Any]) -> None:
+        """Takes up the counters; ``place`` does the rest."""
+        self._saved = dict(found)
+        self.steps, self._main = found["steps"], found["main"]
+
+    def check_fits(self) -> None:
+        """Raises UsageError where the place in the data would be another one."""
+        saved, now = self._saved["loaders"], self._loaders
+        if len(saved) != len(now):
+            raise UsageError(
+                f"the run was saved with {len(saved)} prepared loaders, now there are "
+                f"{len(now)}: prepare the same ones, in the same order"
+            )
+        then, steps = self._saved["accumulation"], self._accelerator.gradient_accumulation_steps
+        for place, loader in zip(saved, now, strict=True):
+            if not place["batches"] or place["over"] or place["sampler"] is not None:
+                continue
+            batch, size = place["batch"], _total_batch(loader)
+            if batch != size or then != steps:
+                raise UsageError(
+                    "the run was saved in the middle of an epoch with batches of "
+                    f"{batch} samples on all ranks together and {then} of them an update, now "
+                    f"{size} and {steps}: its place in the data cannot be found. Use the same "
+                    "batch size, accumulation and number of ranks, or a ResumableSampler"
+                )
+
+    def place(self) -> None:
+        """Puts the loaders to their places."""
+        self._accelerator.step = 0  # what is saved is the end of an accumulation
+        for loader, place, saved in zip(
+            self._loaders, self._places, self._saved["loaders"], strict=True
+        ):
+            loader.iteration = saved["epoch"]
+            place.set(saved)
+
+
+def _pass_epoch(loader: Any) -> None:
+    loader.iteration += 1
+
+
+def _total_batch(loader: Any) -> int:
+    """Returns the samples in a batch, of all ranks together; 0 where the loader does not know."""
+    try:
+        return int(loader.total_batch_size)
+    except (AttributeError, TypeError):
+        return int(loader.batch_size or 0) * int(PartialState().num_processes)
+
+
+def _prepared(accelerator: Any) -> list[int]:
+    kinds = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+    return [id(one) for kind in kinds for one in getattr(accelerator, kind)]
+
+
+def _check(accelerator: Any) -> None:
+    """Raises UsageError for an Accelerator that nothing can be attached to."""
+    if not isinstance(accelerator, Accelerator):
+        raise UsageError(
+            f"attach() takes an Accelerator, got a {type(accelerator).__qualname__}: give what "
+            "Accelerator() returned"
+        )
+    if getattr(accelerator, "_holdfast", None) is not None:
+        raise UsageError(
+            "a Checkpointer is attached to this Accelerator already: close it first, or use the "
+            "one that attach() returned"
+        )
+    if accelerator.distributed_type in _NO_ADAPTER:
+        raise UsageError(
+            f"attach() does not know {accelerator.distributed_type.value} inside accelerate: its "
+            "optimizer is not torch's"
+        )
+    if not accelerator._models:
+        raise UsageError("attach() found no model: call it after accelerator.prepare(model, ...)")
+    for loader in accelerator._dataloaders:
+        _check_loader(loader, accelerator.num_processes)
+
+
+def _check_loader(loader: Any, ranks: int) -> None:
+    if ranks > 1 and isinstance(loader, DataLoaderDispatcher):
+        raise UsageError(
+            "a loader reads on rank 0 for all ranks, so that no other rank knows its place: use "
+            "DataLoaderConfiguration(dispatch_batches=False)"
+        )
+    sampler = loader.batch_sampler
+    if isinstance(sampler, BatchSamplerShard) and isinstance(
+        sampler.batch_sampler, ResumableSampler
+    ):
+        raise UsageError(
+            "a ResumableSampler divides its samples over the ranks, and prepare() divided them "
+            "again: leave its loader out of prepare(), and put the sampler into state="
+        )

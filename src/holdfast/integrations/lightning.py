@@ -1,0 +1,517 @@
+"""Keeps and resumes the Trainer of Lightning, at every step and to the bit.
+
+``HoldfastLightningCallback`` goes around five methods of the Trainer's loops: where loaders are
+made, where a run and an epoch go on, and where a step is whole, which is after its logs and its
+validation. The last step of an epoch is whole when the epoch is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import NotFound, UsageError
+from holdfast.integrations.seam import (
+    LoaderPlace,
+    check_keys,
+    check_root,
+    check_version,
+    missing,
+    one_or_all,
+    restore_loop_first,
+)
+from holdfast.oneshot import load, save_described
+from holdfast.state.describe import Describer
+from holdfast.state.rng import Rng
+from holdfast.storage.open import open_store
+from holdfast.world import World
+
+if TYPE_CHECKING:
+    from holdfast.restore.restore import Restored
+
+try:
+    import lightning
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+    from lightning.fabric.utilities.data import _set_sampler_epoch
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loops.loop import _Loop
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+    )
+except ImportError as error:
+    raise missing("lightning", error) from error
+
+_LEAST = "2.6"
+_LOOP = "lightning"
+#: The keys of the state that are the adapter's.
+_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+_IO_TIMEOUT_S = 600.0
+#: What ``ckpt_path`` may be for the newest checkpoint of a ``HoldfastCheckpointIO``.
+_LAST = "holdfast:last"
+
+
+class HoldfastLightningCallback(Callback):  # type: ignore[misc]
+    """Give it to ``Trainer(callbacks=[...])``: ``fit`` then goes on from the newest generation.
+
+    ``root`` and ``options``: as for ``Checkpointer``. ``state``: more objects and values to be
+    kept, by key. ``step``: go on from this step instead, or from a generation as
+    "incarnation-step".
+
+    Steps count as ``trainer.global_step``, from 1. Raises UsageError for a strategy that it does
+    not know, and for a run that cannot go on at its place in the data.
+    """
+
+    checkpointer: Checkpointer | None = None
+    """The Checkpointer of the ``fit`` under way, and of the last one."""
+    restored: Restored | None = None
+    """Where the last ``fit`` went on from; None for one that began."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        state: Mapping[str, Any] | None = None,
+        step: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        check_version("lightning", lightning.__version__, _LEAST)
+        self._more = check_keys(state, _KEYS, "the Trainer's")
+        check_root(root)
+        self._root, self._wanted, self._options = root, step, options
+        self._around: _AroundLoops | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restores, when everything is ready that the Trainer makes."""
+        _check(trainer)
+        place = _FitPlace(trainer, self)
+        state: dict[str, Any] = {_LOOP: place}
+        self.checkpointer = Checkpointer(self._root, state, **self._options)
+        state |= _state_of(trainer, pl_module) | self._more
+        self.restored = restore_loop_first(self.checkpointer, _LOOP, self._wanted)
+        if self.restored is not None:
+            self.restored = self.checkpointer.restore(f"{self.restored.generation}")
+            place.resume()
+        self._around = _AroundLoops(trainer, self, place)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Closes the Checkpointer: promised checkpoints are in storage when ``fit`` returns."""
+        self._leave_loops()
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Lets the keeper hold what it has, for the next start."""
+        self._leave_loops()
+        if self.checkpointer is not None:
+            self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)
+
+    def _leave_loops(self) -> None:
+        if self._around is not None:
+            self._around.remove()
+        self._around = None
+
+
+class _AroundLoops:
+    """The methods of the Trainer's loops that a run goes around, until ``remove``."""
+
+    def __init__(self, trainer: Any, callback: HoldfastLightningCallback, place: _FitPlace) -> None:
+        self._trainer, self._place = trainer, place
+        assert callback.checkpointer is not None
+        self._checkpointer, self._restored = callback.checkpointer, callback.restored
+        self._last_step = trainer.global_step
+        self._sanity_steps = trainer.num_sanity_val_steps
+        self._sigterm = signal.getsignal(signal.SIGTERM) if "grace_s" in callback._options else None
+        if self._restored is not None:
+            trainer.num_sanity_val_steps = 0  # it was done, and would be counted again
+        fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        self._replaced: list[tuple[Any, str]] = []
+        self._go_around(fit, "_load_combined_loader_states", self._loaders_made)
+        self._go_around(fit, "on_run_start", self._run_started)
+        self._go_around(fit, "on_advance_end", self._epoch_ended)
+        self._go_around(fit, "on_run_end", self._run_ending)
+        self._go_around(epoch, "on_run_start", self._epoch_started)
+        self._go_around(epoch, "on_advance_end", self._batch_ended)
+
+    def _go_around(self, loop: Any, name: str, method: Callable[..., None]) -> None:
+        setattr(loop, name, partial(method, getattr(loop, name)))
+        self._replaced.append((loop, name))
+
+    def remove(self) -> None:
+        """Gives the loops their own methods again, and the loaders their classes."""
+        for loop, name in self._replaced:
+            vars(loop).pop(name, None)
+        self._replaced = []
+        self._trainer.num_sanity_val_steps = self._sanity_steps
+        self._place.release()
+
+    def _loaders_made(self, original: Callable[[], None]) -> None:
+        original()
+        self._place.take_loaders()
+
+    def _run_started(self, original: Callable[[], None]) -> None:
+        original()
+        if self._sigterm is not None:  # the Trainer has put its own in front, which ends at once
+            signal.signal(signal.SIGTERM, self._sigterm)
+        if self._restored is not None and not self._place.is_inside:
+            self._place.set_loaders()  # the Trainer has iterated them once, and does again
+            self._restored.rewind()
+
+    def _epoch_started(self, original: Callable[..., None], *given: Any) -> None:
+        original(*given)
+        if self._restored is not None and self._place.is_inside:
+            _set_flags(self._trainer.fit_loop.epoch_loop, is_restarting=False)
+            self._restored.rewind()
+        self._restored = None
+
+    def _batch_ended(self, original: Callable[..., None], *given: Any) -> None:
+        original(*given)
+        loop = self._trainer.fit_loop.epoch_loop
+        if not (loop.done or loop._should_accumulate()):
+            self._end_step(is_inside=True)
+
+    def _epoch_ended(self, original: Callable[[], None]) -> None:
+        original()
+        self._end_step(is_inside=False)
+
+    def _run_ending(self, original: Callable[[], None]) -> None:
+        self._checkpointer.before_update()  # other callbacks may put other weights in place
+        original()
+
+    def _end_step(self, *, is_inside: bool) -> None:
+        step = self._trainer.global_step
+        if step == self._last_step:
+            return
+        self._last_step = step
+        self._place.end_step(is_inside=is_inside)
+        self._checkpointer.step(step)
+
+
+class _FitPlace:
+    """The counters and logs of a ``fit``, and the places of its loaders, as a part of the state."""
+
+    def __init__(self, trainer: Any, callback: Callback) -> None:
+        self._trainer, self._callback = trainer, callback
+        self.is_inside = False
+        """True for a step inside of an epoch, False for one with which an epoch was over."""
+        self._places: list[LoaderPlace] = []
+        self._saved: dict[str, Any] = {}
+
+    # ── loaders ──────────────────────────────────────────────────────────────────────────────────
+
+    def take_loaders(self) -> None:
+        """Takes the loaders that the Trainer has made and not iterated yet, and places them."""
+        fit = self._trainer.fit_loop
+        self.release()
+        loaders = fit._combined_loader.flattened
+        for loader in loaders:
+            # The Trainer does so only when it has iterated them.
+            _set_sampler_epoch(loader, fit.epoch_progress.current.processed)
+            if not isinstance(loader, DataLoader):
+                raise UsageError(
+                    f"the Trainer's data are a {type(loader).__qualname__}, whose place cannot be "
+                    "found again: give it a DataLoader"
+                )
+        self._places = [LoaderPlace(loader, lambda: None) for loader in loaders]
+        if self._saved:
+            self._check_fits()
+            self.set_loaders()
+
+    def set_loaders(self) -> None:
+        """Puts the loaders to the places that were restored."""
+        for place, saved in zip(self._places, self._saved["loaders"], strict=True):
+            place.set(saved)
+
+    def release(self) -> None:
+        """Gives the loaders their own classes again."""
+        for place in self._places:
+            place.release()
+        self._places = []
+
+    def end_step(self, *, is_inside: bool) -> None:
+        """Notes that a step is whole, and tells samplers of the batches that were trained on."""
+        self.is_inside, self._saved = is_inside, {}
+        for place in self._places:
+            place.advance(self._batches(place), is_over=not is_inside)
+
+    def _batches(self, place: LoaderPlace) -> int:
+        return place.given - len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+
+    def _batch_size(self, loader: Any) -> int:
+        """Returns the samples in a batch, of all ranks together; 0 where the loader has none."""
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
+        ranks = getattr(loader.sampler, "num_replicas", self._trainer.world_size)
+        return int(size) * int(ranks)
+
+    def _terms(self) -> dict[str, Any]:
+        return {
+            "batches of": [self._batch_size(place.loader) for place in self._places],
+            "batches an update": self._trainer.accumulate_grad_batches,
+        }
+
+    def _check_fits(self) -> None:
+        """Raises UsageError where the place in the data would be another one."""
+        then, now = self._saved["terms"], self._terms()
+        if len(then["batches of"]) != len(now["batches of"]):
+            raise UsageError(
+                f"the run was saved with {len(then['batches of'])} loaders, now there are "
+                f"{len(now['batches of'])}: train with the same ones"
+            )
+        others = [
+            f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]
+        ]
+        if others and self.is_inside and not all(place.sampler for place in self._places):
+            raise UsageError(
+                f"the run was saved in the middle of an epoch with {'; '.join(others)}: its place "
+                "in the data cannot be found. Use the same batch size, accumulation and number of "
+                "ranks, or a ResumableSampler"
+            )
+
+    # ── as a part of the state ───────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, logs and places, as plain values."""
+        trainer = self._trainer
+        logs, fit = trainer._logger_connector, trainer.fit_loop
+        return {
+            "inside": self.is_inside,
+            "loops": _loops_state(fit),
+            "stopped": trainer.should_stop,
+            "callbacks": {one.state_key: one.state_dict() for one in self._others()},
+            "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "terms": self._terms(),
+            "loaders": [
+                place.save(self._batches(place) if self.is_inside else None)
+                for place in self._places
+            ],
+            "metrics": [
+                dict(one)
+                for one in (
+                    logs._callback_metrics,
+                    logs._logged_metrics,
+                    logs._progress_bar_metrics,
+                )
+            ],
+            "first": logs._first_loop_iter,
+            "function": logs._current_fx,
+            "means": _means(fit.epoch_loop._results) if self.is_inside else {},
+        }
+
+    def load_state_dict(self, found: Mapping[str, Any]) -> None:
+        """Takes up what was saved; ``resume`` gives it to the Trainer."""
+        self._saved, self.is_inside = dict(found), found["inside"]
+
+    def _others(self) -> Iterator[Any]:
+        """Yields the other callbacks that have a state."""
+        for one in self._trainer.callbacks:
+            if one is not self._callback and type(one).state_dict is not Callback.state_dict:
+                yield one
+
+    def resume(self) -> None:
+        """Gives the Trainer its counters and logs again."""
+        trainer, saved = self._trainer, self._saved
+        fit, logs = trainer.fit_loop, trainer._logger_connector
+        fit.load_state_dict(saved["loops"])
+        _set_flags(fit, is_restarting=self.is_inside)
+        trainer.should_stop = saved["stopped"]
+        for one in self._others():
+            if one.state_key in saved["callbacks"]:
+                one.load_state_dict(saved["callbacks"][one.state_key])
+        if trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(saved["data"])
+        logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics = (
+            dict(one) for one in saved["metrics"]
+        )
+        logs._first_loop_iter, logs._current_fx = saved["first"], saved["function"]
+        _resume_means(fit.epoch_loop._results, saved["means"])
+        # A checkpoint of Lightning's own is where a run begins, not where it goes on.
+        trainer._checkpoint_connector._loaded_checkpoint = {}
+
+
+def _loops_state(fit: Any) -> dict[str, Any]:
+    """Returns the counters of the loops; the state of loaders is in their places."""
+    loaders, fit._combined_loader = fit._combined_loader, None
+    try:
+        found: dict[str, Any] = fit.state_dict()
+    finally:
+        fit._combined_loader = loaders
+    return found
+
+
+def _set_flags(loop: Any, *, is_restarting: bool) -> None:
+    """Tells a loop and those in it whether they go on inside of what they repeat."""
+    loop._restarting = is_restarting
+    loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for inner in vars(loop).values():
+        if isinstance(inner, _Loop):
+            _set_flags(inner, is_restarting=is_restarting)
+
+
+def _means(results: Any) -> dict[str, Any]:
+    """Returns what was added up for the means of the epoch that are logged at its end."""
+    return {
+        key: {
+            "value": one.value,
+            "count": getattr(one, "cumulated_batch_size", None),
+            "step": one._forward_cache,
+        }
+        for key, one in results.items()
+        if one.is_tensor
+    }
+
+
+def _resume_means(results: Any, saved: Mapping[str, Any]) -> None:
+    """Goes on with each mean where it was, when it is logged for the first time."""
+    waiting, update = dict(saved), results.update_metrics
+
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        found = waiting.pop(key, None)
+        if found is not None:
+            results[key].value = found["value"]
+            if found["count"] is not None:
+                results[key].cumulated_batch_size = found["count"]
+        if not waiting:
+            vars(results).pop("update_metrics", None)
+        update(key, value, batch_size)
+
+    if waiting:
+        results.update_metrics = update_metrics
+
+
+def _state_of(trainer: Any, module: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": module, "rng": Rng()}
+    if trainer.optimizers:
+        state["optimizer"] = one_or_all(trainer.optimizers)
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    if schedulers:
+        state["scheduler"] = one_or_all(schedulers)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        state["scaler"] = scaler
+    return state
+
+
+def _check(trainer: Any) -> None:
+    """Raises UsageError for a Trainer that the callback cannot resume."""
+    if not isinstance(trainer, lightning.Trainer):
+        raise UsageError(
+            "HoldfastLightningCallback is for lightning.Trainer, got one of "
+            f"{type(trainer).__module__}: import lightning in place of pytorch_lightning"
+        )
+    if sum(isinstance(one, HoldfastLightningCallback) for one in trainer.callbacks) > 1:
+        raise UsageError(
+            "the Trainer has two callbacks of Holdfast: give it one (HOLDFAST_ROOT adds one too)"
+        )
+    if not isinstance(trainer.strategy, _STRATEGIES):
+        raise UsageError(
+            f"HoldfastLightningCallback does not know {type(trainer.strategy).__qualname__}: use a "
+            "single device, DDPStrategy, or ModelParallelStrategy in place of FSDPStrategy"
+        )
+
+
+def callbacks() -> list[Callback]:
+    """Returns the callback of the root in HOLDFAST_ROOT; none where that is not set.
+
+    Lightning calls it for each Trainer, by the entry point ``lightning.pytorch.callbacks_factory``.
+    """
+    root = os.environ.get("HOLDFAST_ROOT")
+    return [HoldfastLightningCallback(root)] if root else []
+
+
+class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
+    """The plugin for ``ModelCheckpoint(dirpath=root)``: its checkpoints, in Holdfast's format.
+
+    Each is a root of its own under the name that ModelCheckpoint gives it, durable when ``save``
+    returns, and read without pickle. ``ckpt_path="holdfast:last"`` is the newest of them.
+
+    ``root``: the directory in which they lie.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        check_version("lightning", lightning.__version__, _LEAST)
+        self._root = Path(root).expanduser().absolute()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save ``checkpoint`` at ``path``; rank 0 alone does it."""
+        where = self._below_root(path)
+        self.remove_checkpoint(where)
+        describer = Describer({"checkpoint": checkpoint}, 0, 1)
+        save_described(
+            open_store(where),
+            World(),  # the other ranks do not call it
+            lambda: (describer.describe(), describer.usage()),
+            int(checkpoint["global_step"]),
+            timeout_s=_IO_TIMEOUT_S,
+        )
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load the checkpoint at ``path``, on the CPU, or the newest one for "holdfast:last"."""
+        where = self._newest() if str(path) == _LAST else Path(path)
+        found: dict[str, Any] = {"checkpoint": None}
+        load(where, found)
+        checkpoint: dict[str, Any] = found["checkpoint"]
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the checkpoint at ``path``."""
+        shutil.rmtree(self._below_root(path), ignore_errors=True)
+
+    def _below_root(self, path: str | os.PathLike[str]) -> Path:
+        found = Path(path).absolute()
+        if self._root not in found.parents:
+            raise UsageError(
+                f"{found} does not lie in {self._root}: use "
+                f"ModelCheckpoint(dirpath={str(self._root)!r})"
+            )
+        return found
+
+    def _newest(self) -> Path:
+        found = [one for one in self._root.glob("*") if (one / "manifests").is_dir()]
+        if not found:
+            raise NotFound(f"{_LAST}: {self._root} has no checkpoint", root=str(self._root))
+        return max(found, key=lambda one: one.stat().st_mtime)
+
+
+def fabric_checkpointer(
+    fabric: Fabric, root: str | os.PathLike[str], state: dict[str, Any], **options: Any
+) -> Checkpointer:
+    """Make a Checkpointer for a loop of Fabric, by the names that its objects had before ``setup``.
+
+    Call it after ``fabric.setup``, on all ranks. ``state``: the objects that ``setup`` and
+    ``setup_dataloaders`` returned, and others, by key; without ``holdfast.Rng()`` one is added as
+    "rng". ``root`` and ``options``: as for ``Checkpointer``.
+    """
+    check_version("lightning", lightning.__version__, _LEAST)
+    check_root(root)
+    if not isinstance(fabric, Fabric):
+        raise UsageError(f"fabric_checkpointer() takes a Fabric, got a {type(fabric).__qualname__}")
+    for key, item in state.items():
+        if isinstance(item, torch.optim.Optimizer) and not hasattr(item, "_strategy"):
+            raise UsageError(
+                f"{key} was not given to fabric.setup(): call fabric_checkpointer() after it, with "
+                "what it returned"
+            )
+        if type(item).__name__ == "_FabricDataLoader":
+            state[key] = item._dataloader
+    if not any(isinstance(item, Rng) for item in state.values()):
+        state["rng"] = Rng()
+    return Checkpointer(root, state, **options)

@@ -1,0 +1,372 @@
+"""Connects a run to loops that are not Holdfast's: places loaders, and names the mistakes of users.
+
+A loader is placed behind the batches that were trained on without reading them, where its data have
+an index or a state. The generators that it draws from are then those of the begin of its epoch, so
+that it gives the same order, and afterwards those of the restored step again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.data.sampler import ResumableSampler
+from holdfast.errors import StateMismatch, UsageError
+from holdfast.events import Warned, emit
+from holdfast.storage.open import is_bucket, normal_root
+
+if TYPE_CHECKING:
+    from holdfast.restore.restore import Restored
+
+#: Patterns of files by which the directories of other libraries are known, and whose they are.
+_FOREIGN = {
+    "trainer_state.json": "the Trainer of transformers",
+    "checkpoint-*/trainer_state.json": "the Trainer of transformers",
+    "*.ckpt": "Lightning",
+    "random_states_0.pkl": "accelerate",
+    "scheduler.bin": "accelerate",
+    ".metadata": "torch.distributed.checkpoint",
+    "meta.pt": "Lightning",
+    "latest_checkpointed_iteration.txt": "Megatron-LM",
+    "zero_to_fp32.py": "DeepSpeed",
+    "model.safetensors": "transformers or accelerate",
+}
+_END = object()
+
+
+# ── mistakes, by name ────────────────────────────────────────────────────────────────────────────
+
+
+def missing(framework: str, error: ImportError) -> UsageError:
+    """Returns the error for a framework that cannot be imported."""
+    return UsageError(
+        f"holdfast.integrations.{framework} needs {framework}, which cannot be imported "
+        f"({error}): pip install 'holdfast[{framework}]'"
+    )
+
+
+def check_version(framework: str, version: str, least: str) -> None:
+    """Raises UsageError for a framework that is older than ``least``."""
+    if _numbers(version) < _numbers(least):
+        raise UsageError(
+            f"holdfast.integrations.{framework} needs {framework} {least} or later, got {version}: "
+            f"pip install --upgrade 'holdfast[{framework}]'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:2]))
+
+
+def check_keys(given: Mapping[str, Any] | None, own: Sequence[str], whose: str) -> dict[str, Any]:
+    """Returns ``state=`` as a dict; raises UsageError for keys that are the adapter's."""
+    taken = sorted(set(own) & set(given or {}))
+    if taken:
+        raise UsageError(
+            f"state= has the keys {', '.join(taken)}, which are {whose} own: choose other names"
+        )
+    return dict(given or {})
+
+
+def check_root(root: str | os.PathLike[str]) -> None:
+    """Raises UsageError for a directory in which another library keeps its checkpoints."""
+    where = normal_root(root)
+    if is_bucket(where):
+        return
+    path = Path(where)
+    whose = f"a file, {path.name}," if path.is_file() else None
+    if path.is_dir():
+        found = next((name for name in _FOREIGN if next(path.glob(name), None)), None)
+        whose = found and f"{found}, a file of {_FOREIGN[found]},"
+    if whose:
+        raise UsageError(
+            f"{where} holds {whose} and is no root of Holdfast: name a directory of its own for "
+            "this run"
+        )
+
+
+def restore_loop_first(
+    checkpointer: Checkpointer, key: str, step: int | str | None
+) -> Restored | None:
+    """Restores the value of ``key`` alone, with the place of the run; None with nothing to restore.
+
+    Raises UsageError for a root whose checkpoints do not have it: another program wrote them.
+    """
+    try:
+        return checkpointer.restore(step, only=[key])
+    except StateMismatch as error:
+        raise UsageError(
+            f"{checkpointer.root} was not written by holdfast.integrations.{key}, and has no place "
+            f"in its loop ({error}): use another root"
+        ) from error
+
+
+def one_or_all(objects: Iterable[Any]) -> Any:
+    """Returns the only object of several, or all as a list: what a key of the state holds."""
+    found = list(objects)
+    return found[0] if len(found) == 1 else found
+
+
+# ── loaders ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class LoaderPlace:
+    """The place of a run in the data of one loader.
+
+    ``loader``: a DataLoader of torch or one derived from it, which then begins where ``set`` said
+    and counts the batches that it gives. ``settle``: called when a loader that was placed in the
+    middle of an epoch has its first batch: sets the generators again.
+    """
+
+    def __init__(self, loader: Any, settle: Callable[[], None]) -> None:
+        self.loader = loader
+        self.given = 0
+        """The batches of this epoch that were given out or passed over."""
+        self.is_open = False
+        """True from the begin of an iteration on, until one is given up; also of one that ended."""
+        self.skips_finished: Callable[[], None] = lambda: None
+        """Called in place of an epoch of which every batch was trained on."""
+        self.own_state: Callable[[], Mapping[str, Any]] = lambda: loader.state_dict()
+        """Returns the state of a loader that finds its place by itself."""
+        self._settle = settle
+        self._began = _generator_states(loader)
+        self._target: dict[str, Any] | None = None
+        self._begun = 0
+        """The iterations of the run so far, this one among them."""
+        self._must_warm = False
+        self._rest = 0
+        kind = _placed_kind(type(loader))
+        loader._holdfast_place = self
+        loader.__class__ = kind
+        self._advanced = 0
+
+    @property
+    def sampler(self) -> ResumableSampler | None:
+        """The loader's ResumableSampler, which has a place of its own; None for other samplers."""
+        sampler = self.loader.batch_sampler
+        return sampler if isinstance(sampler, ResumableSampler) else None
+
+    @property
+    def passed(self) -> int:
+        """The batches of the epoch that the length of a ResumableSampler leaves out."""
+        return 0 if self.sampler is None else self._advanced
+
+    def advance(self, batches: int, *, is_over: bool) -> None:
+        """Notes that so many batches of this epoch were trained on. ``is_over``: they are all."""
+        new = batches - self._advanced
+        if self.sampler is not None and new:
+            self.sampler.advance(new)
+        self._advanced = 0 if is_over else batches
+
+    # ── as a part of the state ───────────────────────────────────────────────────────────────────
+
+    def save(self, batches: int | None, *, is_over: bool = False) -> dict[str, Any]:
+        """Returns the place after so many batches, as plain values; None is between two epochs.
+
+        ``is_over``: they are all that the epoch has, and what follows the last one is to come.
+        """
+        is_inside = batches is not None and not is_over
+        return {
+            "batches": batches or 0,
+            "over": is_over,
+            "begun": self._begun,
+            "generators": self._began if is_inside else _generator_states(self.loader),
+            "sampler": None if self.sampler is None else self.sampler.state_dict(),
+            "state": self.own_state() if is_inside and _has_state(self.loader) else None,
+        }
+
+    def set(self, saved: Mapping[str, Any]) -> None:
+        """Makes the next iteration begin at a saved place."""
+        if self.sampler is not None and saved["sampler"] is not None:
+            self.sampler.load_state_dict(saved["sampler"])
+        self._advanced = 0 if saved["over"] else saved["batches"]
+        self._target = dict(saved) if saved["batches"] or saved["over"] else None
+        is_under_way = self._target is not None and not saved["over"]
+        self._begun = saved["begun"] - is_under_way
+        self._must_warm = self.loader.persistent_workers and self._begun > 0
+        must_load = saved["state"] is not None or self._begun > 0
+        if hasattr(self.loader, "load_state_dict") and must_load:
+            # Without a state it forgets the iteration that it began when it was asked for one.
+            # An unbroken run has used that for its first epoch.
+            self.loader.load_state_dict(saved["state"] or {})
+        if not is_under_way:
+            _set_generators(self.loader, saved["generators"][1:])
+
+    # ── iterations ───────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begins an iteration of the loader, at the place that was set."""
+        target, self._target = self._target, None
+        self.is_open = True
+        if self._must_warm:
+            self._warm(iterate)
+        if target is None or not target["over"]:
+            self._begun += 1
+        if target is None:
+            self.given, self._advanced, self._began = 0, 0, _generator_states(self.loader)
+            return self._give(self._begun, iterate())
+        if target["over"]:
+            self.given = target["batches"]
+            self._settle()
+            self.skips_finished()
+            return iter(())
+        return self._resume(iterate, target)
+
+    def _warm(self, iterate: Callable[[], Iterator[Any]]) -> None:
+        """Starts workers that stay: an unbroken run has them, and draws no seed for them here."""
+        states, self._must_warm = _generator_states(self.loader), False
+        iterate()
+        torch.set_rng_state(states[0])
+        _set_generators(self.loader, states[1:])
+
+    def _resume(
+        self, iterate: Callable[[], Iterator[Any]], target: Mapping[str, Any]
+    ) -> Iterator[Any]:
+        now = _generator_states(self.loader)
+        self._began = [one.clone() for one in target["generators"]]
+        torch.set_rng_state(self._began[0])
+        _set_generators(self.loader, self._began[1:])
+        count = target["batches"]
+        is_placed = self.sampler is not None or target["state"] is not None
+        # One that was begun when its state was asked for cannot pass over indices any more.
+        is_early = getattr(self.loader, "_initial_iter_for_state_dict", False)
+        reads = (isinstance(self.loader.dataset, IterableDataset) or is_early) and not is_placed
+        self._rest = 0 if reads or is_placed else count
+        workers = getattr(self.loader, "_iterator", None)
+        if workers is not None:  # those that stay have a sampler already
+            workers._index_sampler = self.rest_of(workers._index_sampler)
+        batches = iterate()
+        self._rest = 0
+        if reads:
+            _read(batches, count)
+        first = next(batches, _END)
+        torch.set_rng_state(now[0])
+        self._settle()
+        self.given = count
+        return self._give(self._begun, chain([] if first is _END else [first], batches))
+
+    def _give(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields batches; an iteration that another one has followed counts no more."""
+        try:
+            for batch in batches:
+                self.given += number == self._begun
+                yield batch
+        except GeneratorExit:
+            self.is_open &= number != self._begun
+            raise
+
+    def release(self) -> None:
+        """Gives the loader its own class again."""
+        kind = getattr(type(self.loader), "_holdfast_kind", None)
+        if kind is not None:
+            self.loader.__class__ = kind
+
+    def rest_of(self, indices: Any) -> Any:
+        """Returns the sampler behind the batches that are passed over by their indices."""
+        return _Rest(indices, self._rest) if self._rest else indices
+
+
+class _Rest:
+    """A batch sampler that passes over some batches, the first time that one is asked for."""
+
+    def __init__(self, indices: Any, count: int) -> None:
+        self._indices, self._count = indices, count
+
+    def __iter__(self) -> Iterator[Any]:
+        # At once, as a sampler may draw its order then; a loader may drop this iteration unused.
+        return self._behind(iter(self._indices))
+
+    def _behind(self, indices: Iterator[Any]) -> Iterator[Any]:
+        count, self._count = self._count, 0
+        yield from islice(indices, count, None)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+def _placed_kind(kind: Any) -> Any:
+    """Returns the class of a loader with a place; an instance of ``kind`` can change to it."""
+    if hasattr(kind, "_holdfast_kind"):
+        raise UsageError("this loader is in another run of Holdfast already: close that first")
+    if not issubclass(kind, DataLoader):
+        raise UsageError(f"a {kind.__qualname__} is no DataLoader, which can be placed in its data")
+
+    class Placed(kind):  # type: ignore[misc]
+        __slots__ = ()
+        _holdfast_kind = kind
+
+        def __iter__(self) -> Iterator[Any]:
+            place: LoaderPlace = self._holdfast_place
+            return place.begin(super().__iter__)
+
+        def __len__(self) -> int:
+            place: LoaderPlace = self._holdfast_place
+            return int(super().__len__()) + place.passed
+
+        @property
+        def _index_sampler(self) -> Any:
+            place: LoaderPlace = self._holdfast_place
+            return place.rest_of(super()._index_sampler)
+
+    Placed.__name__, Placed.__qualname__ = kind.__name__, kind.__qualname__
+    Placed.__module__ = kind.__module__
+    return Placed
+
+
+def _has_state(loader: Any) -> bool:
+    """True for a loader that finds its place by a state of its own, not by indices."""
+    return hasattr(loader, "state_dict") and (
+        isinstance(loader.dataset, IterableDataset) or hasattr(loader.dataset, "state_dict")
+    )
+
+
+def _read(batches: Iterator[Any], count: int) -> None:
+    """Reads batches and drops them, and says what that cost."""
+    started_s = time.monotonic()
+    for _ in islice(batches, count):
+        pass
+    emit(
+        Warned(
+            message=f"{count} batches were read and dropped in "
+            f"{time.monotonic() - started_s:.1f} s, to reach the place in an epoch of data without "
+            "an index: a StatefulDataLoader, or data with an index, are placed without reading"
+        )
+    )
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Returns the generators that the order of a loader may be drawn from, without torch's own."""
+    found: dict[int, torch.Generator] = {}
+    objects = [loader]
+    if isinstance(loader.dataset, IterableDataset):
+        objects.append(loader.dataset)
+    inner = [loader.sampler, loader.batch_sampler]
+    while inner:
+        one = inner.pop()
+        if one is not None and not any(one is each for each in objects):
+            objects.append(one)
+            inner += [getattr(one, "sampler", None), getattr(one, "batch_sampler", None)]
+    for one in objects:
+        generator = getattr(one, "generator", None)
+        if isinstance(generator, torch.Generator):
+            found[id(generator)] = generator
+    return list(found.values())
+
+
+def _generator_states(loader: Any) -> list[torch.Tensor]:
+    """Returns the states of torch's generator, and of those of a loader."""
+    return [torch.get_rng_state(), *(one.get_state() for one in _generators(loader))]
+
+
+def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(state.cpu())

@@ -1,0 +1,183 @@
+"""Trains a small model by a loop of accelerate, writes down what it sees, and is killed once.
+
+usage: accelerate_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_accelerate.py``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import holdfast
+from holdfast.integrations.accelerate import attach
+
+ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+RANK = int(os.environ.get("RANK", "0"))
+SAMPLES, BATCH = 108, OPTIONS.get("batch", 4)
+
+
+def sample(index: int) -> torch.Tensor:
+    return torch.randn(8, generator=torch.Generator().manual_seed(index))
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return sample(index)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(sample, range(SAMPLES))
+
+
+def note(line: str) -> None:
+    with Path(f"{ROOT}.log").open("a") as file:
+        file.write(f"{RANK}: {line}\n")
+
+
+def pass_by(place: str, step: int) -> None:
+    died = Path(f"{ROOT}.died")
+    if (place, step, RANK) == (PLACE, STEP, 0) and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
+
+
+def digest(tensors: Iterator[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def moments(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield from (one for _, one in sorted(optimizer.state[parameter].items()))
+
+
+def make_loader() -> Any:
+    kind = OPTIONS.get("loader", "plain")
+    workers = OPTIONS.get("workers", 2)
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=BATCH, num_workers=0)
+    if kind == "resumable":
+        sampler = holdfast.ResumableSampler(SAMPLES, batch_size=BATCH, seed=1)
+        return DataLoader(
+            Samples(SAMPLES),
+            batch_sampler=sampler,
+            generator=sampler.generator,
+            num_workers=workers,
+        )
+    keep: dict[str, Any] = {"persistent_workers": bool(OPTIONS.get("persistent"))}
+    return DataLoader(Samples(SAMPLES), batch_size=BATCH, shuffle=True, num_workers=workers, **keep)
+
+
+class Noise:
+    """An object of the user's own, with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, found: dict[str, int]) -> None:
+        self.count = found["count"]
+
+
+def main() -> None:
+    set_seed(0)
+    plugins: dict[str, Any] = {}
+    if OPTIONS.get("fsdp2"):
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
+        )
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=OPTIONS.get("accumulation", 2),
+        dataloader_config=DataLoaderConfiguration(
+            use_stateful_dataloader=OPTIONS.get("stateful", False),
+            use_seedable_sampler=OPTIONS.get("seedable", True),
+            dispatch_batches=False,
+        ),
+        **plugins,
+    )
+    model: Any = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 8))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
+    loader: Any = make_loader()
+    held_out: Any = DataLoader(Samples(12), batch_size=BATCH)
+    model, optimizer, schedule, loader, held_out = accelerator.prepare(
+        model, optimizer, schedule, loader, held_out
+    )
+    registered = Noise()
+    accelerator.register_for_checkpointing(registered)
+    ckpt = attach(
+        accelerator,
+        ROOT,
+        state={"totals": {"loss": 0.0, "count": 0}},
+        storage=holdfast.Every(steps=5),
+        grace_s=OPTIONS.get("grace_s"),
+    )
+    totals = ckpt.state["totals"]
+    optimizer.optimizer.register_step_post_hook(lambda *_: pass_by("update", ckpt.steps + 1))
+    for epoch in range(ckpt.epoch, 3):
+        pass_by("epoch begin", epoch)
+        model.train()
+        for batch in loader:
+            pass_by("forward", ckpt.steps + 1)
+            with accelerator.accumulate(model):
+                loss = (model(batch) - batch.flip(1)).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            totals["loss"] += loss.item()
+            totals["count"] += 1
+            step = ckpt.steps + 1
+            note(f"batch {step} {epoch} {batch.sum().item()!r}")
+            if accelerator.sync_gradients:
+                registered.count += 1
+                seen = (digest(model.parameters()), digest(moments(optimizer)))
+                note(f"step {step} {seen} {schedule.get_last_lr()!r} {registered.count}")
+                if step % 4 == 0:
+                    note(f"log {step} {totals['loss'] / totals['count']!r} {totals['count']}")
+                    totals.update(loss=0.0, count=0)
+                    pass_by("log", step)
+            ckpt.step()
+            if accelerator.sync_gradients:
+                pass_by("save", step)
+        pass_by("epoch end", epoch)
+        model.eval()
+        with torch.no_grad():
+            errors = [(model(one) - one.flip(1)).abs().sum().item() for one in held_out]
+        pass_by("evaluate", epoch)
+        note(f"evaluate {epoch} {errors!r} {torch.rand(1).item()!r}")
+    note(f"end {ckpt.steps} {registered.count}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

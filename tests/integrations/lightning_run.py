@@ -1,0 +1,234 @@
+"""Trains a small model by the Trainer of Lightning, writes down what it sees, and is killed once.
+
+usage: lightning_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_lightning.py``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast.integrations.lightning import HoldfastLightningCallback
+
+warnings.filterwarnings("ignore")
+ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+RANK = int(os.environ.get("RANK", "0"))
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+SAMPLES = 108
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(8, generator=torch.Generator().manual_seed(index))
+
+
+def note(line: str) -> None:
+    with Path(f"{ROOT}.log").open("a") as file:
+        file.write(f"{RANK}: {line}\n")
+
+
+def pass_by(place: str, step: int) -> None:
+    died = Path(f"{ROOT}.died")
+    if (place, step, RANK) == (PLACE, STEP, 0) and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
+
+
+def digest(tensors: Iterator[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(local.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def moments(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield from (one for _, one in sorted(optimizer.state[parameter].items()))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 8))
+
+
+class Model(lightning.LightningModule):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if OPTIONS.get("sharded") and mesh is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.net, mesh=mesh["data_parallel"])
+
+    def _loss(self, batch: torch.Tensor) -> Any:
+        return (self.net(batch) - batch.flip(1)).square().mean()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        pass_by("forward", self.trainer.global_step + 1)
+        loss = self._loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        pass_by("evaluate", self.trainer.global_step)
+        self.log("error", self._loss(batch) + torch.rand(1).item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass_by("update", self.trainer.global_step + 1)
+
+
+class TwoOptimizers(Model):
+    """Manual optimization, as for a GAN: two networks, one step of each for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = network()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        first, second = self.optimizers()
+        for optimizer, net in ((first, self.net), (second, self.other)):
+            pass_by("forward", self.trainer.global_step + 1)
+            loss = (net(batch) - batch.flip(1)).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0)
+            optimizer.step()
+            self.log(f"loss of {0 if net is self.net else 1}", loss, on_step=True, on_epoch=True)
+        for schedule in self.lr_schedulers():
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in (self.net, self.other)]
+        return optimizers, [
+            torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=60) for one in optimizers
+        ]
+
+
+class Notes(Logger):  # type: ignore[misc]
+    """A logger that writes down what is logged."""
+
+    name, version = "notes", 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        note(f"log {step} {json.dumps(metrics)}")
+        pass_by("log", step or 0)
+
+
+class Witness(lightning.Callback):  # type: ignore[misc]
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: torch.Tensor, index: int
+    ) -> None:
+        step = trainer.global_step
+        seen = [digest(module.parameters()), *(digest(moments(o)) for o in trainer.optimizers)]
+        rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
+        epoch = trainer.current_epoch
+        note(f"batch {step} {epoch} {index} {seen} {rates!r} {batch.sum().item()!r}")
+        pass_by("batch end", step)
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        pass_by("batch begin", trainer.global_step + 1)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        note(f"epoch begins {trainer.current_epoch}")
+        pass_by("epoch begin", trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        pass_by("epoch end", trainer.current_epoch)
+
+
+def make_loader() -> Any:
+    options: dict[str, Any] = {"batch_size": OPTIONS.get("batch", 4)}
+    options["num_workers"] = OPTIONS.get("workers", 2)
+    kind = OPTIONS.get("loader", "plain")
+    if kind == "stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(Samples(SAMPLES), shuffle=True, **options)
+    if kind == "resumable":
+        sampler = holdfast.ResumableSampler(SAMPLES, batch_size=options.pop("batch_size"), seed=1)
+        options |= {"batch_sampler": sampler, "generator": sampler.generator}
+        return DataLoader(Samples(SAMPLES), **options)
+    options["persistent_workers"] = OPTIONS.get("persistent", False)
+    return DataLoader(Samples(SAMPLES), shuffle=True, **options)
+
+
+def make_strategy() -> Any:
+    if RANKS == 1:
+        return "auto"
+    if OPTIONS.get("sharded"):
+        return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    return DDPStrategy(process_group_backend="gloo")
+
+
+def main() -> None:
+    lightning.seed_everything(0, verbose=False)
+    is_manual = OPTIONS.get("manual", False)
+    callback = HoldfastLightningCallback(
+        ROOT,
+        storage=holdfast.Every(steps=5),
+        **({"grace_s": OPTIONS["grace_s"]} if "grace_s" in OPTIONS else {}),
+    )
+    stop = EarlyStopping("error", patience=OPTIONS.get("patience", 5), min_delta=0.0)
+    trainer = lightning.Trainer(
+        max_epochs=3,
+        max_steps=OPTIONS.get("max_steps", -1),
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=make_strategy(),
+        logger=Notes(),
+        log_every_n_steps=3,
+        val_check_interval=OPTIONS.get("val_check_interval", 1.0),
+        accumulate_grad_batches=1 if is_manual else OPTIONS.get("accumulation", 2),
+        gradient_clip_val=None if is_manual or OPTIONS.get("sharded") else 1.0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback, Witness(), stop],
+    )
+    model = TwoOptimizers() if is_manual else Model()
+    trainer.fit(model, make_loader(), DataLoader(Samples(12), batch_size=4))
+    note(f"end {trainer.global_step} {stop.best_score.item()!r} {stop.wait_count}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Starts the scripts of this folder in real processes, kills them, and compares what they said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from holdfast.observe.report_builder import read_report
+
+
+def start(
+    script: str,
+    root: Path,
+    step: int = -1,
+    place: str = "none",
+    *,
+    ranks: int = 1,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script to its end, which may be the kill at ``place`` of ``step``."""
+    path = Path(__file__).with_name(script)
+    command = [sys.executable, str(path), str(root), str(step), place, json.dumps(options)]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1"]
+        meeting = ["--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command[1:1] = [*launcher, *meeting]
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+
+
+def said(root: Path) -> list[str]:
+    """Returns what a run wrote down, of all its starts."""
+    return Path(f"{root}.log").read_text().splitlines()
+
+
+def whole(script: str, root: Path, **options: Any) -> list[str]:
+    """Returns what a run says that is never killed."""
+    done = start(script, root, **options)
+    assert done.returncode == 0, done.stderr
+    return said(root)
+
+
+def killed_and_resumed(script: str, root: Path, step: int, place: str, **options: Any) -> list[str]:
+    """Returns what a run says that is killed once, and started again."""
+    done = start(script, root, step, place, **options)
+    if options.get("ranks", 1) == 1:
+        assert done.returncode == -9, done.stderr
+        done = start(script, root, step, place, **options)
+    assert done.returncode == 0, done.stderr
+    assert Path(f"{root}.died").exists(), "it was killed"
+    return said(root)
+
+
+def check_same(found: list[str], unbroken: list[str]) -> None:
+    """What was said twice was said alike; nothing is said that an unbroken run does not say."""
+    assert [line for line in unbroken if line not in found] == []
+    assert [line for line in found if line not in unbroken] == []
+
+
+def check_resumed(root: Path) -> None:
+    """The second start lost one step at most."""
+    starts = read_report(root).starts
+    assert len(starts) == 2 and (starts[1].lost_steps or 0) <= 1

@@ -1,0 +1,71 @@
+"""Each adapter imports its own framework and no other; their pages show the scripts that run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.project.code_blocks import PROJECT
+
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed", "torchtitan")
+#: What an adapter brings into memory beside its own framework, by that framework.
+BROUGHT = {"transformers": {"transformers", "accelerate"}, "accelerate": {"accelerate"}}
+SCRIPTS = {"accelerate": "accelerate_loop.py", "lightning": "lightning_fit.py"}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Returns the frameworks, and torch, that a process has loaded after running ``code``."""
+    found = f"import json, sys; {code}; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
+    return {*FRAMEWORKS, "torch"} & set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_package_imports_no_framework() -> None:
+    assert loaded_by("import holdfast, holdfast.integrations") == set()
+    assert loaded_by("import holdfast.integrations.seam") == {"torch"}
+
+
+@pytest.mark.parametrize("name", ["transformers", "accelerate", "lightning"])
+def test_an_adapter_imports_its_own_framework_and_no_other(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}: make integrations")
+    found = loaded_by(f"import holdfast.integrations.{name}")
+    assert found <= BROUGHT.get(name, {name}) | {"torch"} and name in found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_page_shows_the_script_that_runs(name: str) -> None:
+    script = (PROJECT / "examples" / "integrations" / SCRIPTS[name]).read_text()
+    shown = script.split("from __future__ import annotations\n\n", 1)[1].strip()
+    assert shown in (PROJECT / "docs" / "guides" / f"{name}.md").read_text()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}: make integrations")
+    script = PROJECT / "examples" / "integrations" / SCRIPTS[name]
+    command = [sys.executable, str(script)]
+    options = {"stdout": subprocess.PIPE, "text": True, "stderr": subprocess.DEVNULL}
+    whole = subprocess.run([*command, str(tmp_path / "whole")], check=True, **options)  # type: ignore[call-overload]
+    losses = [line for line in whole.stdout.splitlines() if line[:1].isdigit()]
+    first = subprocess.Popen([*command, str(tmp_path / "run")], **options)  # type: ignore[call-overload]
+    said = []
+    for line in first.stdout:
+        said.append(line.strip())
+        if line.startswith("17 "):
+            os.kill(first.pid, signal.SIGKILL)
+    first.stdout.close()
+    first.wait()
+    again = subprocess.run([*command, str(tmp_path / "run")], check=True, **options)  # type: ignore[call-overload]
+    said += again.stdout.splitlines()
+    assert {line for line in said if line[:1].isdigit()} == set(losses)
+    assert len(losses) >= 30

@@ -1,0 +1,215 @@
+"""The Trainer of Lightning in real processes: killed anywhere, what it says is what an unbroken run
+says, to the bit. Without lightning, which `make integrations` installs, these are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.observe.report_builder import read_report
+from integrations.real_runs import (
+    check_resumed,
+    check_same,
+    killed_and_resumed,
+    said,
+    start,
+    whole,
+)
+
+HAS_IT = importlib.util.find_spec("lightning") is not None
+needs_it = pytest.mark.skipif(not HAS_IT, reason="needs lightning: make integrations")
+RUN = "lightning_run.py"
+run = partial(start, RUN)
+resumed = partial(killed_and_resumed, RUN)
+#: 108 samples, 8 an update: 14 updates an epoch, 42 in all, logged every third.
+STEPS = {
+    "batch begin": (1, 15),
+    "forward": (1, 9, 42),
+    "update": (1, 17, 42),
+    "batch end": (1, 13, 14, 42),
+    "log": (3, 18),
+    "evaluate": (14, 42),
+    "epoch begin": (0, 1),
+    "epoch end": (0, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    root = tmp_path_factory.mktemp("unbroken") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDFAST_ARENA_DIR", str(root.parent))
+        return whole(RUN, root)
+
+
+@needs_it
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("place", list(STEPS))
+def test_a_killed_fit_goes_on_as_if_nothing_had_been(
+    place: str, tmp_path: Path, unbroken: list[str]
+) -> None:
+    for step in STEPS[place]:
+        root = tmp_path / f"run-{step}"
+        check_same(resumed(root, step, place), unbroken)
+        check_resumed(root)
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
+    tmp_path: Path, arena_dir: Path, unbroken: list[str]
+) -> None:
+    root = tmp_path / "run"
+    assert run(root, 24, "batch end").returncode == -9
+    for left in arena_dir.iterdir():
+        shutil.rmtree(left)
+    done = run(root, 24, "batch end")
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
+    assert {source for each in read_report(root).restores for source in each.sources} == {"storage"}
+
+
+@needs_it
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 0.25},
+        {"val_check_interval": 0.25, "patience": 1},
+        {"max_steps": 33},
+        {"loader": "stateful"},
+        {"loader": "resumable"},
+        {"persistent": True},
+    ],
+    ids=["validation inside", "early stop", "max_steps", "stateful", "sampler", "persistent"],
+)
+def test_every_kind_of_fit_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    chance = random.Random(str(options))
+    for step, place in ((chance.randrange(2, 14), "update"), (1, "epoch begin")):
+        if step == 1 and not any(f"epoch begins {step}" in line for line in unbroken):
+            continue  # it stopped before
+        check_same(resumed(tmp_path / f"{step}-{place}", step, place, **options), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(400)
+def test_two_optimizers_in_manual_optimization(tmp_path: Path) -> None:
+    options = {"manual": True, "val_check_interval": 5}
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    for step, place in ((13, "forward"), (54, "batch end"), (1, "epoch end")):
+        check_same(resumed(tmp_path / f"{step}-{place}", step, place, **options), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "model parallel"])
+def test_two_ranks_of_lightning_that_torchrun_starts_again(sharded: bool, tmp_path: Path) -> None:
+    options = {"ranks": 2, "sharded": sharded}
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    for step, place in ((10, "batch end"), (1, "epoch begin")):
+        check_same(resumed(tmp_path / f"run-{step}", step, place, **options), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_other_batches_in_the_middle_of_an_epoch_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert run(root, 11, "batch end").returncode == -9
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"batch": 2}, "batches of [4], now [2]"),
+        ({"accumulation": 4}, "batches an update 2, now 4"),
+        ({"ranks": 2}, "batches of [4], now [8]"),
+    ]
+    for other, words in changes:
+        refused = run(root, **other)
+        assert refused.returncode != 0 and words in refused.stderr
+    assert run(root).returncode == 0
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_sigterm_ends_a_fit_in_its_grace_period(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    told = run(root, 11, "forward", signal=15, grace_s=30.0)
+    assert told.returncode == 1 and "Preempted" in told.stderr
+    done = run(root)
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_checkpoints_of_modelcheckpoint_and_of_fabric_and_two_fits_in_a_process(
+    tmp_path: Path,
+) -> None:
+    script = Path(__file__).with_name("lightning_io.py")
+    command = [sys.executable, str(script), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "none: holdfast:last" in done.stdout
+    assert "does not lie in" in done.stdout and "was not given to fabric.setup()" in done.stdout
+    assert "plain torch read it" in done.stdout
+    assert "fit 1 4 None" in done.stdout and "fit 3 12 4" in done.stdout
+
+
+@needs_it
+def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from holdfast.integrations import lightning as adapter
+
+    with pytest.raises(UsageError, match="keys model, rng, which are the Trainer's own"):
+        adapter.HoldfastLightningCallback(tmp_path / "a", state={"rng": 1, "model": 2})
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "last.ckpt").touch()
+    with pytest.raises(UsageError, match=r"\*\.ckpt, a file of Lightning, and is no root"):
+        adapter.HoldfastLightningCallback(foreign)
+    two = [adapter.HoldfastLightningCallback(tmp_path / name) for name in "ab"]
+    with pytest.raises(UsageError, match="two callbacks of Holdfast"):
+        adapter._check(lightning.Trainer(callbacks=two, accelerator="cpu", logger=False))
+    trainer = lightning.Trainer(callbacks=two[:1], accelerator="cpu", logger=False)
+    trainer.strategy.__class__ = FSDPStrategy
+    with pytest.raises(UsageError, match=r"does not know FSDPStrategy.*ModelParallelStrategy"):
+        adapter._check(trainer)
+    with pytest.raises(UsageError, match=r"is for lightning\.Trainer, got one of builtins"):
+        adapter._check(object())
+    with pytest.raises(UsageError, match="takes a Fabric, got a Trainer"):
+        adapter.fabric_checkpointer(trainer, tmp_path / "c", {})
+    monkeypatch.setattr(lightning, "__version__", "2.5.9")
+    with pytest.raises(UsageError, match=r"needs lightning 2\.6 or later, got 2\.5\.9"):
+        adapter.HoldfastLightningCallback(tmp_path / "a")
+
+
+@needs_it
+def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.metadata import entry_points
+
+    from holdfast.integrations.lightning import callbacks
+
+    assert callbacks() == []
+    monkeypatch.setenv("HOLDFAST_ROOT", str(tmp_path / "a"))
+    assert [type(one).__name__ for one in callbacks()] == ["HoldfastLightningCallback"]
+    found = entry_points(group="lightning.pytorch.callbacks_factory")
+    assert [one.load() for one in found if one.name == "holdfast"] == [callbacks]
+
+
+@pytest.mark.skipif(HAS_IT, reason="lightning is there")
+def test_without_lightning_the_error_says_what_to_install() -> None:
+    code = "import holdfast.integrations.lightning"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "UsageError" in done.stderr and "pip install 'holdfast[lightning]'" in done.stderr
