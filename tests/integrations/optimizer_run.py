@@ -15,6 +15,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,15 @@ Make = Callable[[nn.Module], Any]
 def of_torch() -> Iterator[tuple[str, Make]]:
     for name, kind in sorted(vars(torch.optim).items()):
         if is_optimizer(kind) and kind is not torch.optim.Optimizer:
-            yield f"torch.{name}", lambda model, kind=kind: kind(suiting(kind, model), lr=1e-3)
+            yield f"torch.{name}", partial(of_suiting, kind)
+
+
+def of_suiting(kind: Any, model: nn.Module) -> Any:
+    return kind(suiting(kind, model), lr=1e-3)
+
+
+def of_all(kind: Any, options: dict[str, Any], model: nn.Module) -> Any:
+    return kind(model.parameters(), **options)
 
 
 def is_optimizer(kind: Any) -> bool:
@@ -50,10 +59,7 @@ def of_torchao() -> Iterator[tuple[str, Make]]:
     for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"):
         kind = getattr(library, name)
         size = {} if name == "_AdamW" else {"block_size": 64}
-        yield (
-            f"torchao.{name}",
-            lambda m, kind=kind, size=size: kind(m.parameters(), lr=1e-3, **size),
-        )
+        yield f"torchao.{name}", partial(of_all, kind, {"lr": 1e-3, **size})
     amsgrad = {"block_size": 64, "amsgrad": True}
     yield "torchao.AdamW8bit amsgrad", lambda m: library.AdamW8bit(m.parameters(), **amsgrad)
 
@@ -65,10 +71,7 @@ def of_bitsandbytes() -> Iterator[tuple[str, Make]]:
         if is_optimizer(kind):
             options = {"lr": 1e-3, "momentum": 0.9}
             options = {k: v for k, v in options.items() if k in inspect.signature(kind).parameters}
-            yield (
-                f"bitsandbytes.{name}",
-                lambda m, kind=kind, options=options: kind(m.parameters(), **options),
-            )
+            yield f"bitsandbytes.{name}", partial(of_all, kind, options)
 
 
 def of_pytorch_optimizer() -> Iterator[tuple[str, Make]]:
@@ -76,11 +79,11 @@ def of_pytorch_optimizer() -> Iterator[tuple[str, Make]]:
 
     for name in library.get_supported_optimizers():
         kind = library.load_optimizer(name)
-        yield f"pytorch_optimizer.{name}", lambda m, kind=kind: by_its_arguments(kind, m)
+        yield f"pytorch_optimizer.{name}", partial(by_its_arguments, kind)
     for name in ("Lookahead", "TRAC", "OrthoGrad", "ScheduleFreeWrapper", "SAM", "GSAM", "PCGrad"):
         kind = getattr(library, name, None)
         if kind is not None:
-            yield f"pytorch_optimizer.{name} around AdamW", lambda m, kind=kind: around(kind, m)
+            yield f"pytorch_optimizer.{name} around AdamW", partial(around, kind)
 
 
 def by_its_arguments(kind: Any, model: nn.Module) -> Any:

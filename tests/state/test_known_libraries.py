@@ -269,7 +269,9 @@ def test_preconditioners_go_on_in_an_optimizer_made_anew(
 
 
 def test_what_the_program_registered_itself_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    holdfast.register_value(PreConditioner, vars, lambda _: None, name="mine")
+    holdfast.register_value(
+        PreConditioner, vars, lambda _: PreConditioner(torch.zeros(1)), name="mine"
+    )
     holdfast.register_tensor(Packed, lambda tensor: {"all": tensor.codes})
     load_pytorch_optimizer(monkeypatch)
     load(monkeypatch, "torchao.optim.subclass_8bit", OptimState8bit=Packed)
