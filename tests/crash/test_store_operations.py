@@ -18,8 +18,8 @@ import pytest
 from holdfast.catalogue import DAMAGED, catalogue, layout_path, manifest_path
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Generation, Incarnation
+from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.persister import Persister
-from holdfast.keeper.tiers import CacheTier
 from holdfast.maintenance.copies import copy
 from holdfast.maintenance.repairs import repair
 from holdfast.persist import commit

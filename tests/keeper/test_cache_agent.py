@@ -11,13 +11,13 @@ import pytest
 
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Manifest
+from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.hosts import cache_agent
 from holdfast.keeper.hosts.cache_agent import CacheAgent
 from holdfast.keeper.hosts.cache_messages import DrainImages, deflate_manifest
 from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.jobs import RemoteImages
-from holdfast.keeper.tiers import CacheTier
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.storage.memory import MemoryStore

@@ -14,13 +14,13 @@ from holdfast.catalogue import catalogue, drained_path, manifest_path
 from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
 from holdfast.events import Event, Warned, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Manifest
+from holdfast.keeper.cache_tier import CacheTier, look_for
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.persister import Persister
-from holdfast.keeper.tiers import CacheTier, look_for
 from holdfast.persist import commit
+from holdfast.persist.drain_order import mark_drained, next_to_drain, waiting
 from holdfast.persist.pins import pin, read_pins
 from holdfast.persist.removal import plan, remove
-from holdfast.persist.tiers import mark_drained, next_to_drain, waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, read_at_most
 from holdfast.storage.local import LocalStore

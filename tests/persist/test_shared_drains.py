@@ -15,15 +15,15 @@ from holdfast.catalogue import attempt_dir, catalogue, manifest_path, part_dir
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.events import Warned
 from holdfast.format.manifest import Generation, ImageRef, Manifest
+from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import HostWrite, PersistJob
 from holdfast.keeper.jobs import RemoteImages
 from holdfast.keeper.persister import Persister
-from holdfast.keeper.tiers import CacheTier
 from holdfast.persist import commit
+from holdfast.persist.drain_order import waiting
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.removal import plan, remove
-from holdfast.persist.tiers import waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.memory import MemoryStore

@@ -15,8 +15,8 @@ from holdfast.cli.output import LONG, long_table, plain_table, stdout
 from holdfast.format.manifest import Generation, Root
 from holdfast.observe.text import NOTHING, moment_text, on_one_line, shared_text
 from holdfast.overview import Summary, summary_of
+from holdfast.persist.drain_order import waiting
 from holdfast.persist.pins import PinnedGenerations, read_pins
-from holdfast.persist.tiers import waiting
 from holdfast.storage.open import normal_root
 from holdfast.storage.tiered import cache_places
 

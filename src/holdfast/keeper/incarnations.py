@@ -30,11 +30,11 @@ from holdfast.errors import (
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.cache_tier import REFUSED_S, CacheTier, look_for
 from holdfast.keeper.drain_queue import Drained, DrainQueue
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
 from holdfast.keeper.shared_drain import OtherCaches
-from holdfast.keeper.tiers import REFUSED_S, CacheTier, look_for
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m

@@ -57,8 +57,8 @@ from holdfast.keeper.image_writer import (
 from holdfast.keeper.jobs import RemoteImages, write_all
 from holdfast.overview import UNSEEN, Overview, PagedCheck, leave_index, overview, summary_of
 from holdfast.persist import commit
+from holdfast.persist.drain_order import UnsettledDirectories, forget_marks, waiting
 from holdfast.persist.pins import mend, pinned
-from holdfast.persist.tiers import UnsettledDirectories, forget_marks, waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, holding, resume, settle_s
 

@@ -29,8 +29,8 @@ from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
+from holdfast.persist.drain_order import waiting
 from holdfast.persist.pins import mend, mendable, pinned
-from holdfast.persist.tiers import waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, is_link, unfinished, unsettled_s
 

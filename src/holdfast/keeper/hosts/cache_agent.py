@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, seal, unseal
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.cache_messages import (
     CacheDocuments,
@@ -35,7 +36,6 @@ from holdfast.keeper.hosts.cache_messages import (
 )
 from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
-from holdfast.keeper.tiers import CacheTier
 from holdfast.transport.resources import NO_GENERATION
 from holdfast.transport.wire.http import CACHE, cache_path
 

@@ -10,6 +10,7 @@ from functools import partial
 from holdfast.errors import HoldfastError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, Manifest, seal, unseal
+from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.hosts.cache_messages import (
     CacheDocuments,
     CacheFound,
@@ -28,7 +29,6 @@ from holdfast.keeper.hosts.messages import CancelWrite
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.keeper.shared_drain import NOWHERE
-from holdfast.keeper.tiers import CacheTier
 
 #: A manifest is published at once, or its host hangs.
 _PUBLISH_S = 120.0
@@ -39,7 +39,7 @@ _REMEMBERED = 4096
 
 
 class FollowerCaches:
-    """The caches of the followers. Created and told on the keeper's loop; a ``keeper.tiers``
+    """The caches of the followers. Created and told on the keeper's loop; a ``keeper.cache_tier``
     thread asks for shares.
     """
 

@@ -1,4 +1,4 @@
-"""This host's cache: takes attempts first, and drains them to the root one after the other.
+"""This host's cache: takes attempts first, and drains (copies) them to the root one by one.
 
 The cache's own thread writes and prunes it; the root's thread drains, between other writes there.
 See docs/design/0018-tiers.md.
@@ -43,8 +43,7 @@ from holdfast.keeper.image_writer import ImageWriter
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
 from holdfast.keeper.shared_drain import NOWHERE, OtherCaches, SharedDrain
 from holdfast.persist import commit
-from holdfast.persist.pins import copy_pin
-from holdfast.persist.tiers import (
+from holdfast.persist.drain_order import (
     has_file,
     mark_all_drained,
     mark_drained,
@@ -53,6 +52,7 @@ from holdfast.persist.tiers import (
     ranks_held,
     waiting,
 )
+from holdfast.persist.pins import copy_pin
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, free_bytes, settle_s, sync_names
 from holdfast.storage.files import may_be_same

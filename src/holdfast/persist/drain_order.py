@@ -1,4 +1,4 @@
-"""Says what a cache has that the root has not had, and in which order it is drained.
+"""Says what a cache has that the root has not had, and in which order it is drained (copied).
 
 A cache is a root of its own, in a directory of this host. A mark in it says that the root published
 the same checkpoint: without one it stays, whatever the cache's retention says.
