@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.cli.value_tree import changes, find
-from holdfast.errors import UnsupportedState, UsageError
+from holdfast.errors import RestoreError, StateMismatch, UnsupportedState, UsageError
 from holdfast.format import native_types
 from holdfast.format.native_types import StoredObject
 from holdfast.format.values import LeafRef, decode, encode
@@ -154,6 +154,41 @@ def test_a_program_that_cannot_make_the_object_says_so_by_name(tmp_path: Path) -
 
     holdfast.register_value(Projector, vars, other)
     with pytest.raises(UsageError, match=r"give= .* for Projector .*KeyError: 'width'"):
+        holdfast.load(tmp_path, {"projector": None})
+
+
+def test_a_give_that_raises_is_reported_before_anything_changes(tmp_path: Path) -> None:
+    register()
+    saved, back = state_of(1), state_of(2)
+    train(saved, range(2))
+    holdfast.save(tmp_path, saved)
+    train(back, range(1))
+    before = back["model"].weight.detach().clone()
+    moment = back["optimizer"].state[back["model"].weight]["moment"].clone()
+
+    def other(data: dict[str, Any]) -> Projector:
+        return Projector(data["width"])
+
+    holdfast.register_value(Projector, vars, other)
+    with pytest.raises(StateMismatch, match=r"optimizer: the give= .*KeyError: 'width'"):
+        holdfast.load(tmp_path, back)
+    assert torch.equal(back["model"].weight, before)
+    assert torch.equal(back["optimizer"].state[back["model"].weight]["moment"], moment)
+
+
+def test_a_give_that_raises_for_the_stored_elements_does_not_say_that_nothing_changed(
+    tmp_path: Path,
+) -> None:
+    register()
+    holdfast.save(tmp_path, {"projector": Projector(3)})
+    calls = []
+
+    def once(data: dict[str, Any]) -> Projector:
+        calls.append(data)
+        return give(data if len(calls) == 1 else {})
+
+    holdfast.register_value(Projector, vars, once)
+    with pytest.raises(RestoreError, match=r"KeyError: 'rank'.*filled already"):
         holdfast.load(tmp_path, {"projector": None})
 
 

@@ -120,8 +120,10 @@ def register_value(
     ``kind``: the class; objects of classes derived from it are not included. ``take``: a function;
     ``take(object)`` returns all that the object is made of, as plain values and tensors: a dict of
     its attributes, for example. ``give``: the opposite; ``give(data)`` returns a new object made of
-    what ``take`` gave, with the restored tensors in it. ``name``: the name of the class in
-    checkpoints, by default the class's own: keep it when the class is renamed.
+    what ``take`` gave, with the restored tensors in it. A restore calls it once before it changes
+    anything, with zeros for the larger tensors, so that what it raises is reported then. ``name``:
+    the name of the class in checkpoints, by default the class's own: keep it when the class is
+    renamed.
 
     A checkpoint holds the name and the data. Reading it imports nothing: the class is looked up
     among those that the program registered, and one that is not registered is a UsageError.

@@ -28,7 +28,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -376,6 +376,16 @@ _TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$enum": lambda self, body: enum_member(body, strict=self.strict),
     "$object": _Decoder.object,
 }
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """Yields the encoded objects of registered classes in an encoded value, the outermost ones."""
+    if type(value) is dict and "$object" in value:
+        yield value
+    elif type(value) in _NESTING:
+        for item in value.values() if type(value) is dict else value:
+            if type(item) in _NESTING:
+                yield from objects_in(item)
 
 
 def _pair(body: Any) -> tuple[Any, Any]:
