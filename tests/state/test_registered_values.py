@@ -222,6 +222,43 @@ def test_an_object_that_contains_itself_is_refused() -> None:
         encode(projector, "it")
 
 
+@pytest.mark.parametrize("hold", [lambda one: {one: 1}, lambda one: {one}, lambda one: {(one,)}])
+def test_an_object_as_a_key_is_refused_at_the_save(hold: Any) -> None:
+    register()
+    with pytest.raises(UnsupportedState, match=r"of it.* is an object of Projector.*no key"):
+        encode(hold(Projector(1)), "it")
+
+
+def test_an_object_that_is_stored_as_a_key_is_read() -> None:
+    register()
+    (stored,) = encode([Projector(1)], "it")
+    document = {"$dict": [[stored, 1], [stored, 2]]}
+    assert [key.type for key in decode(document)] == ["Projector"] * 2
+    assert [key.rank for key in decode(document, makes_objects=True)] == [1, 1]
+
+
+def test_a_take_that_raises_is_named_at_the_save(tmp_path: Path) -> None:
+    def take(projector: Projector) -> Any:
+        raise KeyError("gone")
+
+    holdfast.register_value(Projector, take, give)
+    with pytest.raises(UnsupportedState, match=r"kept\.p: the take= .* Projector raised KeyError"):
+        holdfast.save(tmp_path, {"kept": {"p": Projector(1)}})
+
+
+def test_a_take_that_raises_does_not_stop_a_restore(tmp_path: Path) -> None:
+    register()
+    holdfast.save(tmp_path, {"kept": {"p": Projector(1)}})
+
+    def take(projector: Projector) -> Any:
+        raise KeyError("gone")
+
+    holdfast.register_value(Projector, take, give)
+    state: dict[str, Any] = {"kept": {"p": Projector(2)}}
+    holdfast.load(tmp_path, state)
+    assert state["kept"]["p"].rank == 1
+
+
 def test_two_objects_differ_by_what_is_in_them() -> None:
     register()
     one, other = (encode({"p": Projector(rank)}) for rank in (1, 2))

@@ -88,6 +88,12 @@ class StoredObject(msgspec.Struct, frozen=True):
     type: str
     value: Any
 
+    def __hash__(self) -> int:
+        """As a key, which earlier versions stored, it is hashed by itself: its data may be a
+        dict.
+        """
+        return object.__hash__(self)
+
 
 class _ObjectBody(msgspec.Struct, frozen=True):
     """The body of a ``$object``."""
