@@ -157,6 +157,18 @@ def registered_class(kind: type) -> RegisteredClass | None:
     return _classes.get(kind)
 
 
+def taken(known: RegisteredClass, value: Any, where: str) -> Any:
+    """Returns what ``take`` gives; UnsupportedState names the object where it raises."""
+    try:
+        return known.take(value)
+    except Exception as error:  # whatever the program's own function raises
+        raise UnsupportedState(
+            f"{where}: the take= of holdfast.register_value for {known.name} raised "
+            f"{type(error).__name__}: {error}",
+            where=where,
+        ) from error
+
+
 def _class_called(name: str) -> RegisteredClass | None:
     return next((known for known in _classes.values() if known.name == name), None)
 

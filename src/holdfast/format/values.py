@@ -37,7 +37,6 @@ import msgspec
 from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.checksum import Buffer
 from holdfast.format.native_types import (
-    RegisteredClass,
     a,
     digits,
     encode_foreign,
@@ -46,6 +45,7 @@ from holdfast.format.native_types import (
     refuse_shape,
     registered_class,
     stored_object,
+    taken,
     torch_device,
     torch_dtype,
     whole,
@@ -178,7 +178,7 @@ class _Encoder:
             raise UnsupportedState(
                 f"{where} is nested more than {MAX_DEPTH} deep, or contains itself", where=where
             )
-        data = self.encode(_taken(known, value, where), where, depth + 1)
+        data = self.encode(taken(known, value, where), where, depth + 1)
         return {"$object": {"type": known.name, "value": data}}
 
     def key(self, value: Any, where: str, depth: int) -> Any:
@@ -225,17 +225,6 @@ class _Encoder:
             f"{', '.join(_FACTORIES)}: use one of these, or a dict",
             where=where,
         )
-
-
-def _taken(known: RegisteredClass, value: Any, where: str) -> Any:
-    try:
-        return known.take(value)
-    except Exception as error:  # whatever the program's own function raises
-        raise UnsupportedState(
-            f"{where}: the take= of holdfast.register_value for {known.name} raised "
-            f"{type(error).__name__}: {error}",
-            where=where,
-        ) from error
 
 
 def _refuse_alike(value: Collection[Any], where: str) -> None:
