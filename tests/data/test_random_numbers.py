@@ -386,3 +386,18 @@ def test_a_loader_of_what_does_not_fit_is_refused(
     sampler = holdfast.ResumableSampler(SAMPLES, batch_size=BATCH) if sampler is None else sampler
     with pytest.raises(UsageError, match=message):
         holdfast.loader(data, sampler, **options)
+
+
+def test_a_loader_of_a_device_is_seeded_by_the_place_in_the_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))
+    host = torch.Generator
+    monkeypatch.setattr("holdfast.data.loader.torch.Generator", lambda device="cpu": host())
+    seeds = []
+    for _ in range(2):
+        loader = holdfast.loader(list(range(8)), holdfast.ResumableSampler(8, 2))
+        assert loader.generator is not loader.batch_sampler.generator  # type: ignore[union-attr]
+        iter(loader)
+        seeds.append(loader.generator.initial_seed())
+    assert seeds[0] == seeds[1] == loader.batch_sampler.generator.initial_seed()  # type: ignore[union-attr]

@@ -172,6 +172,18 @@ def test_packed_moments_go_on_in_an_optimizer_made_anew(
     }
 
 
+@pytest.mark.parametrize("has_sign", [True, False])
+def test_codes_of_a_moment_of_another_name_are_made_only_where_they_need_no_sign(
+    has_sign: bool,
+) -> None:
+    kind, code = (Packed, torch.uint8) if has_sign else (Packed8, torch.float8_e4m3fn)
+    make = known_libraries._make_packed(kind, 1, code, has_sign)
+    parts = {"codes": (code, (16,)), "scale": (torch.float32, (2,))}
+    for name, is_made in (("exp_avg", True), ("exp_inf", not has_sign)):
+        made = make(torch.zeros(16), subclasses.StoredTensor(name, parts))
+        assert (made is not None) is is_made, name
+
+
 class CastWeight(torch.Tensor):
     """As torchao's weight that is cast when it is gathered: a tensor, and a scale now and then."""
 

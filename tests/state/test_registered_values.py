@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.cli.value_tree import changes, find
-from holdfast.errors import UnsupportedState, UsageError
+from holdfast.errors import RestoreError, StateMismatch, UnsupportedState, UsageError
 from holdfast.format import native_types
 from holdfast.format.native_types import StoredObject
 from holdfast.format.values import LeafRef, decode, encode
@@ -157,6 +157,41 @@ def test_a_program_that_cannot_make_the_object_says_so_by_name(tmp_path: Path) -
         holdfast.load(tmp_path, {"projector": None})
 
 
+def test_a_give_that_raises_is_reported_before_anything_changes(tmp_path: Path) -> None:
+    register()
+    saved, back = state_of(1), state_of(2)
+    train(saved, range(2))
+    holdfast.save(tmp_path, saved)
+    train(back, range(1))
+    before = back["model"].weight.detach().clone()
+    moment = back["optimizer"].state[back["model"].weight]["moment"].clone()
+
+    def other(data: dict[str, Any]) -> Projector:
+        return Projector(data["width"])
+
+    holdfast.register_value(Projector, vars, other)
+    with pytest.raises(StateMismatch, match=r"optimizer: the give= .*KeyError: 'width'"):
+        holdfast.load(tmp_path, back)
+    assert torch.equal(back["model"].weight, before)
+    assert torch.equal(back["optimizer"].state[back["model"].weight]["moment"], moment)
+
+
+def test_a_give_that_raises_for_the_stored_elements_does_not_say_that_nothing_changed(
+    tmp_path: Path,
+) -> None:
+    register()
+    holdfast.save(tmp_path, {"projector": Projector(3)})
+    calls = []
+
+    def once(data: dict[str, Any]) -> Projector:
+        calls.append(data)
+        return give(data if len(calls) == 1 else {})
+
+    holdfast.register_value(Projector, vars, once)
+    with pytest.raises(RestoreError, match=r"KeyError: 'rank'.*filled already"):
+        holdfast.load(tmp_path, {"projector": None})
+
+
 def test_registrations_that_mean_nothing_are_refused() -> None:
     register()
     with pytest.raises(UsageError, match="is not a class"):
@@ -185,6 +220,43 @@ def test_an_object_that_contains_itself_is_refused() -> None:
     projector.matrix = projector
     with pytest.raises(UnsupportedState, match="contains itself"):
         encode(projector, "it")
+
+
+@pytest.mark.parametrize("hold", [lambda one: {one: 1}, lambda one: {one}, lambda one: {(one,)}])
+def test_an_object_as_a_key_is_refused_at_the_save(hold: Any) -> None:
+    register()
+    with pytest.raises(UnsupportedState, match=r"of it.* is an object of Projector.*no key"):
+        encode(hold(Projector(1)), "it")
+
+
+def test_an_object_that_is_stored_as_a_key_is_read() -> None:
+    register()
+    (stored,) = encode([Projector(1)], "it")
+    document = {"$dict": [[stored, 1], [stored, 2]]}
+    assert [key.type for key in decode(document)] == ["Projector"] * 2
+    assert [key.rank for key in decode(document, makes_objects=True)] == [1, 1]
+
+
+def test_a_take_that_raises_is_named_at_the_save(tmp_path: Path) -> None:
+    def take(projector: Projector) -> Any:
+        raise KeyError("gone")
+
+    holdfast.register_value(Projector, take, give)
+    with pytest.raises(UnsupportedState, match=r"kept\.p: the take= .* Projector raised KeyError"):
+        holdfast.save(tmp_path, {"kept": {"p": Projector(1)}})
+
+
+def test_a_take_that_raises_does_not_stop_a_restore(tmp_path: Path) -> None:
+    register()
+    holdfast.save(tmp_path, {"kept": {"p": Projector(1)}})
+
+    def take(projector: Projector) -> Any:
+        raise KeyError("gone")
+
+    holdfast.register_value(Projector, take, give)
+    state: dict[str, Any] = {"kept": {"p": Projector(2)}}
+    holdfast.load(tmp_path, state)
+    assert state["kept"]["p"].rank == 1
 
 
 def test_two_objects_differ_by_what_is_in_them() -> None:

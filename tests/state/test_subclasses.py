@@ -322,6 +322,27 @@ def test_a_dtensor_of_a_registered_subclass_comes_back_on_any_number_of_ranks(
         assert checkpoint.leaves["optimizer.w.moment.scale"].shape == (16,)
 
 
+def _replaced(rank: int, world: int, root: str) -> list[bool]:
+    holdfast.register_tensor(Packed, packed_parts, make=make_packed)
+    state = sharded_state(1, world)
+    with holdfast.Checkpointer(root, state) as checkpointer:
+        checkpointer.restore()
+        learn(state, 0)
+        checkpointer.save(0, durable=True).wait_durable(timeout_s=60)
+        (moment,) = (kept["moment"]._local_tensor for kept in state["optimizer"].state.values())
+        moment.codes.data = torch.full_like(moment.codes, 7)
+        checkpointer.save(1, durable=True).wait_durable(timeout_s=60)
+    with holdfast.open(root) as checkpoint:
+        stored = checkpoint.read("optimizer.w.moment.codes").flatten().tolist()
+    moment.codes.data = torch.full_like(moment.codes, 9)
+    holdfast.load(root, state)
+    return [set(stored) == {7}, set(moment.codes.flatten().tolist()) == {7}]
+
+
+def test_a_part_in_a_dtensor_with_other_memory_is_stored_and_filled_there(tmp_path: Path) -> None:
+    assert run_ranks(1, _replaced, str(tmp_path)) == [[True, True]]
+
+
 def _refused(rank: int, world: int, root: str) -> list[str]:
     found: list[str] = []
     for parts, rows in ((None, 8), (packed_parts, 8), (packed_parts, 5), (lambda t: vars(t), 8)):

@@ -58,4 +58,8 @@ def loader(data: Dataset[Any] | Any, sampler: ResumableSampler, **options: Any) 
 def _generator(sampler: ResumableSampler) -> torch.Generator:
     """Returns the sampler's generator; where torch draws on a device by default, one of that."""
     device = torch.get_default_device()
-    return sampler.generator if device.type == "cpu" else torch.Generator(device)
+    if device.type == "cpu":
+        return sampler.generator
+    made = torch.Generator(device)
+    sampler.device_generators.append(made)  # seeded by the place, too
+    return made

@@ -82,6 +82,8 @@ class ResumableSampler(Sampler[list[int]]):
         self._handed_out = self._place
         self.generator = torch.Generator()
         """Seeded at each iteration by the place where it begins, so that it has no state."""
+        self.device_generators: list[torch.Generator] = []
+        """Seeded likewise: those of loaders made where torch draws on a device by default."""
         self._watch: GeneratorWatch | None = None
         """Set from a restore until the first batch after it."""
         self.saw_generators_moved = False
@@ -157,7 +159,8 @@ class ResumableSampler(Sampler[list[int]]):
                 )
             )
         rank, _ = self._rank_and_world()
-        self.generator.manual_seed(seed_of(self.seed, *self._place, rank))
+        for generator in (self.generator, *self.device_generators):
+            generator.manual_seed(seed_of(self.seed, *self._place, rank))
         self._look_at_generators()
         return _Batches(self)
 

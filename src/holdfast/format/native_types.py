@@ -88,6 +88,12 @@ class StoredObject(msgspec.Struct, frozen=True):
     type: str
     value: Any
 
+    def __hash__(self) -> int:
+        """As a key, which earlier versions stored, it is hashed by itself: its data may be a
+        dict.
+        """
+        return object.__hash__(self)
+
 
 class _ObjectBody(msgspec.Struct, frozen=True):
     """The body of a ``$object``."""
@@ -120,8 +126,10 @@ def register_value(
     ``kind``: the class; objects of classes derived from it are not included. ``take``: a function;
     ``take(object)`` returns all that the object is made of, as plain values and tensors: a dict of
     its attributes, for example. ``give``: the opposite; ``give(data)`` returns a new object made of
-    what ``take`` gave, with the restored tensors in it. ``name``: the name of the class in
-    checkpoints, by default the class's own: keep it when the class is renamed.
+    what ``take`` gave, with the restored tensors in it. A restore calls it once before it changes
+    anything, with zeros for the larger tensors, so that what it raises is reported then. ``name``:
+    the name of the class in checkpoints, by default the class's own: keep it when the class is
+    renamed.
 
     A checkpoint holds the name and the data. Reading it imports nothing: the class is looked up
     among those that the program registered, and one that is not registered is a UsageError.
@@ -147,6 +155,18 @@ def register_value(
 def registered_class(kind: type) -> RegisteredClass | None:
     """Returns what was registered for exactly this class."""
     return _classes.get(kind)
+
+
+def taken(known: RegisteredClass, value: Any, where: str) -> Any:
+    """Returns what ``take`` gives; UnsupportedState names the object where it raises."""
+    try:
+        return known.take(value)
+    except Exception as error:  # whatever the program's own function raises
+        raise UnsupportedState(
+            f"{where}: the take= of holdfast.register_value for {known.name} raised "
+            f"{type(error).__name__}: {error}",
+            where=where,
+        ) from error
 
 
 def _class_called(name: str) -> RegisteredClass | None:

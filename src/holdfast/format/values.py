@@ -28,7 +28,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -45,6 +45,7 @@ from holdfast.format.native_types import (
     refuse_shape,
     registered_class,
     stored_object,
+    taken,
     torch_device,
     torch_dtype,
     whole,
@@ -131,8 +132,8 @@ def encode(
 class _Encoder:
     """One walk over a value; every method returns JSON's own types."""
 
-    def __init__(self, tensor: FindTensor | None) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: FindTensor | None, *, is_key: bool = False) -> None:
+        self._tensor, self._is_key = tensor, is_key
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
         kind = type(value)
@@ -160,23 +161,31 @@ class _Encoder:
             return {"$tensor": body | {"data": data}}
         if found is not None:
             return {"$leaf": found}
-        known = registered_class(kind)
+        return self._object(value, where, depth)
+
+    def _object(self, value: Any, where: str, depth: int) -> Any:
+        """Encodes an object of a registered class, or a value of numpy, torch or an enum."""
+        known = registered_class(type(value))
         if known is None:
             return encode_foreign(value, where)
+        if self._is_key:
+            raise UnsupportedState(
+                f"{where} is an object of {known.name}, which is no key and no item of a set in a "
+                "checkpoint, because it is made anew at a restore: use a text or a number",
+                where=where,
+            )
         if depth >= MAX_DEPTH:
             raise UnsupportedState(
                 f"{where} is nested more than {MAX_DEPTH} deep, or contains itself", where=where
             )
-        return {
-            "$object": {
-                "type": known.name,
-                "value": self.encode(known.take(value), where, depth + 1),
-            }
-        }
+        data = self.encode(taken(known, value, where), where, depth + 1)
+        return {"$object": {"type": known.name, "value": data}}
 
     def key(self, value: Any, where: str, depth: int) -> Any:
-        """Encodes a key or an item of a set; a tensor is refused, because its content changes."""
-        return _Encoder(None).encode(value, where, depth)
+        """Encodes a key or an item of a set; a tensor and an object of a registered class are
+        refused, because their content changes.
+        """
+        return _Encoder(None, is_key=True).encode(value, where, depth)
 
     def items(self, value: Sequence[Any], where: str, depth: int) -> list[Any]:
         if _are_as_in_json(value):
@@ -376,6 +385,16 @@ _TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$enum": lambda self, body: enum_member(body, strict=self.strict),
     "$object": _Decoder.object,
 }
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """Yields the encoded objects of registered classes in an encoded value, the outermost ones."""
+    if type(value) is dict and "$object" in value:
+        yield value
+    elif type(value) in _NESTING:
+        for item in value.values() if type(value) is dict else value:
+            if type(item) in _NESTING:
+                yield from objects_in(item)
 
 
 def _pair(body: Any) -> tuple[Any, Any]:

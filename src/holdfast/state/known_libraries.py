@@ -26,6 +26,7 @@ from holdfast.state.subclasses import (
 
 #: State tensors of Adam that are never negative; torchao keeps their codes without a sign.
 _UNSIGNED = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
+_MOMENTS = _UNSIGNED | {"exp_avg"}
 
 
 def register_loaded() -> None:
@@ -61,6 +62,8 @@ def _packed(per_code: int, dtype: torch.dtype, *, has_sign: bool) -> Callable[[t
 
 def _make_packed(kind: Any, per_code: int, dtype: torch.dtype, has_sign: bool) -> Make:
     def make(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor | None:
+        if has_sign and stored.name not in _MOMENTS:
+            return None  # whether its codes have a sign is not known
         shape = tuple(parameter.shape)
         codes = shape if per_code == 1 else (math.prod(shape) // per_code,)
         parts = stored.parts

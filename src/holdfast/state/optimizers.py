@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
-from holdfast.format.native_types import registered_class
+from holdfast.format.native_types import registered_class, taken
 from holdfast.format.values import MAX_DEPTH
 from holdfast.state import graph_steps
 from holdfast.state.hidden_state import has_elements, refuse_state_of_emptied
@@ -219,7 +219,7 @@ def _check_inside(leaf: str, value: Any, depth: int = 0) -> None:
         _check_local_state(leaf, value)
     elif depth < MAX_DEPTH:
         known = registered_class(type(value))
-        held = value if known is None else known.take(value)
+        held = value if known is None else taken(known, value, leaf)
         if isinstance(held, (list, tuple)):
             held = dict(enumerate(held))
         for key, item in held.items() if isinstance(held, dict) else ():

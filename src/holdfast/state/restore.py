@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from holdfast.data.sampler import ResumableSampler
-from holdfast.errors import FormatError, StateMismatch, UsageError
+from holdfast.errors import FormatError, RestoreError, StateMismatch, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format import values as codec
 from holdfast.state import optimizers
@@ -223,7 +223,33 @@ class StateRestore:
         values = StoredState(self.shared, self.keys, self.own, self.lists)
         amiss = value_problems(self.objects, self.state, values)
         in_optimizers = self._optimizers.problems()
-        return [*self.view.problems, *amiss, *self.found.problems, *in_optimizers]
+        in_objects = self._object_problems()
+        return [*self.view.problems, *amiss, *self.found.problems, *in_optimizers, *in_objects]
+
+    def _object_problems(self) -> Iterator[str]:
+        """Yields the objects that ``give`` cannot make of zeros in the stored shapes.
+
+        Made before anything changes, and discarded: an error afterwards leaves a mixture.
+        """
+        rooms = {**dict(self.view.targets), **dict(self._value_targets())}
+
+        def zeros(leaf: str) -> torch.Tensor | None:
+            room = rooms.get(self._values.name(leaf))
+            return None if room is None else torch.zeros_like(room.detach())
+
+        def small(found: codec.SmallTensor) -> torch.Tensor:
+            made = torch.zeros_like(rooms[found.name].detach())
+            if not made.is_meta:
+                fill_small(made, found)
+            return made
+
+        for key, value in self.encoded.items():
+            for one in codec.objects_in(value):
+                try:
+                    with torch.inference_mode(False), torch.no_grad():
+                        codec.decode(one, leaf=zeros, tensor=small, strict=True, makes_objects=True)
+                except UsageError as error:
+                    yield f"{key}: {error}"
 
     def claimed(self) -> set[str]:
         """Returns the stored leaves that this state uses."""
@@ -302,16 +328,7 @@ class StateRestore:
 
     def _finish(self) -> None:
         objects = self.objects
-        filled = {
-            key: codec.decode(
-                value,
-                leaf=self._leaf_room,
-                tensor=self._small_room,
-                strict=True,
-                makes_objects=True,
-            )
-            for key, value in self.encoded.items()
-        }
+        filled = {key: self._decoded(value) for key, value in self.encoded.items()}
         for key, optimizer in objects.optimizers.items():
             if key in filled:
                 optimizers.load_values(optimizer, objects.parameters(key), filled[key])
@@ -328,6 +345,17 @@ class StateRestore:
             if isinstance(container, tuple) or key not in filled:
                 continue  # cannot be replaced in place; its tensors were filled. Or it was missing
             container[name] = filled[key]
+
+    def _decoded(self, value: Any) -> Any:
+        """Decodes a value with the tensors that were filled, and makes its objects."""
+        leaf, small = self._leaf_room, self._small_room
+        try:
+            return codec.decode(value, leaf=leaf, tensor=small, strict=True, makes_objects=True)
+        except UsageError as error:  # which says that nothing was changed
+            raise RestoreError(
+                f"{error}. The tensors of the state were filled already: restore again into a "
+                "model and an optimizer made anew"
+            ) from error
 
     def _set_generators(self, rank: int, rank_was_saved: bool) -> Rewind:
         """Sets the generators last, when no other object is still to be set that might draw from

@@ -194,7 +194,10 @@ def _data_of(there: Any, name: str) -> Any:
     else.
     """
     known = registered_class(type(there))
-    return known.take(there) if known is not None and known.name == name else None
+    if known is not None and known.name == name:
+        with suppress(Exception):  # the program's own function: it may need more than is there yet
+            return known.take(there)
+    return None
 
 
 def _room_for(spec: Spec, there: Any) -> torch.Tensor:

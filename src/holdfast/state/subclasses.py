@@ -50,8 +50,8 @@ class RegisteredSubclass(NamedTuple):
 
 _registered: dict[type, RegisteredSubclass] = {}
 _registrations: list[type] = []
-#: A DTensor of a registered subclass -> its parts: the inner tensor, and the DTensor around it. The
-#: same objects each time, because a sharded tensor is known by its object.
+#: A DTensor of a registered subclass -> the DTensors of its parts by name. The same objects each
+#: time, because a sharded tensor is known by its object.
 _sharded: Any = WeakIdKeyDictionary()
 
 
@@ -139,25 +139,43 @@ def _parts(name: str, tensor: torch.Tensor, find: Parts) -> Iterator[tuple[str, 
 
 
 def _in_dtensor(name: str, part: str, outer: DTensor, inner: torch.Tensor) -> DTensor:
-    """Returns the DTensor of a part of the tensors in ``outer``; the same one for the same part."""
+    """Returns the DTensor of a part of the tensors in ``outer``; the same one for the same
+    memory.
+    """
     known = _sharded.setdefault(outer, {})
-    if part not in known or known[part][0] is not inner:
+    if part not in known or not reads_alike(known[part]._local_tensor, inner.detach()):
         shape = _whole_shape(f"{name}.{part}", outer, inner)
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         with torch.no_grad():
-            known[part] = (
-                inner,
-                DTensor.from_local(
-                    inner.detach(),
-                    outer.device_mesh,
-                    outer.placements,
-                    run_check=False,
-                    shape=torch.Size(shape),
-                    stride=outer.stride() if shape == tuple(outer.shape) else stride,
-                ),
+            known[part] = DTensor.from_local(
+                inner.detach(),
+                outer.device_mesh,
+                outer.placements,
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=outer.stride() if shape == tuple(outer.shape) else stride,
             )
-    found: DTensor = known[part][1]
+    found: DTensor = known[part]
     return found
+
+
+def reads_alike(known: torch.Tensor, now: torch.Tensor) -> bool:
+    """True if both read the same memory in the same way. ``known`` is held, so that no other tensor
+    can have got its address.
+    """
+    if type(known) is not type(now):
+        return False
+    if _find(known) is not None:
+        before, after = (dict(plain_parts("", tensor)) for tensor in (known, now))
+        return before.keys() == after.keys() and all(
+            reads_alike(before[name], after[name]) for name in before
+        )
+    return type(now) is torch.Tensor and _view(known) == _view(now)
+
+
+def _view(tensor: torch.Tensor) -> tuple[object, ...]:
+    read = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return memory_key(tensor), *read, tensor.is_conj(), tensor.is_neg()
 
 
 def _whole_shape(leaf: str, outer: DTensor, inner: torch.Tensor) -> tuple[int, ...]:

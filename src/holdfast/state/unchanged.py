@@ -257,18 +257,8 @@ def _is_parted_alike(tensor: torch.Tensor, before: list[tuple[str, torch.Tensor]
     """True if a registered subclass returns the same parts, or others on the same memory."""
     now = _parted(tensor)
     return [name for name, _ in now] == [name for name, _ in before] and all(
-        one is other or _reads_alike(one, other)
+        one is other or subclasses.reads_alike(other, one)
         for (_, one), (_, other) in zip(now, before, strict=True)
-    )
-
-
-def _reads_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if both read the same memory in the same way. ``other`` is held, so that no other tensor
-    can have got its address.
-    """
-    return type(one) is type(other) is torch.Tensor and (
-        (memory_key(one), one.shape, one.stride(), one.dtype, _flags(one))
-        == (memory_key(other), other.shape, other.stride(), other.dtype, _flags(other))
     )
 
 
