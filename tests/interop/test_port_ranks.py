@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,8 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.cli import main
-from holdfast.errors import DeadlineExceeded, UsageError
-from holdfast.interop.writing.command_ranks import met_ranks
+from holdfast.errors import DeadlineExceeded, RootBusy, UsageError
+from holdfast.interop.writing.command_ranks import _lock_rank, met_ranks
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.local import LocalStore
 
@@ -265,7 +267,7 @@ def test_what_an_earlier_start_left_does_not_count(
     with pytest.raises(DeadlineExceeded), met_ranks(tmp_path / ".out.ranks", "the export", 0.3):
         pass
     (own,) = (tmp_path / ".out.ranks").iterdir()
-    assert [one.name for one in own.iterdir()]  # its call
+    assert len(list(own.iterdir())) > 1  # its lock, and its call
     argv = ("export", root, tmp_path / "out", "--to", "dcp")
     assert [code for code, *_ in run_together(2, *argv)] == [0, 0]
     assert not left_beside(tmp_path / "out")
@@ -289,3 +291,69 @@ def test_a_meeting_that_others_could_join_is_refused(
         met_ranks(tmp_path / "other", "the export", 0.3),
     ):
         pass
+
+
+#: A rank that waits where ranks meet, after all others have ended.
+ORPHAN = """
+import sys
+from pathlib import Path
+from holdfast.interop.writing.command_ranks import _part_in
+with _part_in(Path(sys.argv[1]), 1, 0.0):
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def outliving(own: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Rank 1 of a start whose other ranks have ended, with its part in a meeting."""
+    pipe = subprocess.PIPE
+    argv, env = [sys.executable, "-c", ORPHAN, own], {**os.environ, "PYTHONPATH": SOURCE}
+    with subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe) as rank:
+        assert rank.stdout is not None and rank.stdout.readline()
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
+def test_a_rank_that_outlives_its_start_keeps_another_from_writing(
+    source: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    with outliving(tmp_path / ".root.ranks" / "earlier"):
+        (found,) = run_together(1, "import", source, root)
+        assert found[0] == 5 and "rank 1 of another start of this command still runs" in found[2]
+        assert not root.exists()
+    assert run_together(1, "import", source, root)[0][0] == 0
+    assert not left_beside(root)
+
+
+def test_a_rank_waits_for_the_one_that_it_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(DeadlineExceeded), met_ranks(tmp_path / "meeting", "the import", 0.1):
+        pass
+    (own,) = (tmp_path / "meeting").iterdir()
+    with outliving(own) as rank:
+        with pytest.raises(RootBusy), met_ranks(tmp_path / "meeting", "the import", 0.3):
+            pass
+        threading.Timer(0.3, rank.kill).start()
+        with pytest.raises(DeadlineExceeded), met_ranks(tmp_path / "meeting", "the import", 3.0):
+            pass
+
+
+def test_a_start_leaves_the_meeting_of_another_that_lives(tmp_path: Path) -> None:
+    held = contextlib.ExitStack()
+    for name in ("dead", "lives"):
+        (tmp_path / "meeting" / name).mkdir(parents=True)
+        (tmp_path / "meeting" / name / "lock-0").touch()
+    with held:
+        _lock_rank(tmp_path / "meeting" / "lives" / "lock-0", held)
+        with pytest.raises(RootBusy, match="rank 0"), met_ranks(tmp_path / "meeting", "the export"):
+            pass
+        assert (tmp_path / "meeting" / "lives" / "lock-0").exists()
+    with met_ranks(tmp_path / "meeting", "the export"):
+        assert not (tmp_path / "meeting").exists()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from rich.markup import escape
 
 from holdfast.cli.command import Commands, add_command, print_json
@@ -77,8 +78,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _meeting_place(args: argparse.Namespace) -> Path:
     """Where the ranks meet: beside the root, or beside the source of one in a bucket."""
-    path = Path(os.path.abspath(args.source if is_bucket(args.root) else args.root))
-    return path.with_name(f".{path.name}.ranks")
+    if not is_bucket(args.root):
+        path = Path(os.path.abspath(args.root))
+        return path.with_name(f".{path.name}.ranks")
+    path, root = Path(os.path.abspath(args.source)), xxhash.xxh3_64_hexdigest(args.root.encode())
+    return path.with_name(f".{path.name}.{root}.ranks")
 
 
 def _tell(

@@ -7,6 +7,7 @@ only; what an earlier start left there counts for nothing (``RankMeeting``).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import time
@@ -18,7 +19,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, RootBusy, UsageError
 from holdfast.ranks import MEET_S, ConnectedWorld, World, outcome_of, raise_outcome, reduce_or_raise
 from holdfast.storage.base import reporting
 from holdfast.storage.files import remove_tree
@@ -26,6 +27,8 @@ from holdfast.storage.files import remove_tree
 #: A rank writes its share of all files in this time; one that ends before is heard of at once.
 WORK_S = 7 * 86400.0
 _PAUSE_S = 0.05
+#: The file that a rank holds locked while it takes part, before its number.
+_LOCK = "lock-"
 #: What tells the ranks of one start from those of another, where the launcher says it.
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "WORLD_SIZE")
 
@@ -46,39 +49,85 @@ def met_ranks(directory: Path, command: str, timeout_s: float = MEET_S) -> Itera
     """The ranks that run ``command``, met through files in ``directory``, which is made for it
     and removed; one process alone meets nobody. An error inside is raised on all.
 
-    DeadlineExceeded names the ranks that did not come.
+    DeadlineExceeded names the ranks that did not come, RootBusy one of an earlier start that lives.
     """
     rank, size = rank_of_command()
-    if size == 1:
-        yield CommandRanks(command)
-        _clear(directory)
-        return
     launch = " ".join(os.environ.get(name, "") for name in _LAUNCH)
     own = directory / xxhash.xxh3_64_hexdigest(launch.encode())
-    with reporting("mkdir", directory.name, str(directory.parent)):
-        for path in (directory, own):
+    if rank == 0:
+        _clear_others(directory, own if size > 1 else None)
+    if size == 1:
+        yield CommandRanks(command)
+        return
+    with _part_in(own, rank, timeout_s):
+        world = ConnectedWorld(rank, size, MeetingFiles(own), timeout_s=timeout_s)
+        ranks, is_done = CommandRanks(command, world, own), False
+        try:
+            # With all lines open, the end of a rank is heard of at once.
+            world.reduce("the meeting", b"", max, timeout_s=timeout_s)
+            with ranks.telling():
+                yield ranks
+            is_done = True
+        finally:
+            world.close()
+            if rank == 0 and is_done:
+                with contextlib.suppress(OSError):
+                    remove_tree(str(own))
+                    directory.rmdir()
+
+
+@contextlib.contextmanager
+def _part_in(own: Path, rank: int, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of a rank's part in a meeting, which the kernel releases when it dies; an
+    earlier holder has ``timeout_s`` to end.
+    """
+    with reporting("mkdir", own.parent.name, str(own.parent.parent)):
+        for path in (own.parent, own):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _require_own(path)
-    world = ConnectedWorld(rank, size, MeetingFiles(own), timeout_s=timeout_s)
-    ranks, is_done = CommandRanks(command, world, own), False
-    try:
-        # With all lines open, the end of a rank is heard of at once.
-        world.reduce("the meeting", b"", max, timeout_s=timeout_s)
-        with ranks.telling():
-            yield ranks
-        is_done = True
-    finally:
-        world.close()
-        if rank == 0:
-            _clear(directory if is_done else own)
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+    with contextlib.ExitStack() as held:
+        _lock_rank(own / f"{_LOCK}{rank}", held, timeout_s)
+        yield
 
 
-def _clear(directory: Path) -> None:
-    """Remove the files of a meeting; with the directory, what killed starts left."""
-    with contextlib.suppress(OSError):
-        remove_tree(str(directory))
+def _clear_others(directory: Path, own: Path | None) -> None:
+    """Remove what earlier starts left in ``directory``. RootBusy while a rank of one lives: it
+    may still write.
+    """
+    with reporting("list", directory.name, str(directory.parent)):
+        others = [path for path in directory.glob("*") if path != own]
+        for other in others:
+            with contextlib.ExitStack() as held:
+                for path in other.glob(f"{_LOCK}*"):
+                    _lock_rank(path, held)
+                with contextlib.suppress(OSError):
+                    remove_tree(str(other))
+    if own is None:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def _lock_rank(path: Path, held: contextlib.ExitStack, timeout_s: float = 0.0) -> None:
+    """Lock the file of a rank's part. RootBusy while another process has it."""
+    end_s = time.monotonic() + timeout_s
+    with reporting("lock", path.name, str(path.parent)):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        held.callback(os.close, descriptor)
+        while True:
+            try:
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    raise _still_runs(path) from None
+                time.sleep(_PAUSE_S)
+
+
+def _still_runs(path: Path) -> RootBusy:
+    return RootBusy(
+        f"rank {path.name.removeprefix(_LOCK)} of another start of this command still runs (it "
+        f"holds {path}): wait until it has ended, or end it",
+        name=str(path),
+    )
 
 
 def _require_own(path: Path) -> None:
