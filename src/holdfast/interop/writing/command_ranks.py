@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import xxhash
 
-from holdfast.errors import HoldfastError, RootBusy, UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, RootBusy, UsageError
 from holdfast.ranks import MEET_S, ConnectedWorld, World, outcome_of, raise_outcome, reduce_or_raise
 from holdfast.storage.base import reporting
 from holdfast.storage.files import remove_tree
@@ -33,25 +33,37 @@ _LOCK = "lock-"
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "WORLD_SIZE")
 
 
+#: One process that runs a command by itself, as ``rank_of_command`` would say it.
+ALONE = (0, 1)
+
+
 def rank_of_command(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """This process's number among those that run the command, and how many they are."""
-    rank, size = environ.get("RANK", "0"), environ.get("WORLD_SIZE", "1")
+    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    if not rank or not size:
+        raise UsageError(
+            "--ranks needs RANK and WORLD_SIZE, as torchrun sets them: omit --ranks for a process "
+            "of its own"
+        )
     if not rank.isdecimal() or not size.isdecimal() or int(rank) >= int(size):
         raise UsageError(
-            f"this process was started as rank {rank} of {size}, which no launcher does: for a "
-            "process of its own unset RANK and WORLD_SIZE"
+            f"this process was started as rank {rank} of {size}, which no launcher does: omit "
+            "--ranks for a process of its own"
         )
     return int(rank), int(size)
 
 
 @contextlib.contextmanager
-def met_ranks(directory: Path, command: str, timeout_s: float = MEET_S) -> Iterator[CommandRanks]:
-    """The ranks that run ``command``, met through files in ``directory``, which is made for it
-    and removed; one process alone meets nobody. An error inside is raised on all.
+def met_ranks(
+    directory: Path, command: str, place: tuple[int, int], timeout_s: float = MEET_S
+) -> Iterator[CommandRanks]:
+    """The ranks that run ``command``, of which this one is ``place``, met through files in
+    ``directory``, which is made for it and removed; one process alone meets nobody. An error inside
+    is raised on all.
 
     DeadlineExceeded names the ranks that did not come, RootBusy one of an earlier start that lives.
     """
-    rank, size = rank_of_command()
+    rank, size = place
     launch = " ".join(os.environ.get(name, "") for name in _LAUNCH)
     own = directory / xxhash.xxh3_64_hexdigest(launch.encode())
     if rank == 0:
@@ -60,11 +72,13 @@ def met_ranks(directory: Path, command: str, timeout_s: float = MEET_S) -> Itera
         yield CommandRanks(command)
         return
     with _part_in(own, rank, timeout_s):
-        world = ConnectedWorld(rank, size, MeetingFiles(own), timeout_s=timeout_s)
+        with _naming_ranks():
+            world = ConnectedWorld(rank, size, MeetingFiles(own), timeout_s=timeout_s)
         ranks, is_done = CommandRanks(command, world, own), False
         try:
             # With all lines open, the end of a rank is heard of at once.
-            world.reduce("the meeting", b"", max, timeout_s=timeout_s)
+            with _naming_ranks():
+                world.reduce("the meeting", b"", max, timeout_s=timeout_s)
             with ranks.telling():
                 yield ranks
             is_done = True
@@ -74,6 +88,16 @@ def met_ranks(directory: Path, command: str, timeout_s: float = MEET_S) -> Itera
                 with contextlib.suppress(OSError):
                     remove_tree(str(own))
                     directory.rmdir()
+
+
+@contextlib.contextmanager
+def _naming_ranks() -> Iterator[None]:
+    """Say of ranks that do not come what makes them be waited for."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        error.args = (f"{error} Omit --ranks for a process of its own.",)
+        raise
 
 
 @contextlib.contextmanager
@@ -152,9 +176,21 @@ class CommandRanks:
         self._failed = None if directory is None else directory / f"failed-{self._world.nonce}"
 
     def require_others(self) -> None:
-        """Raise the error of another rank that has failed: what this one does is in vain."""
-        if self._failed is not None and self._failed.exists():
-            raise_outcome(self.rank, self._failed.read_bytes())
+        """Raise the error of another rank that has failed, DeadlineExceeded where one has ended:
+        what this one does is in vain.
+        """
+        self._require_no_failure()
+        if ended := self._world.ended():
+            raise DeadlineExceeded(
+                f"ranks {ended} ended before they finished {self._phase!r}: see in their logs why",
+                ranks=ended,
+                phase=self._phase,
+            )
+
+    def _require_no_failure(self) -> None:
+        if self._failed is not None:
+            with contextlib.suppress(FileNotFoundError):
+                raise_outcome(self.rank, self._failed.read_bytes())
 
     def share(self, count: int) -> range:
         """Which of so many pieces of work in order are this rank's: a run of neighbours."""
@@ -180,7 +216,7 @@ class CommandRanks:
                 self._world, self._phase, attempt, join, timeout_s=WORK_S, conclude=conclude
             )
         except HoldfastError:
-            self.require_others()  # those whose error follows from another say which
+            self._require_no_failure()  # those whose error follows from another say which
             raise
 
     def from_rank0(self, act: Callable[[], bytes]) -> bytes:
