@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.cli import main
-from holdfast.errors import DeadlineExceeded, RootBusy, UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, RootBusy, UsageError
 from holdfast.interop.writing.command_ranks import ALONE, _lock_rank, met_ranks, rank_of_command
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.local import LocalStore
@@ -428,3 +430,21 @@ def test_a_rank_that_works_hears_of_the_end_of_another(tmp_path: Path, ends: int
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
     wanted = f"ranks [{ends}] ended" if how == "killed" else f"rank {ends}: the disk is gone"
     assert wanted in said[1 - ends]
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [(errno.ESTALE, "ranks [1] did not reach"), (errno.EIO, "Input/output error")],
+)
+def test_a_value_that_cannot_be_read_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, wanted: str
+) -> None:
+    def failing(path: Path) -> bytes:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with (
+        pytest.raises(HoldfastError, match=re.escape(wanted)),
+        met_ranks(tmp_path / "meeting", "the export", (0, 2), 0.5),
+    ):
+        pass

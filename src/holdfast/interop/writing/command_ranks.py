@@ -7,6 +7,7 @@ only; what an earlier start left there counts for nothing (``RankMeeting``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -293,8 +294,12 @@ class MeetingFiles:
         """All values once they are there; RuntimeError if they are not in time, as torch's."""
         end_s = time.monotonic() + self._timeout_s
         while True:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 return [self._path(key).read_bytes() for key in keys]
+            except OSError as error:
+                # ESTALE: of a network file system, where the file was replaced meanwhile.
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise RuntimeError(f"{self._directory}: {error.strerror}") from error
             if time.monotonic() > end_s:
                 raise RuntimeError("timeout")
             time.sleep(_PAUSE_S)
