@@ -313,7 +313,7 @@ with _part_in(Path(sys.argv[1]), 1, 0.0):
 def outliving(own: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Rank 1 of a start whose other ranks have ended, with its part in a meeting."""
     pipe = subprocess.PIPE
-    argv, env = [sys.executable, "-c", ORPHAN, own], {**os.environ, "PYTHONPATH": SOURCE}
+    argv, env = [sys.executable, "-c", ORPHAN, str(own)], {**os.environ, "PYTHONPATH": SOURCE}
     with subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe) as rank:
         assert rank.stdout is not None and rank.stdout.readline()
         try:
