@@ -179,14 +179,14 @@ class _StoreKeys:
         """
         names, ended = [f"holdfast/{key}" for key in keys], threading.Event()
         values: list[bytes] = []
-        failed: list[RuntimeError] = []
+        failed: list[Exception] = []
 
         def wait() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
                 self._waiting.set_timeout(timedelta(seconds=max(deadline.left_s, 0.001)))
                 values.extend(map(bytes, self._waiting.multi_get(names) if names else ()))
-            except RuntimeError as error:
+            except Exception as error:
                 failed.append(error)
             finally:
                 ended.set()
@@ -196,6 +196,8 @@ class _StoreKeys:
             raise _lost_store(RuntimeError("no answer"))
         if not failed:
             return values
+        if not isinstance(failed[0], RuntimeError):
+            raise failed[0]
         if deadline.left_s > _TIMING_S:
             raise _lost_store(failed[0]) from failed[0]
         with _reaching_the_store():

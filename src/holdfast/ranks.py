@@ -69,6 +69,10 @@ class World:
     def leave(self, phase: str, mine: bytes) -> None:
         """Say the last word of a rank that waits for nobody: the others hear no more of it."""
 
+    def ended(self) -> list[int]:
+        """Return the ranks that this one is connected with and that have ended."""
+        return []
+
     def end(self) -> None:
         """End the exchange, and wait for nothing. Without effect the second time."""
 
@@ -141,6 +145,10 @@ class ConnectedWorld(World):
         self._count = self._entered or self._count + 1
         self._entered = 0
         self._channels.leave(self._count, Word(self.rank, phase, mine))
+
+    def ended(self) -> list[int]:
+        """See ``World``."""
+        return self._channels.ended()
 
     def end(self) -> None:
         """See ``World``."""

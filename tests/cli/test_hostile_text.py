@@ -209,6 +209,8 @@ def calls(root: str, other: str, out: str) -> Iterator[tuple[str, ...]]:
         ("export", root, f"{out}/o.pt", "--to", "torch", "--step", "1-10"),
         ("export", root, f"{out}/o", "--to", "safetensors", "--only", leaf),
         ("export", root, leaf, "--to", leaf),
+        ("export", root, leaf, "--to", "dcp", "--ranks"),
+        ("import", leaf, root, "--ranks"),
         ("import", leaf, root, "--format", leaf),
         ("import", root, f"{out}/imported", "--cast", leaf),
         ("repair", root, "--from", other),

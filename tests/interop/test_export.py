@@ -6,6 +6,7 @@ import json
 import warnings
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import holdfast
+from holdfast.cli.checkpoints import open_checkpoint, open_readable
 from holdfast.errors import UsageError
 from holdfast.interop.writing import export_files
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf
+from holdfast.interop.writing.formats import plan_format
+from holdfast.interop.writing.saved_state import saved_state
 from holdfast.interop.writing.state_tree import SavedState, state_tree
 from support.checkpoints.commands import error_of, json_of, run_alone, text_of
 
@@ -484,3 +488,12 @@ def test_state_of_no_parameter_is_refused_by_its_name() -> None:
     saved = SavedState(leaves, values={"optimizer": value})
     with pytest.raises(UsageError, match=r"optimizer\.b\.c\.exp_avg belongs to no parameter"):
         state_tree(saved, numbered=True)
+
+
+def test_safetensors_refuse_what_ranks_do_not_agree_on_in_the_model_alone(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "root", {"model": torch.nn.Linear(2, 3), "n": 3}, step=1)
+    saved = saved_state(open_checkpoint(open_readable(str(tmp_path / "root")), None).checkpoint)
+    plan_format("safetensors", replace(saved, refused={"n": "ranks have others"}), 1 << 20)
+    unlike = replace(saved, refused={"model.weight": "ranks have others"})
+    with pytest.raises(UsageError, match=r"model\.weight: ranks have others"):
+        plan_format("safetensors", unlike, 1 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.errors import NotFound
+from holdfast.interop.opening import open_source
 from holdfast.interop.state_files import named_step
+from holdfast.interop.steps import find_steps
 from holdfast.storage.open import open_store
 from support.checkpoints.commands import json_of, text_of
 
@@ -105,3 +108,18 @@ def test_step_0_is_no_unknown_step(tmp_path: Path) -> None:
 )
 def test_a_date_in_a_name_is_no_step(name: str, step: int | None) -> None:
     assert named_step(name.rpartition("/")[2]) == step
+
+
+def test_a_step_of_deepspeed_is_the_one_inside_whatever_its_directory_is_called(
+    tmp_path: Path,
+) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "foreign" / "deepspeed-0.19.8"
+    source = golden / "zero1-fp32-2" / "checkpoint"
+    (manifest,) = catalogue(open_source(source)).manifests
+    step = manifest.step
+    (tag,) = (one for one in source.iterdir() if one.is_dir())
+    shutil.copytree(tag, tmp_path / "epoch_77")
+    (place,), _ = find_steps(tmp_path)
+    assert (place.step, place.name) == (step, "epoch_77") and step != 77
+    (manifest,) = catalogue(open_source(tmp_path, step=None)).manifests
+    assert manifest.step == step

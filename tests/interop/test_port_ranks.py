@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,8 +21,8 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.cli import main
-from holdfast.errors import DeadlineExceeded, UsageError
-from holdfast.interop.writing.command_ranks import met_ranks
+from holdfast.errors import DeadlineExceeded, HoldfastError, RootBusy, UsageError
+from holdfast.interop.writing.command_ranks import ALONE, _lock_rank, met_ranks, rank_of_command
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.local import LocalStore
 
@@ -61,7 +65,7 @@ def run_together(
     launch |= {"LOCAL_WORLD_SIZE": str(count), "PYTHONPATH": SOURCE}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *map(str, (others or {}).get(rank, argv))],
+            [sys.executable, "-c", SCRIPT, *map(str, (others or {}).get(rank, argv)), "--ranks"],
             env={**os.environ, **launch, "RANK": str(rank), **(more or {}).get(rank, {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -249,8 +253,8 @@ def test_a_rank_that_does_not_come_is_named(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.raises(DeadlineExceeded, match=r"ranks \[0\] did not reach"),
-        met_ranks(tmp_path / "meeting", "the export", 0.3),
+        pytest.raises(DeadlineExceeded, match=r"(?s)ranks \[0\] did not reach.*Omit --ranks"),
+        met_ranks(tmp_path / "meeting", "the export", rank_of_command(), 0.3),
     ):
         pass
 
@@ -262,10 +266,13 @@ def test_what_an_earlier_start_left_does_not_count(
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(DeadlineExceeded), met_ranks(tmp_path / ".out.ranks", "the export", 0.3):
+    with (
+        pytest.raises(DeadlineExceeded),
+        met_ranks(tmp_path / ".out.ranks", "the export", rank_of_command(), 0.3),
+    ):
         pass
     (own,) = (tmp_path / ".out.ranks").iterdir()
-    assert [one.name for one in own.iterdir()]  # its call
+    assert len(list(own.iterdir())) > 1  # its lock, and its call
     argv = ("export", root, tmp_path / "out", "--to", "dcp")
     assert [code for code, *_ in run_together(2, *argv)] == [0, 0]
     assert not left_beside(tmp_path / "out")
@@ -280,12 +287,164 @@ def test_a_meeting_that_others_could_join_is_refused(
     (tmp_path / "meeting").chmod(0o777)
     with (
         pytest.raises(UsageError, match="not a directory of this user alone"),
-        met_ranks(tmp_path / "meeting", "the export", 0.3),
+        met_ranks(tmp_path / "meeting", "the export", rank_of_command(), 0.3),
     ):
         pass
     monkeypatch.setenv("RANK", "2")
     with (
         pytest.raises(UsageError, match="rank 2 of 2, which no launcher does"),
-        met_ranks(tmp_path / "other", "the export", 0.3),
+        met_ranks(tmp_path / "other", "the export", rank_of_command(), 0.3),
+    ):
+        pass
+
+
+#: A rank that waits where ranks meet, after all others have ended.
+ORPHAN = """
+import sys
+from pathlib import Path
+from holdfast.interop.writing.command_ranks import _part_in
+with _part_in(Path(sys.argv[1]), 1, 0.0):
+    print("there", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def outliving(own: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Rank 1 of a start whose other ranks have ended, with its part in a meeting."""
+    pipe = subprocess.PIPE
+    argv, env = [sys.executable, "-c", ORPHAN, str(own)], {**os.environ, "PYTHONPATH": SOURCE}
+    with subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe) as rank:
+        assert rank.stdout is not None and rank.stdout.readline()
+        try:
+            yield rank
+        finally:
+            rank.kill()
+
+
+def test_a_rank_that_outlives_its_start_keeps_another_from_writing(
+    source: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    with outliving(tmp_path / ".root.ranks" / "earlier"):
+        (found,) = run_together(1, "import", source, root)
+        assert found[0] == 5 and "rank 1 of another start of this command still runs" in found[2]
+        assert not root.exists()
+    assert run_together(1, "import", source, root)[0][0] == 0
+    assert not left_beside(root)
+
+
+def test_a_rank_waits_for_the_one_that_it_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(DeadlineExceeded),
+        met_ranks(tmp_path / "meeting", "the import", rank_of_command(), 0.1),
+    ):
+        pass
+    (own,) = (tmp_path / "meeting").iterdir()
+    with outliving(own) as rank:
+        with (
+            pytest.raises(RootBusy),
+            met_ranks(tmp_path / "meeting", "the import", rank_of_command(), 0.3),
+        ):
+            pass
+        threading.Timer(0.3, rank.kill).start()
+        with (
+            pytest.raises(DeadlineExceeded),
+            met_ranks(tmp_path / "meeting", "the import", rank_of_command(), 3.0),
+        ):
+            pass
+
+
+def test_a_start_leaves_the_meeting_of_another_that_lives(tmp_path: Path) -> None:
+    held = contextlib.ExitStack()
+    for name in ("dead", "lives"):
+        (tmp_path / "meeting" / name).mkdir(parents=True)
+        (tmp_path / "meeting" / name / "lock-0").touch()
+    with held:
+        _lock_rank(tmp_path / "meeting" / "lives" / "lock-0", held)
+        with (
+            pytest.raises(RootBusy, match="rank 0"),
+            met_ranks(tmp_path / "meeting", "the export", ALONE),
+        ):
+            pass
+        assert (tmp_path / "meeting" / "lives" / "lock-0").exists()
+    with met_ranks(tmp_path / "meeting", "the export", ALONE):
+        assert not (tmp_path / "meeting").exists()
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_what_a_launcher_has_set_counts_only_with_ranks(
+    root: Path,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    to = ("--to", "dcp") if command == "export" else ()
+    argv = [command, str(source if command == "import" else root), str(tmp_path / "new"), *to]
+    assert main([*argv, "--ranks"]) == 2
+    assert "--ranks needs RANK and WORLD_SIZE" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main([*argv, "--dry-run"]) == 0 and capsys.readouterr().out
+    assert main(argv) == 0 and capsys.readouterr().out
+    assert (tmp_path / "new").is_dir() and not left_beside(tmp_path / "new")
+
+
+#: Two ranks, of which one waits for the other's end and then works on, and the other ends itself.
+WORKING = """
+import os, sys, time
+from pathlib import Path
+from holdfast.errors import HoldfastError
+from holdfast.interop.writing.command_ranks import met_ranks, rank_of_command
+from holdfast.errors import StorageError
+try:
+    with met_ranks(Path(sys.argv[1]), "the import", rank_of_command()) as ranks:
+        if ranks.rank == int(sys.argv[2]):
+            if sys.argv[3] == "killed":
+                os._exit(9)
+            raise StorageError("the disk is gone", operation="write")
+        for _ in range(300):
+            time.sleep(0.1)
+            ranks.require_others()
+        print("worked to the end")
+except HoldfastError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("ends", "how"), [(0, "killed"), (1, "killed"), (0, "failed")])
+def test_a_rank_that_works_hears_of_the_end_of_another(tmp_path: Path, ends: int, how: str) -> None:
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    env = {**os.environ, **launch, "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": SOURCE}
+    argv = [sys.executable, "-c", WORKING, str(tmp_path / "meeting"), str(ends), how]
+    ranks = [
+        subprocess.Popen(argv, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    wanted = f"ranks [{ends}] ended" if how == "killed" else f"rank {ends}: the disk is gone"
+    assert wanted in said[1 - ends]
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [(errno.ESTALE, "ranks [1] did not reach"), (errno.EIO, "Input/output error")],
+)
+def test_a_value_that_cannot_be_read_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, wanted: str
+) -> None:
+    def failing(path: Path) -> bytes:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with (
+        pytest.raises(HoldfastError, match=re.escape(wanted)),
+        met_ranks(tmp_path / "meeting", "the export", (0, 2), 0.5),
     ):
         pass

@@ -148,6 +148,18 @@ class TestRefusals:
         sink.abort()
         assert os.listdir(tmp_path) == []
 
+    def test_an_aborted_image_leaves_what_another_has_put_in_its_place(
+        self, tmp_path: Path
+    ) -> None:
+        store = LocalStore(tmp_path)
+        sink = store.create("image", PAGE)
+        store.remove("image")
+        other = LocalStore(tmp_path).create("image", PAGE)
+        other.write(0, memoryview(pattern(PAGE)))
+        other.finish()
+        sink.abort()
+        assert store.read("image") == pattern(PAGE)
+
     def test_an_fsync_that_failed_once_is_never_asked_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

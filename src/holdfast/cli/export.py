@@ -17,7 +17,7 @@ from holdfast.cli.output import SlowProgress, stdout
 from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import UsageError
 from holdfast.interop.writing.chosen_leaves import LeafReader
-from holdfast.interop.writing.command_ranks import CommandRanks, met_ranks, rank_of_command
+from holdfast.interop.writing.command_ranks import ALONE, CommandRanks, met_ranks, rank_of_command
 from holdfast.interop.writing.export_files import (
     DEFAULT_MEMORY_BYTES,
     ExportReport,
@@ -68,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     memory = memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES)
     window_bytes(memory)
     out = _place(args.out)
-    rank, size = rank_of_command()
+    rank, size = place = rank_of_command() if args.ranks else ALONE
     if args.dry_run:
         return 0 if rank else _export(args, memory, out, CommandRanks("the export"))
     if size > 1:
         refuse_no_directory(out)
-    with met_ranks(out.with_name(f".{out.name}.ranks"), "the export") as ranks:
+    with met_ranks(out.with_name(f".{out.name}.ranks"), "the export", place) as ranks:
         return _export(args, memory, out, ranks)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from rich.markup import escape
 
 from holdfast.cli.command import Commands, add_command, print_json
@@ -18,7 +19,7 @@ from holdfast.cli.portion import add_portion, memory_bytes, portion
 from holdfast.errors import NotFound, UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.directories import FORMATS
-from holdfast.interop.writing.command_ranks import met_ranks, rank_of_command
+from holdfast.interop.writing.command_ranks import ALONE, met_ranks, rank_of_command
 from holdfast.interop.writing.export_files import DEFAULT_MEMORY_BYTES, window_bytes
 from holdfast.interop.writing.import_plan import ImportPlan, open_imports, plan_import
 from holdfast.interop.writing.import_state import ImportReport, import_all
@@ -62,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
     """
     memory = memory_bytes("--memory", args.memory, DEFAULT_MEMORY_BYTES)
     window_bytes(memory)
+    place = rank_of_command() if args.ranks else ALONE
     if args.dry_run:
-        if rank_of_command()[0] == 0:
+        if place[0] == 0:
             _tell(args, *_plans(args), ImportReport())
         return 0
-    with met_ranks(_meeting_place(args), "the import") as ranks:
+    with met_ranks(_meeting_place(args), "the import", place) as ranks:
         plans, notes = _plans(args)
         with SlowProgress("importing") as progress:
             report = import_all(plans, open_store(args.root), progress, memory, ranks)
@@ -77,8 +79,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _meeting_place(args: argparse.Namespace) -> Path:
     """Where the ranks meet: beside the root, or beside the source of one in a bucket."""
-    path = Path(os.path.abspath(args.source if is_bucket(args.root) else args.root))
-    return path.with_name(f".{path.name}.ranks")
+    if not is_bucket(args.root):
+        path = Path(os.path.abspath(args.root))
+        return path.with_name(f".{path.name}.ranks")
+    path, root = Path(os.path.abspath(args.source)), xxhash.xxh3_64_hexdigest(args.root.encode())
+    return path.with_name(f".{path.name}.{root}.ranks")
 
 
 def _tell(

@@ -41,6 +41,11 @@ def add_portion(command: argparse.ArgumentParser) -> None:
         "--memory", metavar="BYTES", help="the most memory to take for data, as 512MiB"
     )
     command.add_argument("--dry-run", action="store_true", help="show what would be written")
+    command.add_argument(
+        "--ranks",
+        action="store_true",
+        help="share the work with the other processes that torchrun starts of this command",
+    )
 
 
 def memory_bytes(option: str, given: str | None, default: int) -> int:

@@ -118,6 +118,17 @@ def read_deepspeed(files: SourceFiles, tag: str) -> DeepSpeedState:
         ) from None
 
 
+def step_in(files: SourceFiles, tag: str) -> int | None:
+    """The step that the checkpoint in the folder ``tag`` says it is of."""
+    checkpoint = _Checkpoint(files, tag)
+    return None if checkpoint.main is None else _step(checkpoint.main)
+
+
+def _step(main: Mapping[str, Any]) -> int | None:
+    step = main.get("global_steps")
+    return step if type(step) is int and step >= 0 else None
+
+
 class _Checkpoint:
     def __init__(self, files: SourceFiles, tag: str) -> None:
         self._files, self._tag = files, tag
@@ -158,6 +169,11 @@ class _Checkpoint:
             raise self._error(name, "it holds no dictionary of a state")
         return value
 
+    @property
+    def main(self) -> dict[str, Any] | None:
+        """What the file of the model says; None where there is none."""
+        return None if self._main is None else self._value(self._main)
+
     def read(self) -> DeepSpeedState:
         if self._main is None:
             raise self._error("mp_rank_00_model_states.pt", "it is not there")
@@ -189,9 +205,9 @@ class _Checkpoint:
             for key in sorted(rest.keys() & ours.keys())
         ]
         result = rest | ours
-        step = main.get("global_steps")
-        number = step if type(step) is int and step >= 0 else None
-        return DeepSpeedState(result, number, max(1, len(self._optimizers)), tuple(self._notes))
+        return DeepSpeedState(
+            result, _step(main), max(1, len(self._optimizers)), tuple(self._notes)
+        )
 
     def _shapes(self, main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
         shapes = main.get("param_shapes") or []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
-from holdfast.interop.deepspeed import find_tag, other_tags, read_deepspeed
+from holdfast.interop.deepspeed import find_tag, other_tags, read_deepspeed, step_in
 from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.lightning import (
     META,
@@ -162,6 +162,8 @@ def step_inside(files: SourceFiles, format_: str) -> int | None:
         found = document_in(files, TRAINER_STATE, "state of a trainer").get("global_step")
     elif format_ == "megatron" and COMMON in files.names():
         found = state_in(files, COMMON).get("iteration")
+    elif format_ == "deepspeed" and (tag := find_tag(files)) is not None:
+        found = step_in(files, tag)
     return found if is_step(found) else None
 
 

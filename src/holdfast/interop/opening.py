@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,8 +65,11 @@ def open_source(
     found = read_directory(files, format_, orders() if orders else None)
     if found is None:
         return open_store(root)
-    if place is not None:
-        found = replace(found, step=place.step)  # by which it was chosen
+    if place is not None and found.step != place.step:
+        raise UsageError(
+            f"{files.path} was found as step {place.step} and says that it is of step "
+            f"{found.step}: give its path"
+        )
     _warn(found.notes, where)
     return ForeignStore(files, found)
 

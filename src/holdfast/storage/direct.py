@@ -19,7 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast.storage.base import SinkFill, flat, os_failure, reporting, short_read
-from holdfast.storage.files import FILE_MODE, allocate, sync_directory, write_once
+from holdfast.storage.files import (
+    FILE_MODE,
+    allocate,
+    file_identity,
+    sync_directory,
+    write_once,
+)
 
 ALIGNMENT_BYTES = 4096
 _BOUNCE_BYTES = 4 << 20
@@ -150,6 +156,7 @@ class DirectSink:
         self._target, self._then = target, then
         self._file = DirectFile(target)
         try:
+            self._identity = file_identity(target)
             self._file.reserve(size_bytes)
         except BaseException:
             self._file.close()
@@ -175,7 +182,9 @@ class DirectSink:
     def abort(self) -> None:
         if self._filling.abort():
             with suppress(OSError):
-                os.unlink(self._target)
+                # Where this one was removed, the name may by now be another's.
+                if file_identity(self._target) == self._identity:
+                    os.unlink(self._target)
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:

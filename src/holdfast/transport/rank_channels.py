@@ -126,6 +126,12 @@ class RankChannels:
         """Say the last word of this rank in the phase ``count``, and wait for nobody."""
         self._result(self._leave(count, word))
 
+    def ended(self) -> list[int]:
+        """Return the ranks below that did not come back, and those above where nobody listens."""
+        least_s = self._loop.time() - _RETURN_S
+        above = [rank for rank, since_s in self._refused_s.copy().items() if since_s <= least_s]
+        return sorted({*above, *(self._phases.ended if self._phases is not None else ())})
+
     def end(self) -> None:
         """Have the thread send what is still to be sent, close all lines, and end. Waits for
         nothing: the garbage collector may call it on any thread, this one too.

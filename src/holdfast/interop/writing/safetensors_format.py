@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, STORED_AS_BYTES, Box
@@ -37,6 +38,8 @@ def plan_safetensors(saved: SavedState, file_bytes: int) -> FormatPlan:
             "safetensors files have one model; the checkpoint has "
             f"{', '.join(sorted(modules)) or 'none'}: choose one with --only"
         )
+    refused = {n: why for n, why in saved.refused.items() if n == key or n.startswith(f"{key}.")}
+    replace(saved, refused=refused).require_agreement()
     tensors = {name: saved.leaves[of] for name, of in once(modules[key]).items()}
     leaves = once(modules[key])
     require_types(tensors, TYPES, "safetensors")

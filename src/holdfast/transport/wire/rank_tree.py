@@ -377,6 +377,11 @@ class RankPhases:
         return min(waiting, default=float("inf"))
 
     @property
+    def ended(self) -> tuple[int, ...]:
+        """The ranks below that have ended. Safe from every thread."""
+        return tuple(self._ended)
+
+    @property
     def has_unheard(self) -> bool:
         """True while something that this rank passed on has no verdict."""
         return any(each.passed and not each.verdict for each in self._phases.values())
