@@ -404,3 +404,53 @@ def test_a_file_that_is_no_ring_is_let_be(arena: Path, tmp_path: Path) -> None:
     drain.poll()
     assert steps(tmp_path) == [0]
     assert (arena / RINGS / "short.ring").exists()
+
+
+def test_a_storage_that_hangs_holds_nobody_at_the_end(arena: Path) -> None:
+    ring, hang = make_ring(arena), threading.Event()
+    ring(fence(0), 0.0)
+    began_s = time.monotonic()
+    threading.Timer(4.0, hang.set).start()
+    ring.close(deadline_s=0.1, drain=lambda _: hang.wait())
+    assert not hang.is_set() and time.monotonic() - began_s < 3.0
+    hang.set()
+    assert list((arena / RINGS).glob("*.ring")), "left to the next keeper"
+
+
+def test_an_end_without_time_tries_nothing(arena: Path) -> None:
+    ring, tried = make_ring(arena), []
+    ring(fence(0), 0.0)
+    ring.close(deadline_s=0.0, drain=lambda _: bool(tried.append("drain")))
+    assert not tried and list((arena / RINGS).glob("*.ring"))
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_forked_child_does_not_keep_the_lock_of_a_drain(
+    is_closed: bool, arena: Path, tmp_path: Path
+) -> None:
+    script = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from holdfast.observe.event_files import EventFile\n"
+        "from holdfast.observe.ring_drain import RingDrain\n"
+        "drain = RingDrain(Path(sys.argv[1]), EventFile(Path(sys.argv[2])))\n"
+        "Path(sys.argv[1], 'events').mkdir(exist_ok=True)\n"
+        "assert drain.poll()\n"
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(60)\n"
+        "print(child, flush=True)\n"
+        f"if {is_closed}: drain.close()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    (arena / RINGS).mkdir(mode=0o700)
+    command = [sys.executable, "-c", script, str(arena), str(tmp_path / "events" / "a.jsonl")]
+    made = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": SOURCE}, stdout=subprocess.PIPE
+    )
+    assert made.stdout is not None
+    child = int(made.stdout.readline())
+    made.stdout.close()
+    made.wait()
+    try:
+        assert make_drain(tmp_path).poll()
+    finally:
+        os.kill(child, signal.SIGKILL)

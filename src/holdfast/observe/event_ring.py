@@ -14,6 +14,7 @@ import itertools
 import mmap
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -286,24 +287,49 @@ class EventRing:
             self._is_closed = True
         return self.ring
 
-    def close(self, *, deadline_s: float, drain: Callable[[RingFile], bool]) -> None:
+    def close(
+        self,
+        *,
+        deadline_s: float,
+        drain: Callable[[RingFile], bool],
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
         """Waits until what was put is drained, then lets go of the ring. Never raises.
 
         ``drain``: tried again and again; drains the ring if nobody else does, and says if it did.
+        ``end``: called after the last try. Both run on a thread that may hang in the storage: what
+        is not drained after ``deadline_s`` stays in the arena. With 0 nothing is tried.
         """
         self._is_closed = True
-        if self.ring is None:
-            return
-        give_up_s = time.monotonic() + deadline_s
-        while not (self.ring.is_drained() or drain(self.ring) or time.monotonic() >= give_up_s):
-            time.sleep(_CLOSE_POLL_S)
-        self.ring.close()
+        ring = self.ring
+        if ring is None or deadline_s <= 0 or ring.is_drained():
+            end()
+        else:
+            give_up_s = time.monotonic() + deadline_s
+            thread = threading.Thread(
+                target=_wait_drained, args=(ring, give_up_s, drain, end), daemon=True
+            )
+            try:
+                thread.start()
+                thread.join(deadline_s)
+            except RuntimeError:  # no thread can be made: the keeper drains it
+                end()
+        if ring is not None:
+            ring.close()
 
     def forget(self) -> None:
         """Leaves the ring to the process that this one was forked off."""
         if self.ring is not None:
             self.ring.close(unlock=False)
         self.ring = None
+
+
+def _wait_drained(
+    ring: RingFile, give_up_s: float, drain: Callable[[RingFile], bool], end: Callable[[], None]
+) -> None:
+    while not (ring.is_drained() or drain(ring) or time.monotonic() >= give_up_s):
+        time.sleep(_CLOSE_POLL_S)
+    end()
 
 
 _living: weakref.WeakSet[EventRing] = weakref.WeakSet()

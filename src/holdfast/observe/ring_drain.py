@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -72,6 +73,7 @@ class RingDrain:
         self._rings: dict[str, _OpenRing] = {}
         self._refused: set[str] = set()
         self._written: set[tuple[str, int]] = set()
+        _living.add(self)
 
     def poll(self) -> bool:
         """Writes what is in the rings; False where another process drains them.
@@ -106,9 +108,21 @@ class RingDrain:
         for one in self._rings.values():
             one.ring.close()
         self._rings.clear()
+        self._has_lock = False
         lock, self._lock = self._lock, -1
         if lock >= 0:
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing it would leave it to a forked child
             os.close(lock)
+
+    def forget(self) -> None:
+        """Leaves lock and rings to the process that this one was forked off."""
+        lock, self._lock, self._has_lock = self._lock, -1, False
+        if lock >= 0:
+            os.close(lock)
+        for one in self._rings.values():
+            one.ring.close(unlock=False)
+        self._rings.clear()
 
     def _open_lock(self) -> None:
         if self._lock < 0:
@@ -219,6 +233,17 @@ def _numbers_in(end: bytes) -> Iterator[tuple[str, int]]:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             found = decode(line)
             yield found.writer, found.number
+
+
+_living: weakref.WeakSet[RingDrain] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for drain in list(_living):
+        drain.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class RingDrainer:
