@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -418,10 +419,10 @@ def test_a_storage_that_hangs_holds_nobody_at_the_end(arena: Path) -> None:
 
 
 def test_an_end_without_time_tries_nothing(arena: Path) -> None:
-    ring, tried = make_ring(arena), []
+    ring, tried = make_ring(arena), itertools.count()
     ring(fence(0), 0.0)
-    ring.close(deadline_s=0.0, drain=lambda _: bool(tried.append("drain")))
-    assert not tried and list((arena / RINGS).glob("*.ring"))
+    ring.close(deadline_s=0.0, drain=lambda _: next(tried) < 0)
+    assert next(tried) == 0 and list((arena / RINGS).glob("*.ring"))
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
@@ -454,3 +455,36 @@ def test_a_forked_child_does_not_keep_the_lock_of_a_drain(
         assert make_drain(tmp_path).poll()
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_ring_that_cannot_be_opened_now_is_opened_later(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, drain = make_ring(arena), make_drain(tmp_path)
+    ring(fence(0), 0.0)
+
+    def refuse(path: Path) -> RingFile:
+        raise OSError(24, "Too many open files", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RingFile, "open", refuse)
+        drain.poll()
+    drain.poll()
+    assert steps(tmp_path) == [0]
+
+
+def test_drops_that_are_counted_out_of_order_are_told_once(arena: Path) -> None:
+    file = mapped(make_ring(arena))
+    file.count_dropped(7)
+    file.count_dropped(5)
+    assert file.undelivered_drops() == 7
+    file.drops_reported(8)
+    assert file.undelivered_drops() == 0
+
+
+def test_a_forked_child_makes_no_arena_that_was_removed(arena: Path) -> None:
+    ring = make_ring(arena)
+    shutil.rmtree(arena)
+    ring.forget()  # as in a child
+    ring(fence(0), 0.0)
+    assert not arena.exists()

@@ -153,11 +153,12 @@ class RingFile:
 
     def undelivered_drops(self) -> int:
         """Returns how many events were dropped since ``drops_reported``."""
-        return self.cells[_DROPPED] - self.cells[_REPORTED]
+        return max(0, self.cells[_DROPPED] - self.cells[_REPORTED])
 
     def count_dropped(self, total: int) -> None:
         """Notes how many events were dropped in all."""
-        self.cells[_DROPPED] = total
+        if total > self.cells[_DROPPED]:  # a thread that was interrupted has an older one
+            self.cells[_DROPPED] = total
 
     def drops_reported(self, count: int) -> None:
         """Notes that so many more were told of."""
@@ -281,6 +282,9 @@ class EventRing:
             return
 
     def _begin_in_child(self) -> RingFile | None:
+        if not self._directory.parent.exists():  # nobody would remove what it makes
+            self._is_closed = True
+            return None
         try:
             self._begin(self._create())
         except Exception:  # its parent's arena is gone, or full: a child's events are given up

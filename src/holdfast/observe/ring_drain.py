@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.events import Warned
+from holdfast.events import Warned, emit
 from holdfast.observe.event_files import EventFile, encode_event, encode_record
 from holdfast.observe.event_ring import (
     DRAIN_LOCK,
@@ -146,12 +146,20 @@ class RingDrain:
                 name = entry.name
                 if not name.endswith(SUFFIX) or name in self._rings or name in self._refused:
                     continue
-                with suppress(FileNotFoundError):
-                    try:
-                        ring = RingFile.open(Path(entry.path))
-                        self._rings[name] = _OpenRing(ring, ring.owner())
-                    except (OSError, ValueError, msgspec.DecodeError):
-                        self._refused.add(name)
+                with suppress(OSError):  # it may be there, or be opened, at the next look
+                    self._open_ring(name, Path(entry.path))
+
+    def _open_ring(self, name: str, path: Path) -> None:
+        try:
+            ring = RingFile.open(path)
+            try:
+                self._rings[name] = _OpenRing(ring, ring.owner())
+            except BaseException:
+                ring.close(unlock=False)
+                raise
+        except (ValueError, msgspec.DecodeError) as error:
+            self._refused.add(name)
+            emit(Warned(message=f"the events in {path} are not read: {error}"))
 
     def _drain(self, one: _OpenRing) -> bool:
         """Drains a ring; True if its writer is gone and nothing is left in it."""
