@@ -488,3 +488,15 @@ def test_a_forked_child_makes_no_arena_that_was_removed(arena: Path) -> None:
     ring.forget()  # as in a child
     ring(fence(0), 0.0)
     assert not arena.exists()
+
+
+def test_a_record_behind_a_head_that_went_back_is_waited_for(arena: Path, tmp_path: Path) -> None:
+    ring, drain = make_ring(arena), make_drain(tmp_path)
+    for step in range(3):
+        ring(fence(step), 0.0)
+        drain.poll()
+    ring(fence(3), 0.0)
+    mapped(ring).cells[SHORT_AREA.head] = 3  # noted late by a thread that was interrupted
+    assert not mapped(ring).is_drained()
+    drain.poll()
+    assert steps(tmp_path) == [0, 1, 2, 3]
