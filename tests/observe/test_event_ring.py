@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -404,3 +405,98 @@ def test_a_file_that_is_no_ring_is_let_be(arena: Path, tmp_path: Path) -> None:
     drain.poll()
     assert steps(tmp_path) == [0]
     assert (arena / RINGS / "short.ring").exists()
+
+
+def test_a_storage_that_hangs_holds_nobody_at_the_end(arena: Path) -> None:
+    ring, hang = make_ring(arena), threading.Event()
+    ring(fence(0), 0.0)
+    began_s = time.monotonic()
+    threading.Timer(4.0, hang.set).start()
+    ring.close(deadline_s=0.1, drain=lambda _: hang.wait())
+    assert not hang.is_set() and time.monotonic() - began_s < 3.0
+    hang.set()
+    assert list((arena / RINGS).glob("*.ring")), "left to the next keeper"
+
+
+def test_an_end_without_time_tries_nothing(arena: Path) -> None:
+    ring, tried = make_ring(arena), itertools.count()
+    ring(fence(0), 0.0)
+    ring.close(deadline_s=0.0, drain=lambda _: next(tried) < 0)
+    assert next(tried) == 0 and list((arena / RINGS).glob("*.ring"))
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_forked_child_does_not_keep_the_lock_of_a_drain(
+    is_closed: bool, arena: Path, tmp_path: Path
+) -> None:
+    script = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from holdfast.observe.event_files import EventFile\n"
+        "from holdfast.observe.ring_drain import RingDrain\n"
+        "drain = RingDrain(Path(sys.argv[1]), EventFile(Path(sys.argv[2])))\n"
+        "Path(sys.argv[1], 'events').mkdir(exist_ok=True)\n"
+        "assert drain.poll()\n"
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(60)\n"
+        "print(child, flush=True)\n"
+        f"if {is_closed}: drain.close()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    (arena / RINGS).mkdir(mode=0o700)
+    command = [sys.executable, "-c", script, str(arena), str(tmp_path / "events" / "a.jsonl")]
+    made = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": SOURCE}, stdout=subprocess.PIPE
+    )
+    assert made.stdout is not None
+    child = int(made.stdout.readline())
+    made.stdout.close()
+    made.wait()
+    try:
+        assert make_drain(tmp_path).poll()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_ring_that_cannot_be_opened_now_is_opened_later(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, drain = make_ring(arena), make_drain(tmp_path)
+    ring(fence(0), 0.0)
+
+    def refuse(path: Path) -> RingFile:
+        raise OSError(24, "Too many open files", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RingFile, "open", refuse)
+        drain.poll()
+    drain.poll()
+    assert steps(tmp_path) == [0]
+
+
+def test_drops_that_are_counted_out_of_order_are_told_once(arena: Path) -> None:
+    file = mapped(make_ring(arena))
+    file.count_dropped(7)
+    file.count_dropped(5)
+    assert file.undelivered_drops() == 7
+    file.drops_reported(8)
+    assert file.undelivered_drops() == 0
+
+
+def test_a_forked_child_makes_no_arena_that_was_removed(arena: Path) -> None:
+    ring = make_ring(arena)
+    shutil.rmtree(arena)
+    ring.forget()  # as in a child
+    ring(fence(0), 0.0)
+    assert not arena.exists()
+
+
+def test_a_record_behind_a_head_that_went_back_is_waited_for(arena: Path, tmp_path: Path) -> None:
+    ring, drain = make_ring(arena), make_drain(tmp_path)
+    for step in range(3):
+        ring(fence(step), 0.0)
+        drain.poll()
+    ring(fence(3), 0.0)
+    mapped(ring).cells[SHORT_AREA.head] = 3  # noted late by a thread that was interrupted
+    assert not mapped(ring).is_drained()
+    drain.poll()
+    assert steps(tmp_path) == [0, 1, 2, 3]

@@ -276,3 +276,18 @@ def test_a_budget_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("HOLDFAST_EVENT_BYTES", bad)
         with pytest.raises(UsageError, match="HOLDFAST_EVENT_BYTES"):
             event_budget()
+
+
+def test_compressing_on_a_full_disk_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "host-a.s000001.jsonl"
+    full.write_bytes(b"{}\n")
+
+    def refuse(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space"):
+        compress(full)
+    assert [each.name for each in tmp_path.iterdir()] == [full.name]

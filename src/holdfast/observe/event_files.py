@@ -94,11 +94,15 @@ def compress(full: Path) -> Path:
     """Compresses a full file; whenever this is cut short, one of the two is there, whole."""
     made = full.with_name(full.name + ".gz")
     temporary = full.with_name(full.name + ".new")
-    with full.open("rb") as source, temporary.open("wb") as target:
-        with gzip.GzipFile("", "wb", _COMPRESSION, target, mtime=0) as packed:
-            shutil.copyfileobj(source, packed, _COPY_BYTES)
-        target.flush()
-        os.fsync(target.fileno())
+    try:
+        with full.open("rb") as source, temporary.open("wb") as target:
+            with gzip.GzipFile("", "wb", _COMPRESSION, target, mtime=0) as packed:
+                shutil.copyfileobj(source, packed, _COPY_BYTES)
+            target.flush()
+            os.fsync(target.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)  # the disk may be full
+        raise
     temporary.rename(made)
     full.unlink()
     return made

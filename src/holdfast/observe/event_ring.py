@@ -14,6 +14,7 @@ import itertools
 import mmap
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -148,15 +149,21 @@ class RingFile:
 
     def is_drained(self) -> bool:
         """True if everything that was put was taken."""
-        return all(self.cells[a.tail] >= self.cells[a.head] for a in (SHORT_AREA, LONG_AREA))
+        return all(
+            self.cells[a.tail] >= self.cells[a.head]
+            # The head goes back where a thread was interrupted before it noted an older one.
+            and self.record(a, self.cells[a.tail]) is None
+            for a in (SHORT_AREA, LONG_AREA)
+        )
 
     def undelivered_drops(self) -> int:
         """Returns how many events were dropped since ``drops_reported``."""
-        return self.cells[_DROPPED] - self.cells[_REPORTED]
+        return max(0, self.cells[_DROPPED] - self.cells[_REPORTED])
 
     def count_dropped(self, total: int) -> None:
         """Notes how many events were dropped in all."""
-        self.cells[_DROPPED] = total
+        if total > self.cells[_DROPPED]:  # a thread that was interrupted has an older one
+            self.cells[_DROPPED] = total
 
     def drops_reported(self, count: int) -> None:
         """Notes that so many more were told of."""
@@ -280,30 +287,58 @@ class EventRing:
             return
 
     def _begin_in_child(self) -> RingFile | None:
+        if not self._directory.parent.exists():  # nobody would remove what it makes
+            self._is_closed = True
+            return None
         try:
             self._begin(self._create())
         except Exception:  # its parent's arena is gone, or full: a child's events are given up
             self._is_closed = True
         return self.ring
 
-    def close(self, *, deadline_s: float, drain: Callable[[RingFile], bool]) -> None:
+    def close(
+        self,
+        *,
+        deadline_s: float,
+        drain: Callable[[RingFile], bool],
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
         """Waits until what was put is drained, then lets go of the ring. Never raises.
 
         ``drain``: tried again and again; drains the ring if nobody else does, and says if it did.
+        ``end``: called after the last try. Both run on a thread that may hang in the storage: what
+        is not drained after ``deadline_s`` stays in the arena. With 0 nothing is tried.
         """
         self._is_closed = True
-        if self.ring is None:
-            return
-        give_up_s = time.monotonic() + deadline_s
-        while not (self.ring.is_drained() or drain(self.ring) or time.monotonic() >= give_up_s):
-            time.sleep(_CLOSE_POLL_S)
-        self.ring.close()
+        ring = self.ring
+        if ring is None or deadline_s <= 0 or ring.is_drained():
+            end()
+        else:
+            give_up_s = time.monotonic() + deadline_s
+            thread = threading.Thread(
+                target=_wait_drained, args=(ring, give_up_s, drain, end), daemon=True
+            )
+            try:
+                thread.start()
+                thread.join(deadline_s)
+            except RuntimeError:  # no thread can be made: the keeper drains it
+                end()
+        if ring is not None:
+            ring.close()
 
     def forget(self) -> None:
         """Leaves the ring to the process that this one was forked off."""
         if self.ring is not None:
             self.ring.close(unlock=False)
         self.ring = None
+
+
+def _wait_drained(
+    ring: RingFile, give_up_s: float, drain: Callable[[RingFile], bool], end: Callable[[], None]
+) -> None:
+    while not (ring.is_drained() or drain(ring) or time.monotonic() >= give_up_s):
+        time.sleep(_CLOSE_POLL_S)
+    end()
 
 
 _living: weakref.WeakSet[EventRing] = weakref.WeakSet()

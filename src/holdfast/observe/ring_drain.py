@@ -12,13 +12,14 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from holdfast.events import Warned
+from holdfast.events import Warned, emit
 from holdfast.observe.event_files import EventFile, encode_event, encode_record
 from holdfast.observe.event_ring import (
     DRAIN_LOCK,
@@ -72,6 +73,7 @@ class RingDrain:
         self._rings: dict[str, _OpenRing] = {}
         self._refused: set[str] = set()
         self._written: set[tuple[str, int]] = set()
+        _living.add(self)
 
     def poll(self) -> bool:
         """Writes what is in the rings; False where another process drains them.
@@ -106,9 +108,21 @@ class RingDrain:
         for one in self._rings.values():
             one.ring.close()
         self._rings.clear()
+        self._has_lock = False
         lock, self._lock = self._lock, -1
         if lock >= 0:
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # closing it would leave it to a forked child
             os.close(lock)
+
+    def forget(self) -> None:
+        """Leaves lock and rings to the process that this one was forked off."""
+        lock, self._lock, self._has_lock = self._lock, -1, False
+        if lock >= 0:
+            os.close(lock)
+        for one in self._rings.values():
+            one.ring.close(unlock=False)
+        self._rings.clear()
 
     def _open_lock(self) -> None:
         if self._lock < 0:
@@ -132,12 +146,20 @@ class RingDrain:
                 name = entry.name
                 if not name.endswith(SUFFIX) or name in self._rings or name in self._refused:
                     continue
-                with suppress(FileNotFoundError):
-                    try:
-                        ring = RingFile.open(Path(entry.path))
-                        self._rings[name] = _OpenRing(ring, ring.owner())
-                    except (OSError, ValueError, msgspec.DecodeError):
-                        self._refused.add(name)
+                with suppress(OSError):  # it may be there, or be opened, at the next look
+                    self._open_ring(name, Path(entry.path))
+
+    def _open_ring(self, name: str, path: Path) -> None:
+        try:
+            ring = RingFile.open(path)
+            try:
+                self._rings[name] = _OpenRing(ring, ring.owner())
+            except BaseException:
+                ring.close(unlock=False)
+                raise
+        except (ValueError, msgspec.DecodeError) as error:
+            self._refused.add(name)
+            emit(Warned(message=f"the events in {path} are not read: {error}"))
 
     def _drain(self, one: _OpenRing) -> bool:
         """Drains a ring; True if its writer is gone and nothing is left in it."""
@@ -219,6 +241,17 @@ def _numbers_in(end: bytes) -> Iterator[tuple[str, int]]:
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             found = decode(line)
             yield found.writer, found.number
+
+
+_living: weakref.WeakSet[RingDrain] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for drain in list(_living):
+        drain.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class RingDrainer:

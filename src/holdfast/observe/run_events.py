@@ -44,7 +44,6 @@ def follow_run(root: str, arena: Path, rank: int, host: str) -> Callable[[float]
         for unsubscribe in stops:
             unsubscribe()
         _close(sink, drain, deadline_s)
-        drain.close()
 
     return stop
 
@@ -109,5 +108,6 @@ def _sink(place: EventPlace, arena: Path, role: str, rank: int, host: str) -> Ev
 def _close(sink: EventRing | JsonlSink, drain: RingDrain, deadline_s: float) -> None:
     if isinstance(sink, JsonlSink):
         sink.close(deadline_s=deadline_s)
+        drain.close()
     else:
-        sink.close(deadline_s=deadline_s, drain=end_ring_alone(drain))
+        sink.close(deadline_s=deadline_s, drain=end_ring_alone(drain), end=drain.close)
