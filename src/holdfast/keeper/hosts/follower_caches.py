@@ -147,11 +147,15 @@ class FollowerCaches:
     # ── on the loop ──────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """Wait a while for the followers of an incarnation that begins."""
-        self._gathered_s = time.monotonic() + _GATHER_S
+        """Begin an incarnation, and wait a while for its followers."""
+        self.gather()
         self._has_begun = True
         self._exact.clear()
         self._early.clear()
+
+    def gather(self) -> None:
+        """Wait a while for the followers of an incarnation."""
+        self._gathered_s = time.monotonic() + _GATHER_S
 
     def opened(self) -> None:
         """Handle what followers told before this host's cache was open."""
