@@ -1,4 +1,4 @@
-"""A keeper that is started in the middle of an incarnation shares its cache with the other hosts."""
+"""A keeper that is started in the middle of an incarnation shares its cache with other hosts."""
 
 from __future__ import annotations
 
