@@ -43,7 +43,8 @@ async def resume(hosts: tuple[Any, ...]) -> tuple[list[object], FollowerCaches]:
     api.memory = SimpleNamespace(order=lambda *_: None)
     api._join_reports = lambda: None
     others: Any = [None] * 3
-    api.role = HostRole(
+    role: Any = HostRole
+    api.role = role(
         "a", *others, api.executor, api.incarnations, api.root, *others
     )  # fmt: skip
     assert await api._resume(None)
