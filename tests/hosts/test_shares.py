@@ -206,3 +206,16 @@ def test_a_host_that_serves_its_images_on_another_port_says_so_when_it_attaches(
     inventory = messages.HostInventory(arena="", slots=(), next_number=0, port=77)
     hands._attach(2, cast(Any, line), inventory)
     assert (hands.port_of(1), hands.port_of(2)) == (0, 77)
+
+
+@pytest.mark.promise
+def test_a_write_that_is_aborted_while_it_begins_is_stopped_after_its_order() -> None:
+    told: list[str] = []
+
+    def begin() -> None:
+        other.abort("closed")
+        told.append("order")
+
+    other = RemoteImages("b", {9}, begin, told.append)
+    other.write(lambda _: None)
+    assert told == ["closed", "order", "closed"]

@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 
 from holdfast.catalogue import catalogue
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import Generation, Manifest
 from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.hosts import cache_agent
 from holdfast.keeper.hosts.cache_agent import CacheAgent
-from holdfast.keeper.hosts.cache_messages import DrainImages, deflate_manifest
+from holdfast.keeper.hosts.cache_messages import DrainImages, PublishCached, deflate_manifest
 from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry
+from holdfast.keeper.hosts.messages import WriteEnded
 from holdfast.keeper.jobs import RemoteImages
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
@@ -101,3 +102,29 @@ def test_a_drain_of_one_large_image_is_waited_for_while_it_goes_on(
     first, last = told.index("ImageWritten"), told.pop()
     assert "WriteProgressed" in told[:first] and "WriteProgressed" in told[first:]
     assert last == "WriteEnded"
+
+
+@pytest.mark.promise
+def test_what_was_written_to_a_cache_that_went_is_not_published_in_the_next() -> None:
+    def cache() -> Any:
+        return SimpleNamespace(
+            is_taking=True,
+            expect=lambda _: None,
+            persister=SimpleNamespace(submit=lambda _: submitted.append(1)),
+        )
+
+    submitted: list[int] = []
+    told: list[Fact] = []
+    agent = CacheAgent(cast(Any, None), cast(Any, None))
+    agent.serve(told.append)
+    first = cache()
+    agent.tier_of = lambda: first
+    order = SimpleNamespace(
+        attempt_id=SimpleNamespace(generation=Generation(1, 5)), directory="one"
+    )
+    agent.begin_write(cast(Any, order))
+    second = cache()
+    agent.tier_of = lambda: second
+    agent.do(PublishCached(directory="one", manifest=b"", record=b""))
+    (ended,) = told
+    assert isinstance(ended, WriteEnded) and "lost" in ended.reason and not submitted

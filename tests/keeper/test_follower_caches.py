@@ -135,3 +135,22 @@ def test_what_another_host_has_may_be_replaced_by_something_newer() -> None:
     assert keeper.c.durability.exact == {NEW}
     executor._found_cached([(PASSED, "a")], True)
     assert keeper.c.durability.exact == {NEW, PASSED}
+
+
+@pytest.mark.promise
+def test_what_a_host_has_that_came_during_a_drain_is_not_lost() -> None:
+    there: dict[int, str] = {}
+    followers = SimpleNamespace(
+        attached=lambda: dict(there), away=lambda: [] if there else ["b"], broadcast=lambda _: None
+    )
+    caches = FollowerCaches(cast(Any, followers), cast(Any, None), lambda: None, lambda *_: None)
+    store = MemoryStore()
+    save_steps(store, [0])
+    (manifest,) = catalogue(store).manifests
+    assert caches.drain(manifest) == []
+    there[1] = "b"  # it attaches while the others copy
+    _, may_come = caches.explain(manifest, [1])
+    assert may_come
+    assert len(caches.drain(manifest)) == 1
+    _, may_come = caches.explain(manifest, [1])
+    assert not may_come

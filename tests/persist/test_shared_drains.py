@@ -15,6 +15,7 @@ from holdfast.catalogue import attempt_dir, catalogue, manifest_path, part_dir
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.events import Warned
 from holdfast.format.manifest import Generation, ImageRef, Manifest
+from holdfast.keeper import cache_tier
 from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import HostWrite, PersistJob
@@ -475,3 +476,20 @@ def test_every_point_of_a_shared_drain(mode: Mode) -> None:
     for point in all_points:
         check(mode, *point)
     assert all_contents(three_stores()[0])
+
+
+@pytest.mark.promise
+def test_an_error_before_a_drain_begins_is_no_loss_because_the_one_before_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> set[int]:
+        raise StorageError("the disk is away", operation="list", path="", url="")
+
+    root, near, far = three_stores()
+    with open_pair(root, near, far) as pair:
+        (manifest,) = waiting(far).values()
+        pair.far._drain.lost = "another checkpoint was damaged"
+        monkeypatch.setattr(cache_tier, "ranks_held", refuse)
+        with pytest.raises(StorageError, match="the disk is away"):
+            pair.far.drain_own(manifest, lambda _: None)
+        assert not pair.far.drain_lost

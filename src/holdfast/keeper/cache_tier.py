@@ -242,20 +242,16 @@ class CacheTier:
         """Copy the images that this host has to the root; ``done`` is called with each rank,
         ``progressed`` often meanwhile. On one thread. It ends soon once ``is_cancelled``.
         """
-        ranks = ranks_held(self.store, manifest)
-        self._copy_own(manifest, ranks, done, is_cancelled, progressed)
-
-    def _copy_own(
-        self,
-        manifest: Manifest,
-        ranks: Collection[int],
-        done: Callable[[int], None] = lambda _: None,
-        is_cancelled: Callable[[], bool] = lambda: False,
-        progressed: Callable[[], None] = lambda: None,
-    ) -> None:
         with self._draining:  # an earlier coordinator may have ordered one that goes on
+            self._drain.lost = ""  # the one before says nothing of this one
+            ranks = ranks_held(self.store, manifest)
             self._is_cancelled = is_cancelled
             self._drain.copy_files(manifest, ranks, done, progressed)
+
+    def _copy_own(self, manifest: Manifest, ranks: Collection[int]) -> None:
+        with self._draining:  # an earlier coordinator may have ordered one that goes on
+            self._is_cancelled = lambda: False
+            self._drain.copy_files(manifest, ranks)
 
     def end_drains(self) -> None:
         """Have the drain under way end soon, on all hosts, and every later one at once."""

@@ -71,6 +71,8 @@ class RemoteImages:
             self.end(self._why_aborted)
         else:
             self._begin()
+            if self._is_aborted:  # meanwhile: the order may have been sent after that to stop
+                self._stop(self._why_aborted)
 
     def failure(self) -> str:
         """Return why the write that ended is incomplete, "" if it is complete."""

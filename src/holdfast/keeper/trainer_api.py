@@ -354,7 +354,7 @@ class TrainerApi:
         mine = await self.incarnations.resumable(message)
         if mine is None:
             return False
-        self.root.may_open = True
+        self.role.succeed()
         await self.root.open()
         self.incarnations.current = mine
         actions = self.coordinator.resume(

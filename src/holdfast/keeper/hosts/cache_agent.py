@@ -58,8 +58,8 @@ class CacheAgent:
         self._is_attached = False
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="holdfast-drain")
         self._under_way: set[str] = set()
-        self._written: dict[str, set[str]] = {}
-        """Directories written to the cache for a manifest that is not there yet."""
+        self._written: dict[str, tuple[CacheTier, set[str]]] = {}
+        """Directories written for a manifest that is not there yet, with the cache they are in."""
         self._server: PeerServer | None = None
         self._offered: dict[str, int] = {}
 
@@ -117,15 +117,15 @@ class CacheAgent:
             return None
         of = order.attempt_id
         paths = {place(of.generation, order.directory) for place in (attempt_dir, part_dir)}
-        self._written[order.directory] = paths
+        self._written[order.directory] = tier, paths
         tier.expect(paths)
         return tier
 
     def cancel(self, directory: str) -> None:
         """Stop a drain, or give up what was written for an attempt that comes to nothing."""
-        paths = self._written.pop(directory, set())
-        if self.tier is not None and paths:
-            self.tier.give_up(paths)
+        tier, paths = self._written.pop(directory, (None, set[str]()))
+        if tier is not None and tier is self.tier:
+            tier.give_up(paths)
         self._under_way.discard(directory)
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────────
@@ -138,11 +138,12 @@ class CacheAgent:
                 self._end(order.directory, "it has no cache now")
             return
         match order:
-            case PublishCached(directory=directory) if directory not in self._written:
-                self._end(directory, "its cache has lost what it had written")
             case PublishCached(directory=directory):
-                written = self._written.pop(directory)
-                tier.persister.submit(lambda: self._publish(tier, order, written))
+                target, written = self._written.pop(directory, (None, set[str]()))
+                if target is tier:
+                    tier.persister.submit(lambda: self._publish(tier, order, written))
+                else:
+                    self._end(directory, "its cache has lost what it had written")
             case DrainImages(directory=directory):
                 self._under_way.add(directory)
                 self._drains.submit(self._drain, tier, order)

@@ -58,6 +58,8 @@ class FollowerCaches:
         self._gathered_s = 0.0
         self._holders: dict[str, Mapping[str, frozenset[int]]] = {}
         """Which host has the images of which ranks, by attempt: of those cached in this start."""
+        self._asked = frozenset[str]()
+        """The hosts that were asked for their part of the drain under way."""
         self._drained: dict[tuple[Generation, str], None] = {}
         """What was drained or passed over: this host's cache may have dropped it."""
         self._early: dict[str, tuple[HostSession, CacheFound]] = {}
@@ -76,10 +78,9 @@ class FollowerCaches:
         directory, data = f"drain-{secrets.token_hex(4)}", deflate_manifest(manifest)
         order = DrainImages(directory=directory, manifest=data)
         ranks = frozenset(ref.rank for ref in manifest.images)
-        return [
-            self._share(host, name, directory, order, ranks)
-            for host, name in self._followers.attached().items()
-        ]
+        hosts = self._followers.attached()
+        self._asked = frozenset(hosts.values())
+        return [self._share(host, name, directory, order, ranks) for host, name in hosts.items()]
 
     def publish(self, job: PersistJob, manifest: Manifest) -> Sequence[RemoteImages]:
         """See ``OtherCaches``."""
@@ -122,13 +123,15 @@ class FollowerCaches:
     def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
         """See ``OtherCaches``."""
         away = self._followers.away()
+        came = [one for one in self._followers.attached().values() if one not in self._asked]
+        away += [name for name in came if name not in away]  # they came during the drain
         holders = self._holders.get(manifest.attempt, {})
         gone = [name for name in away if not holders.get(name, set(ranks)).isdisjoint(ranks)]
         if gone:
             hosts = ", ".join(gone)
             why = (
                 f"the images of ranks {ranks} are in no cache within reach, and the keeper of "
-                f"{hosts} is out of reach"
+                f"{hosts} is or was out of reach"
             )
             return why, True
         known = [name for name, theirs in holders.items() if not theirs.isdisjoint(ranks)]
@@ -147,11 +150,15 @@ class FollowerCaches:
     # ── on the loop ──────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """Wait a while for the followers of an incarnation that begins."""
-        self._gathered_s = time.monotonic() + _GATHER_S
+        """Begin an incarnation, and wait a while for its followers."""
+        self.gather()
         self._has_begun = True
         self._exact.clear()
         self._early.clear()
+
+    def gather(self) -> None:
+        """Wait a while for the followers of an incarnation."""
+        self._gathered_s = time.monotonic() + _GATHER_S
 
     def opened(self) -> None:
         """Handle what followers told before this host's cache was open."""

@@ -106,12 +106,23 @@ class HostRole:
             self._executor.followers.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
             self._executor.caches.begin()
-            others = self._executor.caches if hosts else None
-            self._root.share_cache(others, is_shared=bool(hosts))
+            self._share_cache(hosts)
             if self._executor.followers.parity_scheduler is not None:
                 self._executor.followers.parity_scheduler.begin(hosts)
             self._root.may_open = True
             self._agent.hosts = hosts
+
+    def succeed(self) -> None:
+        """Coordinate an incarnation that an earlier keeper of this host began, before its root is
+        opened.
+        """
+        self._executor.caches.gather()
+        self._share_cache(self._agent.hosts)
+        self._root.may_open = True
+
+    def _share_cache(self, hosts: Sequence[m.HostEntry]) -> None:
+        others = self._executor.caches if hosts else None
+        self._root.share_cache(others, is_shared=bool(hosts))
 
     async def _take_over_memory(self, incarnation: int) -> None:
         """Take the arena back from a coordinator elsewhere, if there was one."""
