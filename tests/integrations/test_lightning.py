@@ -90,8 +90,17 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         {"loader": "stateful"},
         {"loader": "resumable"},
         {"persistent": True},
+        {"average": True, "val_check_interval": 0.25},
     ],
-    ids=["validation inside", "early stop", "max_steps", "stateful", "sampler", "persistent"],
+    ids=[
+        "validation inside",
+        "early stop",
+        "max_steps",
+        "stateful",
+        "sampler",
+        "persistent",
+        "weight averaging",
+    ],
 )
 def test_every_kind_of_fit_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
     unbroken = whole(RUN, tmp_path / "whole", **options)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
+from holdfast.integrations.checkpoint_hooks import give_to_hooks, kept_by_hooks
 from holdfast.integrations.seam import (
     LoaderPlace,
     check_keys,
@@ -289,7 +290,8 @@ class _FitPlace:
             "inside": self.is_inside,
             "loops": _loops_state(fit),
             "stopped": trainer.should_stop,
-            "callbacks": {one.state_key: one.state_dict() for one in self._others()},
+            "callbacks": {one.state_key: one.state_dict() for one in self._with_state()},
+            "hooks": kept_by_hooks(trainer, self._others()),
             "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
             "terms": self._terms(),
             "loaders": [
@@ -313,10 +315,13 @@ class _FitPlace:
         """Takes up what was saved; ``resume`` gives it to the Trainer."""
         self._saved, self.is_inside = dict(found), found["inside"]
 
-    def _others(self) -> Iterator[Any]:
+    def _others(self) -> list[Any]:
+        return [one for one in self._trainer.callbacks if one is not self._callback]
+
+    def _with_state(self) -> Iterator[Any]:
         """Yields the other callbacks that have a state."""
-        for one in self._trainer.callbacks:
-            if one is not self._callback and type(one).state_dict is not Callback.state_dict:
+        for one in self._others():
+            if type(one).state_dict is not Callback.state_dict:
                 yield one
 
     def resume(self) -> None:
@@ -326,7 +331,8 @@ class _FitPlace:
         fit.load_state_dict(saved["loops"])
         _set_flags(fit, is_restarting=self.is_inside)
         trainer.should_stop = saved["stopped"]
-        for one in self._others():
+        give_to_hooks(trainer, self._others(), saved["hooks"])
+        for one in self._with_state():
             if one.state_key in saved["callbacks"]:
                 one.load_state_dict(saved["callbacks"][one.state_key])
         if trainer.datamodule is not None:
