@@ -26,6 +26,7 @@ from holdfast.integrations.accelerate import attach
 ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
 RANK = int(os.environ.get("RANK", "0"))
+MANUAL = OPTIONS.get("manual", 0)
 SAMPLES, BATCH = 108, OPTIONS.get("batch", 4)
 
 
@@ -114,7 +115,7 @@ def main() -> None:
         )
     accelerator = Accelerator(
         cpu=True,
-        gradient_accumulation_steps=OPTIONS.get("accumulation", 2),
+        gradient_accumulation_steps=1 if MANUAL else OPTIONS.get("accumulation", 2),
         dataloader_config=DataLoaderConfiguration(
             use_stateful_dataloader=OPTIONS.get("stateful", False),
             use_seedable_sampler=OPTIONS.get("seedable", True),
@@ -144,8 +145,14 @@ def main() -> None:
     for epoch in range(ckpt.epoch, 3):
         pass_by("epoch begin", epoch)
         model.train()
-        for batch in loader:
+        for number, batch in enumerate(loader):
             pass_by("forward", ckpt.steps + 1)
+            if MANUAL and (number + 1) % MANUAL and not loader.end_of_dataloader:
+                accelerator.backward((model(batch) - batch.flip(1)).square().mean())
+                totals["count"] += 1
+                pass_by("accumulate", ckpt.steps + 1)
+                assert ckpt.step() is None
+                continue
             with accelerator.accumulate(model):
                 loss = (model(batch) - batch.flip(1)).square().mean()
                 accelerator.backward(loss)

@@ -140,8 +140,8 @@ class LoaderPlace:
         self._settle = settle
         self._began = _generator_states(loader)
         self._target: dict[str, Any] | None = None
-        self._begun = 0
-        """The iterations of the run so far, this one among them."""
+        self.begun = 0
+        """The iterations of the run so far, the one under way among them."""
         self._must_warm = False
         self._rest = 0
         kind = _placed_kind(type(loader))
@@ -178,7 +178,7 @@ class LoaderPlace:
         return {
             "batches": batches or 0,
             "over": is_over,
-            "begun": self._begun,
+            "begun": self.begun,
             "generators": self._began if is_inside else _generator_states(self.loader),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
             "state": self.own_state() if is_inside and _has_state(self.loader) else None,
@@ -191,9 +191,9 @@ class LoaderPlace:
         self._advanced = 0 if saved["over"] else saved["batches"]
         self._target = dict(saved) if saved["batches"] or saved["over"] else None
         is_under_way = self._target is not None and not saved["over"]
-        self._begun = saved["begun"] - is_under_way
-        self._must_warm = self.loader.persistent_workers and self._begun > 0
-        must_load = saved["state"] is not None or self._begun > 0
+        self.begun = saved["begun"] - is_under_way
+        self._must_warm = self.loader.persistent_workers and self.begun > 0
+        must_load = saved["state"] is not None or self.begun > 0
         if hasattr(self.loader, "load_state_dict") and must_load:
             # Without a state it forgets the iteration that it began when it was asked for one.
             # An unbroken run has used that for its first epoch.
@@ -210,10 +210,10 @@ class LoaderPlace:
         if self._must_warm:
             self._warm(iterate)
         if target is None or not target["over"]:
-            self._begun += 1
+            self.begun += 1
         if target is None:
             self.given, self._advanced, self._began = 0, 0, _generator_states(self.loader)
-            return self._give(self._begun, iterate())
+            return self._give(self.begun, iterate())
         if target["over"]:
             self.given = target["batches"]
             self._settle()
@@ -252,16 +252,16 @@ class LoaderPlace:
         torch.set_rng_state(now[0])
         self._settle()
         self.given = count
-        return self._give(self._begun, chain([] if first is _END else [first], batches))
+        return self._give(self.begun, chain([] if first is _END else [first], batches))
 
     def _give(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields batches; an iteration that another one has followed counts no more."""
         try:
             for batch in batches:
-                self.given += number == self._begun
+                self.given += number == self.begun
                 yield batch
         except GeneratorExit:
-            self.is_open &= number != self._begun
+            self.is_open &= number != self.begun
             raise
 
     def release(self) -> None:
