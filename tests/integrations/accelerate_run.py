@@ -8,17 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import holdfast
 from holdfast.integrations.accelerate import attach
@@ -48,6 +50,27 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return map(sample, range(SAMPLES))
+
+
+class ByChance(Sampler[int]):
+    """Shuffles by Python's and numpy's generators, those of the process and its own."""
+
+    def __init__(self) -> None:
+        self._own = random.Random(1)
+        self.rng, self.old_rng = np.random.default_rng(2), np.random.RandomState(3)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        self._own.shuffle(order)
+        for shuffle in (np.random.shuffle, self.rng.shuffle, self.old_rng.shuffle):
+            places = np.array(order)
+            shuffle(places)
+            order = places.tolist()
+        return iter(order)
 
 
 def note(line: str) -> None:
@@ -81,6 +104,8 @@ def make_loader() -> Any:
     workers = OPTIONS.get("workers", 2)
     if kind == "stream":
         return DataLoader(Stream(), batch_size=BATCH, num_workers=0)
+    if kind == "chance":
+        return DataLoader(Samples(SAMPLES), BATCH, sampler=ByChance(), num_workers=workers)
     if kind == "resumable":
         sampler = holdfast.ResumableSampler(SAMPLES, batch_size=BATCH, seed=1)
         return DataLoader(
@@ -107,7 +132,10 @@ class Noise:
 
 
 def main() -> None:
-    set_seed(0)
+    if OPTIONS.get("reseeded"):  # another seed after a kill
+        set_seed(1 if Path(f"{ROOT}.died").exists() else 0)
+    else:
+        set_seed(0)
     plugins: dict[str, Any] = {}
     if OPTIONS.get("fsdp2"):
         plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(

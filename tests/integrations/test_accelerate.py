@@ -93,6 +93,9 @@ def test_accelerate_resumes_from_storage_when_shared_memory_is_gone(
         {"seedable": False, "workers": 0},
         {"loader": "stream"},
         {"loader": "stream", "stateful": True},
+        {"loader": "chance"},
+        {"loader": "chance", "seedable": False, "workers": 0},
+        {"reseeded": True},
     ],
     ids=[
         "stateful",
@@ -101,6 +104,9 @@ def test_accelerate_resumes_from_storage_when_shared_memory_is_gone(
         "one generator",
         "stream",
         "stateful stream",
+        "generators of python and numpy",
+        "generators, no workers",
+        "another seed",
     ],
 )
 def test_every_kind_of_loader_is_placed(options: dict[str, Any], tmp_path: Path) -> None:

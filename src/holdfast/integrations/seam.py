@@ -15,13 +15,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.events import Warned, emit
+from holdfast.integrations.orders import order_state, set_own_generators, set_process_generators
 from holdfast.storage.open import is_bucket, normal_root
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class LoaderPlace:
         self.own_state: Callable[[], Mapping[str, Any]] = lambda: loader.state_dict()
         """Returns the state of a loader that finds its place by itself."""
         self._settle = settle
-        self._began = _generator_states(loader)
+        self._began = order_state(loader)
         self._target: dict[str, Any] | None = None
         self.begun = 0
         """The iterations of the run so far, the one under way among them."""
@@ -179,7 +179,7 @@ class LoaderPlace:
             "batches": batches or 0,
             "over": is_over,
             "begun": self.begun,
-            "generators": self._began if is_inside else _generator_states(self.loader),
+            "generators": self._began if is_inside else order_state(self.loader),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
             "state": self.own_state() if is_inside and _has_state(self.loader) else None,
         }
@@ -199,7 +199,7 @@ class LoaderPlace:
             # An unbroken run has used that for its first epoch.
             self.loader.load_state_dict(saved["state"] or {})
         if not is_under_way:
-            _set_generators(self.loader, saved["generators"][1:])
+            set_own_generators(self.loader, saved["generators"])
 
     # ── iterations ───────────────────────────────────────────────────────────────────────────────
 
@@ -212,7 +212,7 @@ class LoaderPlace:
         if target is None or not target["over"]:
             self.begun += 1
         if target is None:
-            self.given, self._advanced, self._began = 0, 0, _generator_states(self.loader)
+            self.given, self._advanced, self._began = 0, 0, order_state(self.loader)
             return self._give(self.begun, iterate())
         if target["over"]:
             self.given = target["batches"]
@@ -223,18 +223,18 @@ class LoaderPlace:
 
     def _warm(self, iterate: Callable[[], Iterator[Any]]) -> None:
         """Starts workers that stay: an unbroken run has them, and draws no seed for them here."""
-        states, self._must_warm = _generator_states(self.loader), False
+        state, self._must_warm = order_state(self.loader), False
         iterate()
-        torch.set_rng_state(states[0])
-        _set_generators(self.loader, states[1:])
+        set_process_generators(state)
+        set_own_generators(self.loader, state)
 
     def _resume(
         self, iterate: Callable[[], Iterator[Any]], target: Mapping[str, Any]
     ) -> Iterator[Any]:
-        now = _generator_states(self.loader)
-        self._began = [one.clone() for one in target["generators"]]
-        torch.set_rng_state(self._began[0])
-        _set_generators(self.loader, self._began[1:])
+        now = order_state(self.loader)
+        self._began = target["generators"]
+        set_process_generators(self._began)
+        set_own_generators(self.loader, self._began)
         count = target["batches"]
         is_placed = self.sampler is not None or target["state"] is not None
         # One that was begun when its state was asked for cannot pass over indices any more.
@@ -249,7 +249,7 @@ class LoaderPlace:
         if reads:
             _read(batches, count)
         first = next(batches, _END)
-        torch.set_rng_state(now[0])
+        set_process_generators(now)
         self._settle()
         self.given = count
         return self._give(self.begun, chain([] if first is _END else [first], batches))
@@ -341,32 +341,3 @@ def _read(batches: Iterator[Any], count: int) -> None:
             "an index: a StatefulDataLoader, or data with an index, are placed without reading"
         )
     )
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Returns the generators that the order of a loader may be drawn from, without torch's own."""
-    found: dict[int, torch.Generator] = {}
-    objects = [loader]
-    if isinstance(loader.dataset, IterableDataset):
-        objects.append(loader.dataset)
-    inner = [loader.sampler, loader.batch_sampler]
-    while inner:
-        one = inner.pop()
-        if one is not None and not any(one is each for each in objects):
-            objects.append(one)
-            inner += [getattr(one, "sampler", None), getattr(one, "batch_sampler", None)]
-    for one in objects:
-        generator = getattr(one, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return list(found.values())
-
-
-def _generator_states(loader: Any) -> list[torch.Tensor]:
-    """Returns the states of torch's generator, and of those of a loader."""
-    return [torch.get_rng_state(), *(one.get_state() for one in _generators(loader))]
-
-
-def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
-    for generator, state in zip(_generators(loader), states, strict=False):
-        generator.set_state(state.cpu())
