@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,7 @@ def test_checkpoints_of_modelcheckpoint_and_of_fabric_and_two_fits_in_a_process(
 @needs_it
 def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import FSDPStrategy
 
     from holdfast.integrations import lightning as adapter
@@ -190,6 +192,20 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match="two callbacks of Holdfast"):
         adapter._check(lightning.Trainer(callbacks=two, accelerator="cpu", logger=False))
     trainer = lightning.Trainer(callbacks=two[:1], accelerator="cpu", logger=False)
+    averaging = StochasticWeightAveraging(0.1)
+    trainer.callbacks.append(averaging)
+    with pytest.raises(UsageError, match="StochasticWeightAveraging needs its state before"):
+        adapter._check(trainer)
+    trainer.callbacks.remove(averaging)
+    trainer.reload_dataloaders_every_n_epochs = 2
+    with pytest.raises(UsageError, match="reload_dataloaders_every_n_epochs=2"):
+        adapter._check(trainer)
+    trainer.reload_dataloaders_every_n_epochs = 1
+    adapter._check(trainer)
+    loader: Any = SimpleNamespace(persistent_workers=True)
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
+    with pytest.raises(UsageError, match="a validation loader has persistent_workers"):
+        adapter.check_validation(loop)
     trainer.strategy.__class__ = FSDPStrategy
     with pytest.raises(UsageError, match=r"does not know FSDPStrategy.*ModelParallelStrategy"):
         adapter._check(trainer)

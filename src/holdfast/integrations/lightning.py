@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.integrations.checkpoint_hooks import give_to_hooks, kept_by_hooks
+from holdfast.integrations.lightning_limits import check_validation, refuse_unknown
 from holdfast.integrations.seam import (
     LoaderPlace,
     check_keys,
@@ -143,6 +144,7 @@ class _AroundLoops:
         self._go_around(fit, "on_run_start", self._run_started)
         self._go_around(fit, "on_advance_end", self._epoch_ended)
         self._go_around(fit, "on_run_end", self._run_ending)
+        self._go_around(epoch.val_loop, "setup_data", self._validation_made)
         self._go_around(epoch, "on_run_start", self._epoch_started)
         self._go_around(epoch, "on_advance_end", self._batch_ended)
 
@@ -169,6 +171,10 @@ class _AroundLoops:
         if self._restored is not None and not self._place.is_inside:
             self._place.set_loaders()  # the Trainer has iterated them once, and does again
             self._restored.rewind()
+
+    def _validation_made(self, original: Callable[[], None]) -> None:
+        original()
+        check_validation(self._trainer.fit_loop.epoch_loop.val_loop)
 
     def _epoch_started(self, original: Callable[..., None], *given: Any) -> None:
         original(*given)
@@ -420,6 +426,7 @@ def _check(trainer: Any) -> None:
         raise UsageError(
             "the Trainer has two callbacks of Holdfast: give it one (HOLDFAST_ROOT adds one too)"
         )
+    refuse_unknown(trainer)
     if not isinstance(trainer.strategy, _STRATEGIES):
         raise UsageError(
             f"HoldfastLightningCallback does not know {type(trainer.strategy).__qualname__}: use a "

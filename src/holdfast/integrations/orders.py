@@ -90,9 +90,7 @@ def _is_generator(one: Any) -> bool:
     if isinstance(one, torch.Generator | random.Random):
         return True
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        one, numpy.random.Generator | numpy.random.RandomState
-    )
+    return numpy is not None and isinstance(one, numpy.random.Generator | numpy.random.RandomState)
 
 
 def _state_of(generator: Any) -> Any:
