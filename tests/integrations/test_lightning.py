@@ -224,11 +224,19 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
 ) -> None:
     from importlib.metadata import entry_points
 
+    from holdfast.integrations import lightning_limits
     from holdfast.integrations.lightning import callbacks
 
+    monkeypatch.setattr(lightning_limits, "_first", [])
     assert callbacks() == []
     monkeypatch.setenv("HOLDFAST_ROOT", str(tmp_path / "a"))
     assert [type(one).__name__ for one in callbacks()] == ["HoldfastLightningCallback"]
+    first, second = *callbacks(), *callbacks()
+    assert first._is_from_environment
+    lightning_limits.take_environment(first)
+    lightning_limits.take_environment(first)
+    with pytest.raises(UsageError, match="gives a second Trainer of this process the root"):
+        lightning_limits.take_environment(second)
     found = entry_points(group="lightning.pytorch.callbacks_factory")
     assert [one.load() for one in found if one.name == "holdfast"] == [callbacks]
 

@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.integrations.checkpoint_hooks import give_to_hooks, kept_by_hooks
-from holdfast.integrations.lightning_limits import check_validation, refuse_unknown
+from holdfast.integrations.lightning_limits import (
+    check_validation,
+    refuse_unknown,
+    take_environment,
+)
 from holdfast.integrations.seam import (
     LoaderPlace,
     check_keys,
@@ -81,6 +85,8 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
     restored: Restored | None = None
     """Where the last ``fit`` went on from; None for one that began."""
 
+    _is_from_environment = False
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -98,6 +104,8 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restores, when everything is ready that the Trainer makes."""
         _check(trainer)
+        if self._is_from_environment:
+            take_environment(self)
         place = _FitPlace(trainer, self)
         state: dict[str, Any] = {_LOOP: place}
         self.checkpointer = Checkpointer(self._root, state, **self._options)
@@ -440,7 +448,11 @@ def callbacks() -> list[Callback]:
     Lightning calls it for each Trainer, by the entry point ``lightning.pytorch.callbacks_factory``.
     """
     root = os.environ.get("HOLDFAST_ROOT")
-    return [HoldfastLightningCallback(root)] if root else []
+    if not root:
+        return []
+    callback = HoldfastLightningCallback(root)
+    callback._is_from_environment = True
+    return [callback]
 
 
 class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]

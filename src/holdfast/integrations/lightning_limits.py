@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 
 from holdfast.errors import UsageError
+
+#: The callback of HOLDFAST_ROOT whose fit began first in this process.
+_first: list[weakref.ref[Any]] = []
+
+
+def take_environment(callback: Any) -> None:
+    """Raises UsageError for a second Trainer of this process with the root in HOLDFAST_ROOT."""
+    if _first and _first[0]() is not callback:
+        raise UsageError(
+            "HOLDFAST_ROOT gives a second Trainer of this process the root of the first: unset it, "
+            "and give each Trainer a HoldfastLightningCallback with a root of its own"
+        )
+    _first[:] = [weakref.ref(callback)]
 
 
 def refuse_unknown(trainer: Any) -> None:
