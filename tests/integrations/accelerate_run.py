@@ -8,17 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import holdfast
 from holdfast.integrations.accelerate import attach
@@ -26,6 +28,7 @@ from holdfast.integrations.accelerate import attach
 ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
 RANK = int(os.environ.get("RANK", "0"))
+MANUAL = OPTIONS.get("manual", 0)
 SAMPLES, BATCH = 108, OPTIONS.get("batch", 4)
 
 
@@ -47,6 +50,27 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return map(sample, range(SAMPLES))
+
+
+class ByChance(Sampler[int]):
+    """Shuffles by Python's and numpy's generators, those of the process and its own."""
+
+    def __init__(self) -> None:
+        self._own = random.Random(1)
+        self.rng, self.old_rng = np.random.default_rng(2), np.random.RandomState(3)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        self._own.shuffle(order)
+        for shuffle in (np.random.shuffle, self.rng.shuffle, self.old_rng.shuffle):
+            places = np.array(order)
+            shuffle(places)
+            order = places.tolist()
+        return iter(order)
 
 
 def note(line: str) -> None:
@@ -80,6 +104,8 @@ def make_loader() -> Any:
     workers = OPTIONS.get("workers", 2)
     if kind == "stream":
         return DataLoader(Stream(), batch_size=BATCH, num_workers=0)
+    if kind == "chance":
+        return DataLoader(Samples(SAMPLES), BATCH, sampler=ByChance(), num_workers=workers)
     if kind == "resumable":
         sampler = holdfast.ResumableSampler(SAMPLES, batch_size=BATCH, seed=1)
         return DataLoader(
@@ -106,7 +132,10 @@ class Noise:
 
 
 def main() -> None:
-    set_seed(0)
+    if OPTIONS.get("reseeded"):  # another seed after a kill
+        set_seed(1 if Path(f"{ROOT}.died").exists() else 0)
+    else:
+        set_seed(0)
     plugins: dict[str, Any] = {}
     if OPTIONS.get("fsdp2"):
         plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
@@ -114,7 +143,7 @@ def main() -> None:
         )
     accelerator = Accelerator(
         cpu=True,
-        gradient_accumulation_steps=OPTIONS.get("accumulation", 2),
+        gradient_accumulation_steps=1 if MANUAL else OPTIONS.get("accumulation", 2),
         dataloader_config=DataLoaderConfiguration(
             use_stateful_dataloader=OPTIONS.get("stateful", False),
             use_seedable_sampler=OPTIONS.get("seedable", True),
@@ -144,8 +173,14 @@ def main() -> None:
     for epoch in range(ckpt.epoch, 3):
         pass_by("epoch begin", epoch)
         model.train()
-        for batch in loader:
+        for number, batch in enumerate(loader):
             pass_by("forward", ckpt.steps + 1)
+            if MANUAL and (number + 1) % MANUAL and not loader.end_of_dataloader:
+                accelerator.backward((model(batch) - batch.flip(1)).square().mean())
+                totals["count"] += 1
+                pass_by("accumulate", ckpt.steps + 1)
+                assert ckpt.step() is None
+                continue
             with accelerator.accumulate(model):
                 loss = (model(batch) - batch.flip(1)).square().mean()
                 accelerator.backward(loss)

@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -80,6 +80,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.net = network()
+        self.losses = 0.0
 
     def configure_model(self) -> None:
         mesh = self.device_mesh
@@ -94,6 +95,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: torch.Tensor, index: int) -> Any:
         pass_by("forward", self.trainer.global_step + 1)
         loss = self._loss(batch)
+        self.losses += loss.item()
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -111,6 +113,12 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass_by("update", self.trainer.global_step + 1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = {"losses": self.losses, "epoch": checkpoint["epoch"]}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.losses = checkpoint["seen"]["losses"]
 
 
 class TwoOptimizers(Model):
@@ -162,7 +170,8 @@ class Witness(lightning.Callback):  # type: ignore[misc]
         seen = [digest(module.parameters()), *(digest(moments(o)) for o in trainer.optimizers)]
         rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
         epoch = trainer.current_epoch
-        note(f"batch {step} {epoch} {index} {seen} {rates!r} {batch.sum().item()!r}")
+        sums = (batch.sum().item(), module.losses)
+        note(f"batch {step} {epoch} {index} {seen} {rates!r} {sums!r}")
         pass_by("batch end", step)
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
@@ -209,6 +218,7 @@ def main() -> None:
         **({"grace_s": OPTIONS["grace_s"]} if "grace_s" in OPTIONS else {}),
     )
     stop = EarlyStopping("error", patience=OPTIONS.get("patience", 5), min_delta=0.0)
+    more = [EMAWeightAveraging(decay=0.9)] if OPTIONS.get("average") else []
     trainer = lightning.Trainer(
         max_epochs=3,
         max_steps=OPTIONS.get("max_steps", -1),
@@ -223,10 +233,11 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback, Witness(), stop],
+        callbacks=[callback, Witness(), stop, *more],
     )
     model = TwoOptimizers() if is_manual else Model()
     trainer.fit(model, make_loader(), DataLoader(Samples(12), batch_size=4))
+    note(f"weights {digest(model.parameters())}")
     note(f"end {trainer.global_step} {stop.best_score.item()!r} {stop.wait_count}")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError
 from holdfast.observe.report_builder import read_report
@@ -92,6 +93,9 @@ def test_accelerate_resumes_from_storage_when_shared_memory_is_gone(
         {"seedable": False, "workers": 0},
         {"loader": "stream"},
         {"loader": "stream", "stateful": True},
+        {"loader": "chance"},
+        {"loader": "chance", "seedable": False, "workers": 0},
+        {"reseeded": True},
     ],
     ids=[
         "stateful",
@@ -100,6 +104,9 @@ def test_accelerate_resumes_from_storage_when_shared_memory_is_gone(
         "one generator",
         "stream",
         "stateful stream",
+        "generators of python and numpy",
+        "generators, no workers",
+        "another seed",
     ],
 )
 def test_every_kind_of_loader_is_placed(options: dict[str, Any], tmp_path: Path) -> None:
@@ -117,6 +124,15 @@ def test_two_ranks_of_accelerate_that_torchrun_starts_again(fsdp2: bool, tmp_pat
     unbroken = whole(RUN, tmp_path / "whole", **options)
     for step, place in ((10, "save"), (0, "evaluate")):
         check_same(resumed(tmp_path / f"run-{step}", step, place, **options), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(400)
+def test_accumulation_by_hand_is_saved_when_an_optimizer_has_stepped(tmp_path: Path) -> None:
+    unbroken = whole(RUN, tmp_path / "whole", manual=3)
+    assert sum("step" in line for line in unbroken) == 27, "9 updates of 3 batches in each epoch"
+    for step, place in ((5, "accumulate"), (12, "forward"), (9, "save")):
+        check_same(resumed(tmp_path / f"{step}-{place}", step, place, manual=3), unbroken)
 
 
 @needs_it
@@ -153,9 +169,19 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 2)
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data: Any = DataLoader(torch.ones(8, 2), batch_size=2)  # type: ignore[arg-type]
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
     yield accelerator
     accelerator.free_memory()
+
+
+class SkippingScaler:
+    """A scaler that finds an overflow in every step."""
+
+    def step(self, *_: Any) -> None:
+        pass
+
+    update = step
 
 
 @needs_it
@@ -191,14 +217,42 @@ def test_an_accelerator_has_one_checkpointer_and_gets_its_methods_back(
         with pytest.raises(UsageError, match="attached to this Accelerator already"):
             attach(prepared, tmp_path / "b")
         assert prepared.load_state() is None and ckpt.restored is None
+        assert ckpt.step() is None and ckpt.steps == 0, "no optimizer has stepped"
+        prepared._optimizers[0].step()
         ckpt.step()
         saved = prepared.save_state()
         saved.wait_durable(60)
         assert ckpt.steps == 1 and ckpt.checkpointer.root == str(tmp_path / "a")
         prepared.prepare(nn.Linear(2, 2))
+        prepared._optimizers[0].step()
         with pytest.raises(UsageError, match=r"since attach\(\)"):
             ckpt.step()
     assert "save_state" not in vars(prepared)
+
+
+@needs_it
+def test_a_save_in_an_accumulation_by_hand_is_refused_and_a_skipped_step_is_counted(
+    prepared: Any, tmp_path: Path, arena_dir: Path
+) -> None:
+    from holdfast.integrations.accelerate import attach
+
+    optimizer, loader = prepared._optimizers[0], prepared._dataloaders[0]
+    optimizer.scaler = SkippingScaler()
+    optimizer.__setstate__({})
+    with attach(prepared, tmp_path / "a") as ckpt:
+        for number, batch in enumerate(loader):
+            prepared.backward(prepared._models[0](batch).sum())
+            if number == 2:
+                with pytest.raises(UsageError, match="in the middle of an accumulation"):
+                    prepared.save_state()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            ckpt.step()
+            assert ckpt.steps == (number + 1) // 2
+        assert optimizer.step_was_skipped
+        prepared.save_state()
+    assert "step" not in vars(optimizer)
 
 
 @needs_it

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,8 +91,17 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         {"loader": "stateful"},
         {"loader": "resumable"},
         {"persistent": True},
+        {"average": True, "val_check_interval": 0.25},
     ],
-    ids=["validation inside", "early stop", "max_steps", "stateful", "sampler", "persistent"],
+    ids=[
+        "validation inside",
+        "early stop",
+        "max_steps",
+        "stateful",
+        "sampler",
+        "persistent",
+        "weight averaging",
+    ],
 )
 def test_every_kind_of_fit_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
     unbroken = whole(RUN, tmp_path / "whole", **options)
@@ -166,6 +176,7 @@ def test_checkpoints_of_modelcheckpoint_and_of_fabric_and_two_fits_in_a_process(
 @needs_it
 def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import FSDPStrategy
 
     from holdfast.integrations import lightning as adapter
@@ -181,6 +192,20 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match="two callbacks of Holdfast"):
         adapter._check(lightning.Trainer(callbacks=two, accelerator="cpu", logger=False))
     trainer = lightning.Trainer(callbacks=two[:1], accelerator="cpu", logger=False)
+    averaging = StochasticWeightAveraging(0.1)
+    trainer.callbacks.append(averaging)
+    with pytest.raises(UsageError, match="StochasticWeightAveraging needs its state before"):
+        adapter._check(trainer)
+    trainer.callbacks.remove(averaging)
+    trainer.reload_dataloaders_every_n_epochs = 2
+    with pytest.raises(UsageError, match="reload_dataloaders_every_n_epochs=2"):
+        adapter._check(trainer)
+    trainer.reload_dataloaders_every_n_epochs = 1
+    adapter._check(trainer)
+    loader: Any = SimpleNamespace(persistent_workers=True)
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
+    with pytest.raises(UsageError, match="a validation loader has persistent_workers"):
+        adapter.check_validation(loop)
     trainer.strategy.__class__ = FSDPStrategy
     with pytest.raises(UsageError, match=r"does not know FSDPStrategy.*ModelParallelStrategy"):
         adapter._check(trainer)
@@ -199,11 +224,19 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
 ) -> None:
     from importlib.metadata import entry_points
 
+    from holdfast.integrations import lightning_limits
     from holdfast.integrations.lightning import callbacks
 
+    monkeypatch.setattr(lightning_limits, "_first", [])
     assert callbacks() == []
     monkeypatch.setenv("HOLDFAST_ROOT", str(tmp_path / "a"))
     assert [type(one).__name__ for one in callbacks()] == ["HoldfastLightningCallback"]
+    first, second = *callbacks(), *callbacks()
+    assert first._is_from_environment
+    lightning_limits.take_environment(first)
+    lightning_limits.take_environment(first)
+    with pytest.raises(UsageError, match="gives a second Trainer of this process the root"):
+        lightning_limits.take_environment(second)
     found = entry_points(group="lightning.pytorch.callbacks_factory")
     assert [one.load() for one in found if one.name == "holdfast"] == [callbacks]
 

@@ -7,7 +7,7 @@ loaders: the next ``for`` over the loader that was under way goes on behind the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,7 @@ class AcceleratorCheckpointer:
             self.checkpointer.__exit__(type(error), error, error.__traceback__)
             self._loop.release()
             raise
+        self._updates = _Updates(accelerator._optimizers)
         self._take_over()
 
     @property
@@ -125,10 +126,11 @@ class AcceleratorCheckpointer:
     def step(self, step: int | None = None) -> SaveHandle | None:
         """Call at the end of each pass of the loop, on all ranks; saves when a policy says so.
 
-        Between the passes of an accumulation it does nothing. ``step``: the number of the optimizer
-        step that has ended; by default they are counted, from 1. See ``Checkpointer.step``.
+        Where no prepared optimizer has stepped since the last call, as between the passes of an
+        accumulation, it does nothing. ``step``: the number of the optimizer step that has ended; by
+        default they are counted, from 1. See ``Checkpointer.step``.
         """
-        if not self._accelerator.sync_gradients:
+        if not (self._accelerator.sync_gradients and self._updates.take()):
             return None
         if _prepared(self._accelerator) != self._prepared:
             raise UsageError(
@@ -140,10 +142,10 @@ class AcceleratorCheckpointer:
 
     def save(self) -> SaveHandle | None:
         """Save the last step as a durable checkpoint; None where it is the restored one."""
-        if not self._accelerator.sync_gradients:
+        if not self._accelerator.sync_gradients or self._loop.has_moved():
             raise UsageError(
                 "save_state() in the middle of an accumulation: gradients are not saved. Call it "
-                "when accelerator.sync_gradients is True, after step()"
+                "when an optimizer has stepped, after step(), and before the next batch"
             )
         if self.restored is not None and self.steps == self.restored.step:
             return None
@@ -221,8 +223,44 @@ class AcceleratorCheckpointer:
 
     def _hand_back(self) -> None:
         self._loop.release()
+        self._updates.release()
         for name in ("save_state", "load_state", "end_training", "_holdfast"):
             vars(self._accelerator).pop(name, None)
+
+
+class _Updates:
+    """Says whether a prepared optimizer has stepped, or its scaler has skipped a step."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = list(optimizers)
+        self._has_stepped = False
+        self._hooks = [
+            getattr(one, "optimizer", one).register_step_post_hook(self._note)
+            for one in self._optimizers
+        ]
+        self._scaled = [one for one in self._optimizers if getattr(one, "scaler", None) is not None]
+        for one in self._scaled:
+            one.step = partial(self._step_or_skip, one.step)
+
+    def take(self) -> bool:
+        """True if one has since this was called last; always where no optimizer is prepared."""
+        found, self._has_stepped = self._has_stepped, False
+        return found or not self._optimizers
+
+    def release(self) -> None:
+        """Gives the optimizers their own methods again."""
+        for hook in self._hooks:
+            hook.remove()
+        for one in self._scaled:
+            vars(one).pop("step", None)
+
+    def _note(self, *_: Any) -> None:
+        self._has_stepped = True
+
+    def _step_or_skip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        self._has_stepped |= bool(self._scaled[0].gradient_state.sync_gradients)
+        return found
 
 
 class _AcceleratorLoop:
@@ -239,6 +277,8 @@ class _AcceleratorLoop:
         self.steps = 0
         self._main = 0
         """The number of the loader that was under way at the last step."""
+        self._counted: tuple[int, int] | None = None
+        """The iteration and batch of the main loader at the last step that was counted."""
         self._saved: dict[str, Any] = {}
 
     @property
@@ -254,6 +294,16 @@ class _AcceleratorLoop:
         for number in under_way:
             is_over = self._loaders[number].end_of_dataloader
             self._places[number].advance(self._batches(number), is_over=is_over)
+        self._counted = self._main_place()
+
+    def has_moved(self) -> bool:
+        """True where the main loader has given batches since the last step that was counted."""
+        return self._counted is not None and self._counted != self._main_place()
+
+    def _main_place(self) -> tuple[int, int] | None:
+        if not self._loaders:
+            return None
+        return self._places[self._main].begun, self._batches(self._main)
 
     def release(self) -> None:
         """Gives loaders their own classes again."""

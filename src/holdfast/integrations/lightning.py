@@ -20,6 +20,12 @@ from torch.utils.data import DataLoader
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
+from holdfast.integrations.checkpoint_hooks import give_to_hooks, kept_by_hooks
+from holdfast.integrations.lightning_limits import (
+    check_validation,
+    refuse_unknown,
+    take_environment,
+)
 from holdfast.integrations.seam import (
     LoaderPlace,
     check_keys,
@@ -79,6 +85,8 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
     restored: Restored | None = None
     """Where the last ``fit`` went on from; None for one that began."""
 
+    _is_from_environment = False
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -96,6 +104,8 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restores, when everything is ready that the Trainer makes."""
         _check(trainer)
+        if self._is_from_environment:
+            take_environment(self)
         place = _FitPlace(trainer, self)
         state: dict[str, Any] = {_LOOP: place}
         self.checkpointer = Checkpointer(self._root, state, **self._options)
@@ -142,6 +152,7 @@ class _AroundLoops:
         self._go_around(fit, "on_run_start", self._run_started)
         self._go_around(fit, "on_advance_end", self._epoch_ended)
         self._go_around(fit, "on_run_end", self._run_ending)
+        self._go_around(epoch.val_loop, "setup_data", self._validation_made)
         self._go_around(epoch, "on_run_start", self._epoch_started)
         self._go_around(epoch, "on_advance_end", self._batch_ended)
 
@@ -168,6 +179,10 @@ class _AroundLoops:
         if self._restored is not None and not self._place.is_inside:
             self._place.set_loaders()  # the Trainer has iterated them once, and does again
             self._restored.rewind()
+
+    def _validation_made(self, original: Callable[[], None]) -> None:
+        original()
+        check_validation(self._trainer.fit_loop.epoch_loop.val_loop)
 
     def _epoch_started(self, original: Callable[..., None], *given: Any) -> None:
         original(*given)
@@ -289,7 +304,8 @@ class _FitPlace:
             "inside": self.is_inside,
             "loops": _loops_state(fit),
             "stopped": trainer.should_stop,
-            "callbacks": {one.state_key: one.state_dict() for one in self._others()},
+            "callbacks": {one.state_key: one.state_dict() for one in self._with_state()},
+            "hooks": kept_by_hooks(trainer, self._others()),
             "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
             "terms": self._terms(),
             "loaders": [
@@ -313,10 +329,13 @@ class _FitPlace:
         """Takes up what was saved; ``resume`` gives it to the Trainer."""
         self._saved, self.is_inside = dict(found), found["inside"]
 
-    def _others(self) -> Iterator[Any]:
+    def _others(self) -> list[Any]:
+        return [one for one in self._trainer.callbacks if one is not self._callback]
+
+    def _with_state(self) -> Iterator[Any]:
         """Yields the other callbacks that have a state."""
-        for one in self._trainer.callbacks:
-            if one is not self._callback and type(one).state_dict is not Callback.state_dict:
+        for one in self._others():
+            if type(one).state_dict is not Callback.state_dict:
                 yield one
 
     def resume(self) -> None:
@@ -326,7 +345,8 @@ class _FitPlace:
         fit.load_state_dict(saved["loops"])
         _set_flags(fit, is_restarting=self.is_inside)
         trainer.should_stop = saved["stopped"]
-        for one in self._others():
+        give_to_hooks(trainer, self._others(), saved["hooks"])
+        for one in self._with_state():
             if one.state_key in saved["callbacks"]:
                 one.load_state_dict(saved["callbacks"][one.state_key])
         if trainer.datamodule is not None:
@@ -414,6 +434,7 @@ def _check(trainer: Any) -> None:
         raise UsageError(
             "the Trainer has two callbacks of Holdfast: give it one (HOLDFAST_ROOT adds one too)"
         )
+    refuse_unknown(trainer)
     if not isinstance(trainer.strategy, _STRATEGIES):
         raise UsageError(
             f"HoldfastLightningCallback does not know {type(trainer.strategy).__qualname__}: use a "
@@ -427,7 +448,11 @@ def callbacks() -> list[Callback]:
     Lightning calls it for each Trainer, by the entry point ``lightning.pytorch.callbacks_factory``.
     """
     root = os.environ.get("HOLDFAST_ROOT")
-    return [HoldfastLightningCallback(root)] if root else []
+    if not root:
+        return []
+    callback = HoldfastLightningCallback(root)
+    callback._is_from_environment = True
+    return [callback]
 
 
 class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]

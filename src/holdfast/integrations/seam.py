@@ -15,13 +15,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.events import Warned, emit
+from holdfast.integrations.orders import order_state, set_own_generators, set_process_generators
 from holdfast.storage.open import is_bucket, normal_root
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ class LoaderPlace:
         self.own_state: Callable[[], Mapping[str, Any]] = lambda: loader.state_dict()
         """Returns the state of a loader that finds its place by itself."""
         self._settle = settle
-        self._began = _generator_states(loader)
+        self._began = order_state(loader)
         self._target: dict[str, Any] | None = None
-        self._begun = 0
-        """The iterations of the run so far, this one among them."""
+        self.begun = 0
+        """The iterations of the run so far, the one under way among them."""
         self._must_warm = False
         self._rest = 0
         kind = _placed_kind(type(loader))
@@ -178,8 +178,8 @@ class LoaderPlace:
         return {
             "batches": batches or 0,
             "over": is_over,
-            "begun": self._begun,
-            "generators": self._began if is_inside else _generator_states(self.loader),
+            "begun": self.begun,
+            "generators": self._began if is_inside else order_state(self.loader),
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
             "state": self.own_state() if is_inside and _has_state(self.loader) else None,
         }
@@ -191,15 +191,15 @@ class LoaderPlace:
         self._advanced = 0 if saved["over"] else saved["batches"]
         self._target = dict(saved) if saved["batches"] or saved["over"] else None
         is_under_way = self._target is not None and not saved["over"]
-        self._begun = saved["begun"] - is_under_way
-        self._must_warm = self.loader.persistent_workers and self._begun > 0
-        must_load = saved["state"] is not None or self._begun > 0
+        self.begun = saved["begun"] - is_under_way
+        self._must_warm = self.loader.persistent_workers and self.begun > 0
+        must_load = saved["state"] is not None or self.begun > 0
         if hasattr(self.loader, "load_state_dict") and must_load:
             # Without a state it forgets the iteration that it began when it was asked for one.
             # An unbroken run has used that for its first epoch.
             self.loader.load_state_dict(saved["state"] or {})
         if not is_under_way:
-            _set_generators(self.loader, saved["generators"][1:])
+            set_own_generators(self.loader, saved["generators"])
 
     # ── iterations ───────────────────────────────────────────────────────────────────────────────
 
@@ -210,10 +210,10 @@ class LoaderPlace:
         if self._must_warm:
             self._warm(iterate)
         if target is None or not target["over"]:
-            self._begun += 1
+            self.begun += 1
         if target is None:
-            self.given, self._advanced, self._began = 0, 0, _generator_states(self.loader)
-            return self._give(self._begun, iterate())
+            self.given, self._advanced, self._began = 0, 0, order_state(self.loader)
+            return self._give(self.begun, iterate())
         if target["over"]:
             self.given = target["batches"]
             self._settle()
@@ -223,18 +223,18 @@ class LoaderPlace:
 
     def _warm(self, iterate: Callable[[], Iterator[Any]]) -> None:
         """Starts workers that stay: an unbroken run has them, and draws no seed for them here."""
-        states, self._must_warm = _generator_states(self.loader), False
+        state, self._must_warm = order_state(self.loader), False
         iterate()
-        torch.set_rng_state(states[0])
-        _set_generators(self.loader, states[1:])
+        set_process_generators(state)
+        set_own_generators(self.loader, state)
 
     def _resume(
         self, iterate: Callable[[], Iterator[Any]], target: Mapping[str, Any]
     ) -> Iterator[Any]:
-        now = _generator_states(self.loader)
-        self._began = [one.clone() for one in target["generators"]]
-        torch.set_rng_state(self._began[0])
-        _set_generators(self.loader, self._began[1:])
+        now = order_state(self.loader)
+        self._began = target["generators"]
+        set_process_generators(self._began)
+        set_own_generators(self.loader, self._began)
         count = target["batches"]
         is_placed = self.sampler is not None or target["state"] is not None
         # One that was begun when its state was asked for cannot pass over indices any more.
@@ -249,19 +249,19 @@ class LoaderPlace:
         if reads:
             _read(batches, count)
         first = next(batches, _END)
-        torch.set_rng_state(now[0])
+        set_process_generators(now)
         self._settle()
         self.given = count
-        return self._give(self._begun, chain([] if first is _END else [first], batches))
+        return self._give(self.begun, chain([] if first is _END else [first], batches))
 
     def _give(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields batches; an iteration that another one has followed counts no more."""
         try:
             for batch in batches:
-                self.given += number == self._begun
+                self.given += number == self.begun
                 yield batch
         except GeneratorExit:
-            self.is_open &= number != self._begun
+            self.is_open &= number != self.begun
             raise
 
     def release(self) -> None:
@@ -341,32 +341,3 @@ def _read(batches: Iterator[Any], count: int) -> None:
             "an index: a StatefulDataLoader, or data with an index, are placed without reading"
         )
     )
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Returns the generators that the order of a loader may be drawn from, without torch's own."""
-    found: dict[int, torch.Generator] = {}
-    objects = [loader]
-    if isinstance(loader.dataset, IterableDataset):
-        objects.append(loader.dataset)
-    inner = [loader.sampler, loader.batch_sampler]
-    while inner:
-        one = inner.pop()
-        if one is not None and not any(one is each for each in objects):
-            objects.append(one)
-            inner += [getattr(one, "sampler", None), getattr(one, "batch_sampler", None)]
-    for one in objects:
-        generator = getattr(one, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return list(found.values())
-
-
-def _generator_states(loader: Any) -> list[torch.Tensor]:
-    """Returns the states of torch's generator, and of those of a loader."""
-    return [torch.get_rng_state(), *(one.get_state() for one in _generators(loader))]
-
-
-def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
-    for generator, state in zip(_generators(loader), states, strict=False):
-        generator.set_state(state.cpu())

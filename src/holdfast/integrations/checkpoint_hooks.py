@@ -1,0 +1,56 @@
+"""Keeps what a module and callbacks of Lightning add to its checkpoints, through their own hooks.
+
+``on_save_checkpoint`` and ``on_load_checkpoint`` get a dict with the keys of a checkpoint of
+Lightning. What the hooks add to it or put in another place is kept; the rest is in the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+#: In place of a value that is the module's own state, which is saved as the model.
+_OWN = "holdfast: the state of the module"
+
+
+def kept_by_hooks(trainer: Any, callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Returns what the hooks of ``callbacks`` and of the module add to a checkpoint, by key."""
+    module = trainer.lightning_module
+    given = _checkpoint(trainer)
+    checkpoint = dict(given)
+    for one in callbacks:
+        one.on_save_checkpoint(trainer, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
+    own = given["state_dict"]
+    return {
+        key: _OWN if value is own else value
+        for key, value in checkpoint.items()
+        if value is not given.get(key)
+    }
+
+
+def give_to_hooks(trainer: Any, callbacks: Iterable[Any], kept: Mapping[str, Any]) -> None:
+    """Gives the hooks what they added, when the module has its state again."""
+    module = trainer.lightning_module
+    checkpoint = _checkpoint(trainer)
+    own = checkpoint["state_dict"]
+    checkpoint |= {
+        key: own if isinstance(value, str) and value == _OWN else value
+        for key, value in kept.items()
+    }
+    module.on_load_checkpoint(checkpoint)
+    for one in callbacks:
+        one.on_load_checkpoint(trainer, module, checkpoint)
+
+
+def _checkpoint(trainer: Any) -> dict[str, Any]:
+    """Returns the keys of a checkpoint of Lightning that hooks read."""
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "state_dict": trainer.lightning_module.state_dict(),
+        "callbacks": {},
+        "loops": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+    }

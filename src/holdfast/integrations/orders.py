@@ -1,0 +1,124 @@
+"""What the order of a loader's samples is drawn from: generators, and the seeds of its samplers.
+
+Those of the process are torch's, Python's and numpy's. A loader's own are in its samplers, in its
+data where these are a stream, and in itself.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from holdfast.errors import UsageError
+
+
+def order_state(loader: Any) -> dict[str, Any]:
+    """Returns the states of the process's generators and of a loader's own, as plain values."""
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "own": [_state_of(one) for one in _own_generators(loader)],
+        "seeds": [one.initial_seed for one in _seeded(loader)],
+    }
+    if "numpy" in sys.modules:
+        found["numpy"] = _of_numpy(sys.modules["numpy"].random)
+    return found
+
+
+def set_process_generators(state: Mapping[str, Any]) -> None:
+    """Sets torch's, Python's and numpy's generators."""
+    torch.set_rng_state(state["torch"].cpu())
+    random.setstate(_nested_tuple(state["python"]))
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def set_own_generators(loader: Any, state: Mapping[str, Any]) -> None:
+    """Sets a loader's own generators and seeds; raises UsageError where there are others now."""
+    own, seeded = list(_own_generators(loader)), list(_seeded(loader))
+    counts = (len(own), len(seeded))
+    saved = (len(state["own"]), len(state["seeds"]))
+    if counts != saved:
+        raise UsageError(
+            f"a loader was saved with {saved[0]} generators and {saved[1]} seeds in its samplers, "
+            f"and has {counts[0]} and {counts[1]} now: make it with the same samplers, which have "
+            "their generators from the start"
+        )
+    for generator, found in zip(own, state["own"], strict=True):
+        _set_state(generator, found)
+    for sampler, seed in zip(seeded, state["seeds"], strict=True):
+        sampler.initial_seed = seed
+
+
+def _parts(loader: Any) -> Iterator[Any]:
+    """Yields a loader, its samplers, the samplers in these, and the data where it is a stream."""
+    seen: list[Any] = []
+    inner = [loader, loader.sampler, loader.batch_sampler]
+    if isinstance(loader.dataset, IterableDataset):
+        inner.append(loader.dataset)
+    while inner:
+        one = inner.pop(0)
+        if one is None or any(one is each for each in seen):
+            continue
+        seen.append(one)
+        yield one
+        inner += [getattr(one, "sampler", None), getattr(one, "batch_sampler", None)]
+
+
+def _own_generators(loader: Any) -> Iterator[Any]:
+    seen: list[Any] = []
+    for part in _parts(loader):
+        if hasattr(part, "initial_seed"):
+            continue  # it seeds its generator at the begin of each iteration
+        for _, one in sorted(getattr(part, "__dict__", {}).items()):
+            if _is_generator(one) and not any(one is each for each in seen):
+                seen.append(one)
+                yield one
+
+
+def _seeded(loader: Any) -> Iterator[Any]:
+    """Yields samplers that seed their order by a number and the epoch, as accelerate's does."""
+    return (one for one in _parts(loader) if hasattr(one, "initial_seed"))
+
+
+def _is_generator(one: Any) -> bool:
+    if isinstance(one, torch.Generator | random.Random):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(one, numpy.random.Generator | numpy.random.RandomState)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return _of_numpy(generator)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        generator.setstate(_nested_tuple(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _of_numpy(source: Any) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, gauss = source.get_state()
+    return kind, keys, int(position), int(has_gauss), float(gauss)
+
+
+def _nested_tuple(state: Any) -> Any:
+    version, numbers, gauss = state
+    return version, tuple(numbers), gauss
