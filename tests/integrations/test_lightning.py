@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UsageError
+from holdfast.integrations.lightning_limits import check_validation
 from holdfast.observe.report_builder import read_report
 from integrations.real_runs import (
     check_resumed,
@@ -205,7 +206,7 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
     loader: Any = SimpleNamespace(persistent_workers=True)
     loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
     with pytest.raises(UsageError, match="a validation loader has persistent_workers"):
-        adapter.check_validation(loop)
+        check_validation(loop)
     trainer.strategy.__class__ = FSDPStrategy
     with pytest.raises(UsageError, match=r"does not know FSDPStrategy.*ModelParallelStrategy"):
         adapter._check(trainer)

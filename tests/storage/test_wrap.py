@@ -73,11 +73,12 @@ def test_of_many_tries_one_event_tells() -> None:
     assert len(seen) == 1 and isinstance(seen[0], Warned) and "s3://bucket/run" in seen[0].message
 
 
-def serve(answers: list[bytes]) -> tuple[int, list[bytes]]:
-    """Answers one request after the other as told, each on a connection of its own if it ended."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    heard: list[bytes] = []
+def serve(answers: list[bytes]) -> tuple[int, threading.Thread]:
+    """Answers one request after the other as told, each on a connection of its own if it ended.
 
+    Nobody listens any more once the thread has ended.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
     def work() -> None:
         with listener:
             for answer in answers:
@@ -86,16 +87,16 @@ def serve(answers: list[bytes]) -> tuple[int, list[bytes]]:
                     data = b""
                     while b"\r\n\r\n" not in data:
                         data += connection.recv(65536)
-                    heard.append(data)
                     connection.sendall(answer)
 
-    threading.Thread(target=work, daemon=True).start()
-    return int(listener.getsockname()[1]), heard
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return int(listener.getsockname()[1]), thread
 
 
 def test_an_answer_that_is_cut_off_is_no_answer() -> None:
     whole = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n0123456789"
-    port, _ = serve([whole[:-3], whole[:-3], whole[:20], b"", whole])
+    port, listening = serve([whole[:-3], whole[:-3], whole[:20], b"", whole])
     server = Connections(Server("127.0.0.1", port, False), answer_s=5.0)
     memory = memoryview(bytearray(10))
     for into in (None, memory, None, None):
@@ -104,6 +105,7 @@ def test_an_answer_that_is_cut_off_is_no_answer() -> None:
         assert raised.value.is_sent
     answer = server.send("GET", "/", {"host": "x"}, into=memory)
     assert (answer.size_bytes, bytes(memory)) == (10, b"0123456789")
+    listening.join(5.0)
     with pytest.raises(NoAnswer) as raised:
         Connections(server.server, answer_s=5.0).send("GET", "/", {"host": "x"})
     assert not raised.value.is_sent  # nobody listens: certainly nothing happened

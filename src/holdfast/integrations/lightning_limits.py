@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
-
 from holdfast.errors import UsageError
 
 #: The callback of HOLDFAST_ROOT whose fit began first in this process.
@@ -25,6 +23,8 @@ def take_environment(callback: Any) -> None:
 
 def refuse_unknown(trainer: Any) -> None:
     """Raises UsageError for callbacks and options whose place in a run is not restored."""
+    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+
     for one in trainer.callbacks:
         if isinstance(one, BaseFinetuning | StochasticWeightAveraging):
             raise UsageError(
