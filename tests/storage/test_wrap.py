@@ -79,6 +79,7 @@ def serve(answers: list[bytes]) -> tuple[int, threading.Thread]:
     Nobody listens any more once the thread has ended.
     """
     listener = socket.create_server(("127.0.0.1", 0))
+
     def work() -> None:
         with listener:
             for answer in answers:
