@@ -55,6 +55,20 @@ def test_no_file_but_the_seam_names_a_vendor_or_reads_by_address() -> None:
     assert named(SEAM / "cuda.py"), "the search finds nothing where there is something"
 
 
+def test_no_file_but_the_seam_lets_torch_wait_for_an_event_of_a_vendor() -> None:
+    """``torch.Stream.wait_event`` waits for nothing where the event is ``torch.cuda.Event``."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in (PROJECT / "src/holdfast").rglob("*.py")
+        if SEAM not in path.parents
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("wait_event", "record_event")
+        and ast.unparse(node.value) != "devices"
+    ]
+    assert found == []
+
+
 def test_the_seam_names_vendors_only_in_their_own_files() -> None:
     assert named(SEAM / "vendors.py") == []
     assert {one.split()[1] for one in named(SEAM / "devices.py")} == {"data_ptr"}

@@ -11,6 +11,23 @@ import torch
 from holdfast.accelerator.vendors import Vendor, add_vendor
 
 
+class SimulatedEvent(torch.Event):
+    """An event of a vendor's own class, as CUDA's: what torch's common calls look at in there is
+    never recorded, so ``torch.Stream.wait_event`` waits for nothing.
+    """
+
+    def __new__(cls, recorded: torch.Event) -> SimulatedEvent:
+        made: SimulatedEvent = super().__new__(cls, recorded.device)
+        made.recorded = recorded
+        return made
+
+    def synchronize(self) -> None:
+        self.recorded.synchronize()
+
+    def query(self) -> bool:
+        return self.recorded.query()
+
+
 class SimulatedVendor(Vendor):
     """As a maker of devices would tell it."""
 
@@ -32,6 +49,16 @@ class SimulatedVendor(Vendor):
         return torch.Stream(
             stream_id=self._sim.own_stream(), device_index=index, device_type=made.device_type
         )
+
+    def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
+        if isinstance(event, SimulatedEvent):
+            event.recorded = stream.record_event(event.recorded)
+            return event
+        return SimulatedEvent(stream.record_event())
+
+    def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
+        assert isinstance(event, SimulatedEvent)
+        stream.wait_event(event.recorded)
 
     @contextmanager
     def relax_capture(self) -> Iterator[None]:

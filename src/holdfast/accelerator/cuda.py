@@ -54,6 +54,14 @@ class CudaVendor(Vendor):
         event.record(self.stream_of(stream))
         return event
 
+    def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
+        # ``torch.Stream.wait_event`` takes an event of this class and waits for nothing: what it
+        # looks at in there is never recorded (torch 2.11 to 2.13).
+        if isinstance(event, torch.cuda.Event):
+            event.wait(self.stream_of(stream))
+        else:
+            stream.wait_event(event)
+
     def is_capturing(self, stream: torch.Stream) -> bool:
         if hasattr(stream, "is_capturing"):
             return bool(stream.is_capturing())

@@ -127,6 +127,12 @@ def record_event(stream: torch.Stream, event: torch.Event | None = None) -> torc
         return vendor_of(stream.device).record_event(stream, event)
 
 
+def wait_event(stream: torch.Stream, event: torch.Event) -> None:
+    """Let all that is enqueued on ``stream`` from now on begin behind ``event``."""
+    with use_device(stream.device):
+        vendor_of(stream.device).wait_event(stream, event)
+
+
 class EventPool:
     """Events that are recorded again and again, since making one is a call of the driver."""
 

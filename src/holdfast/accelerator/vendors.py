@@ -44,6 +44,10 @@ class Vendor:
         """
         return stream.record_event(event)
 
+    def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
+        """Let later work of ``stream`` begin behind an event of ``record_event``."""
+        stream.wait_event(event)
+
     def is_capturing(self, stream: torch.Stream) -> bool:
         """Return True if work on ``stream`` is recorded into a graph instead of executed."""
         return bool(stream.is_capturing()) if hasattr(stream, "is_capturing") else False

@@ -309,7 +309,7 @@ def _move_from_gpu(
 
     with side_streams(ready) as streams:
         for device, stream in streams.items():
-            stream.wait_event(ready[device])
+            devices.wait_event(stream, ready[device])
         if target.has_copied_out:
             for event in ready.values():
                 event.synchronize()

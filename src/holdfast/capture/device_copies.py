@@ -70,7 +70,7 @@ def copy_from_devices(
     ):
         enqueuing = Enqueuing(target, landing, streams, progress)
         for device, stream in streams.items():
-            stream.wait_event(ready[device])
+            devices.wait_event(stream, ready[device])
         enqueuing.enqueue_all(plan_transfers(target.plan, streams))
         _copy_on_host(target, ready, streams, progress)
         last = enqueue_beside(sample, overtaking, streams)

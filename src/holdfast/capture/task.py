@@ -299,8 +299,7 @@ class CaptureTask:
         if self.events:
             self.overtaking.pass_fence()
         for event in self.events:
-            with devices.use_device(event.device):
-                devices.current_stream(event.device).wait_event(event)
+            devices.wait_event(devices.current_stream(event.device), event)
 
     def resolve(self) -> None:
         """Report that nothing more becomes of it here, and wake everybody."""

@@ -64,7 +64,7 @@ def _copy_out(leaves: Sequence[Binding]) -> None:
         side_streams(ready) as streams,
     ):
         for device, stream in streams.items():
-            stream.wait_event(ready[device])
+            devices.wait_event(stream, ready[device])
         for leaf in leaves:
             pins, is_new = _pins_of(leaf)
             pinned_bytes = pins.pinned_bytes
@@ -77,7 +77,7 @@ def _copy_out(leaves: Sequence[Binding]) -> None:
         landing.finish()
         for device, stream in streams.items():
             last = devices.record_event(stream)
-            devices.current_stream(device).wait_event(last)
+            devices.wait_event(devices.current_stream(device), last)
             for pins in direct:
                 if pins.device == device:
                     pins.last = last

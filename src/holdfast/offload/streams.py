@@ -260,7 +260,7 @@ class DeviceStream:
         with devices.use_stream(stream), torch.no_grad():
             for mark in after:
                 if isinstance(mark, EventMark):
-                    stream.wait_event(mark.event)
+                    devices.wait_event(stream, mark.event)
                 else:
                     mark.wait()
             if self._delay_s:
@@ -302,8 +302,7 @@ class WorkStreams:
         waits.
         """
         if isinstance(mark, EventMark):
-            with devices.use_device(self.device):
-                devices.current_stream(self.device).wait_event(mark.event)
+            devices.wait_event(devices.current_stream(self.device), mark.event)
         else:
             mark.wait()
 

@@ -21,6 +21,7 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch, **replaced: Any) -> None:
         "use_stream": lambda _: nullcontext(),
         "use_device": lambda _: nullcontext(),
         "record_event": lambda stream: stream.record_event(),
+        "wait_event": lambda stream, event: stream.wait_event(event),
         "await_event": lambda event: event.synchronize(),
         **replaced,
     }
