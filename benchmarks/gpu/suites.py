@@ -24,6 +24,7 @@ pythonpath = . src tests
 markers =
     gpu: needs a CUDA device
     slow: takes more than a few seconds
+    untimed: takes as long as the machine needs
     promise: breaks a promise on purpose
     unordered: accesses of the simulated device that may be unordered
 """
@@ -37,8 +38,16 @@ def tests(lab: Lab) -> None:
         settings = Path(made, "pytest.ini")
         settings.write_text(_SETTINGS)
         words = [sys.executable, "-m", "pytest", "-q", "-c", str(settings), "--rootdir", "."]
-        words += ["--confcutdir", "tests/gpu", "-p", "benchmarks.gpu.fixtures", *what]
-        words += ["-p", "no:cacheprovider"]
+        words += [
+            "--confcutdir",
+            "tests/gpu",
+            "-p",
+            "benchmarks.gpu.fixtures",
+            "-m",
+            "not slow",
+            *what,
+        ]
+        words += ["-p", "no:cacheprovider", "-m", "not slow"]
         done = _run(words, lab.left_s() - 1)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]]
     counts = {kind.rstrip("s"): int(n) for n, kind in _COUNTED.findall(lines[-1])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -24,6 +25,9 @@ from holdfast.capture.transfers import (
 )
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Image
+
+#: How long sums wait for the rest to be enqueued.
+_HOLD_S = 0.03
 
 
 @contextmanager
@@ -118,6 +122,11 @@ class Enqueuing:
         self._used: list[torch.Event] = []
         self._later: list[LandingJob] = []
         """The sums of segments of which the host copies a part."""
+        self._held: list[LandingJob] = []
+        """Sums of what lands in place: threads that compute them take Python's lock from this one,
+        so they begin when all is enqueued, or after ``_HOLD_S``.
+        """
+        self._held_since_s = 0.0
 
     def enqueue_all(self, groups: Iterable[TransferGroup]) -> None:
         """Enqueue all transfers in the order of the image."""
@@ -130,6 +139,9 @@ class Enqueuing:
             for segment in group.segments:
                 staged = [] if is_direct else _within(group.transfers, segment)
                 self._land(segment, staged, events)
+            if self._held and time.monotonic() - self._held_since_s > _HOLD_S:
+                self._begin_held()
+        self._begin_held()
 
     def finish(self, report: Callable[[int], None]) -> list[int]:
         """Return the checksums of all whole blocks; what the host copies is in place by now."""
@@ -146,6 +158,8 @@ class Enqueuing:
         moves: list[SegmentCopy] = []
         pieces: list[torch.Tensor] = []
         events = list(events)
+        if staged or segment.small:
+            self._begin_held()
         if staged:
             pieces.append(self._landing.take_piece())
             events += self._enqueue(staged, pieces[-1], segment.start)
@@ -157,10 +171,24 @@ class Enqueuing:
         is_summed = not segment.is_partly_host
         if pieces or is_summed:
             landed = make_segment(segment.start, segment.stop, moves)
-            self._landing.add([LandingJob(landed, events, pieces, is_summed=is_summed)])
+            job = LandingJob(landed, events, pieces, is_summed=is_summed)
+            if pieces:
+                self._landing.add([job])
+            else:
+                self._hold(job)
         if not is_summed:
             alone = make_segment(segment.start, segment.stop, ())
             self._later.append(LandingJob(alone, events))
+
+    def _hold(self, job: LandingJob) -> None:
+        if not self._held:
+            self._held_since_s = time.monotonic()
+        self._held.append(job)
+
+    def _begin_held(self) -> None:
+        if self._held:
+            self._landing.add(self._held)
+            self._held = []
 
     def _enqueue(
         self, transfers: list[Transfer], memory: torch.Tensor, first: int
