@@ -23,9 +23,9 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section(
-        "facts", "device, driver, links, memory, limits, pages and nodes", "hardware:facts", 20
+        "facts", "device, driver, links, memory, limits, pages and nodes", "hardware:facts", 15
     ),
-    Section("tests", "`tests/gpu` pass", "suites:tests", 90),
+    Section("tests", "`tests/gpu` pass", "suites:tests", 110),
     Section(
         "registering",
         "GB/s of pinning by page size, launches beside it, pages of two processes, refusal",
@@ -34,16 +34,16 @@ SECTIONS = (
     ),
     Section("forks", "a forked process copies pinned pages, or shares them", "hardware:forks", 10),
     Section(
-        "calls", "calls of another thread that end a capture, by its mode", "hardware:calls", 35
+        "calls", "calls of another thread that end a capture, by its mode", "hardware:calls", 25
     ),
-    Section("memlock", "the driver counts locked memory, or does not", "hardware:memlock", 10),
+    Section("memlock", "the driver counts locked memory, or does not", "hardware:memlock", 5),
     Section(
         "slots",
         "GB/s into a slot, how late it is sealed, how long copies take to enqueue, the fence",
         "copying:slots",
-        60,
+        65,
     ),
-    Section("ring", "64 GB through a ring of shared memory", "copying:ring", 30),
+    Section("ring", "64 GB through a ring of shared memory", "copying:ring", 45),
     Section(
         "saves",
         "how long `save` holds the thread with 1,000 leaves, and its samples",
@@ -54,30 +54,29 @@ SECTIONS = (
         "first_saves",
         "how long the first three saves hold training; launches beside pinning; the staging pieces",
         "copying:first_saves",
-        20,
+        25,
     ),
     Section("training", "what a snapshot every step costs training", "steps:training", 25),
     Section(
         "collectives",
         "the same beside a collective on several GPUs",
         "steps:collectives",
-        20,
+        10,
         devices=2,
     ),
     Section("graphs", "captures of graphs beside 100 saves", "steps:graphs", 15),
-    Section("samples", "what comparing replicas costs a save", "steps:samples", 20),
+    Section("samples", "what comparing replicas costs a save", "steps:samples", 10),
     Section(
         "restores", "GB/s of a restore from memory and from the page cache", "copying:restores", 30
     ),
     Section(
-        "sums", "checksums of offload: their time, and launches a subgroup", "offloading:sums", 15
+        "sums", "checksums of offload: their time, and launches a subgroup", "offloading:sums", 10
     ),
-    Section("offload", "the targets of `benchmarks/offload.py`", "offloading:offload", 60),
     Section(
         "contexts",
         "contexts on other devices after capture, ring, restore and offload",
         "steps:contexts",
-        15,
+        10,
         devices=2,
     ),
     Section(
@@ -87,6 +86,7 @@ SECTIONS = (
         15,
     ),
     Section("compute_sanitizer", "compute-sanitizer over the same", "suites:compute_sanitizer", 15),
+    Section("offload", "the targets of `benchmarks/offload.py`", "offloading:offload", 70),
 )
 MINUTES = 9.0
 

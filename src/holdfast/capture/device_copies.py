@@ -16,6 +16,7 @@ from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, GpuCopyStuck
 from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.capture.transfers import (
+    GROUP_BYTES,
     SmallTensors,
     Transfer,
     TransferGroup,
@@ -26,7 +27,9 @@ from holdfast.capture.transfers import (
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Image
 
-#: How long sums wait for the rest to be enqueued.
+#: Events behind what lands in place, at most, and how long its sums wait for the rest to be
+#: enqueued.
+_SPANS = 32
 _HOLD_S = 0.03
 
 
@@ -107,7 +110,11 @@ def landed(data: memoryview, base: int, check: Callable[[], None]) -> Iterator[L
 
 
 class Enqueuing:
-    """Enqueues the transfers to one slot: straight into memory that is pinned, else into pieces."""
+    """Enqueues the transfers to one slot: straight into memory that is pinned, else into pieces.
+
+    What lands in place is marked by few events: a driver takes some 60 for which a host may wait
+    asleep on one stream, and then lets the caller wait (docs/design/0016).
+    """
 
     def __init__(
         self,
@@ -119,29 +126,40 @@ class Enqueuing:
         self._target, self._landing, self._streams = target, landing, streams
         self._progress = progress
         self._direct_bytes, self._border_bytes = target.pinned()
+        self._span_bytes = max(GROUP_BYTES, self._direct_bytes // _SPANS)
+        self._unmarked_bytes = 0
+        """Enqueued behind the last events."""
+        self._next: list[torch.Event] = []
+        """Gets the next events, one of each stream; jobs of copies before these hold it already."""
+        self._is_awaited = False
         self._used: list[torch.Event] = []
-        self._later: list[LandingJob] = []
-        """The sums of segments of which the host copies a part."""
         self._held: list[LandingJob] = []
-        """Sums of what lands in place: threads that compute them take Python's lock from this one,
-        so they begin when all is enqueued, or after ``_HOLD_S``.
+        """Threads that checksum take Python's lock from this one: they begin when all is enqueued,
+        or after ``_HOLD_S``.
         """
         self._held_since_s = 0.0
+        self._later: list[LandingJob] = []
+        """The sums of segments of which the host copies a part."""
+        self._small: torch.Tensor | None = None
+        """The piece that gathered small tensors go to, filled up to ``_small_at``."""
+        self._small_at = 0
 
     def enqueue_all(self, groups: Iterable[TransferGroup]) -> None:
         """Enqueue all transfers in the order of the image."""
         for group in groups:
             self._progress.check()
-            events: list[torch.Event] = []
             is_direct = group.stop <= self._direct_bytes
-            if is_direct and group.transfers:
-                events = self._enqueue(group.transfers, self._target.data, 0)
+            if is_direct:
+                self._enqueue(group.transfers, self._target.data, 0)
             for segment in group.segments:
-                staged = [] if is_direct else _within(group.transfers, segment)
-                self._land(segment, staged, events)
+                self._land(segment, [] if is_direct else _within(group.transfers, segment))
+            if self._unmarked_bytes >= self._span_bytes:
+                self._mark()
             if self._held and time.monotonic() - self._held_since_s > _HOLD_S:
                 self._begin_held()
         self._begin_held()
+        if self._small is not None:
+            self._landing.give_back(self._small)
 
     def finish(self, report: Callable[[int], None]) -> list[int]:
         """Return the checksums of all whole blocks; what the host copies is in place by now."""
@@ -152,33 +170,27 @@ class Enqueuing:
         _events.give_back(self._used)
         return sums
 
-    def _land(
-        self, segment: TransferSegment, staged: list[Transfer], events: list[torch.Event]
-    ) -> None:
+    def _land(self, segment: TransferSegment, staged: list[Transfer]) -> None:
         moves: list[SegmentCopy] = []
         pieces: list[torch.Tensor] = []
-        events = list(events)
-        if staged or segment.small:
-            self._begin_held()
         if staged:
+            self._begin_held()  # what holds pieces lands while this waits for one
             pieces.append(self._landing.take_piece())
-            events += self._enqueue(staged, pieces[-1], segment.start)
+            self._enqueue(staged, pieces[-1], segment.start)
             at = host_address(pieces[-1]) - segment.start
             moves += [SegmentCopy(one.offset, at + one.offset, one.size_bytes) for one in staged]
-        if segment.small:
-            pieces.append(self._landing.take_piece())
-            events += self._enqueue_small(segment.small, pieces[-1], moves)
-        is_summed = not segment.is_partly_host
+        for tensors in segment.small:
+            pieces.append(self._enqueue_small(tensors, moves))
+        moves.sort(key=lambda move: move.offset)
+        is_summed, self._is_awaited = not segment.is_partly_host, True
         if pieces or is_summed:
             landed = make_segment(segment.start, segment.stop, moves)
-            job = LandingJob(landed, events, pieces, is_summed=is_summed)
-            if pieces:
-                self._landing.add([job])
-            else:
-                self._hold(job)
+            self._hold(LandingJob(landed, self._next, pieces, is_summed=is_summed))
         if not is_summed:
             alone = make_segment(segment.start, segment.stop, ())
-            self._later.append(LandingJob(alone, events))
+            self._later.append(LandingJob(alone, self._next))
+        if staged:
+            self._begin_held()
 
     def _hold(self, job: LandingJob) -> None:
         if not self._held:
@@ -186,27 +198,33 @@ class Enqueuing:
         self._held.append(job)
 
     def _begin_held(self) -> None:
+        self._mark()
         if self._held:
             self._landing.add(self._held)
             self._held = []
 
-    def _enqueue(
-        self, transfers: list[Transfer], memory: torch.Tensor, first: int
-    ) -> list[torch.Event]:
+    def _mark(self) -> None:
+        """Record events behind all copies so far, if a job waits for them."""
+        if self._is_awaited:
+            self._next += map(_events.record, self._streams.values())
+            self._used += self._next
+            self._next, self._unmarked_bytes, self._is_awaited = [], 0, False
+
+    def _enqueue(self, transfers: list[Transfer], memory: torch.Tensor, first: int) -> None:
         """Enqueue transfers to ``memory``, which begins at offset ``first`` of the data."""
-        events = []
         for device, stream in self._streams.items():
             mine = [one for one in transfers if one.device == device]
             if not mine:
                 continue
-            self._progress.pace(sum(one.size_bytes for one in mine))
+            self._pace(sum(one.size_bytes for one in mine))
             with devices.use_stream(stream):
                 for transfer in mine:
                     for part in self._between_borders(transfer):
                         part.enqueue(memory[part.offset - first : part.stop - first])
-                events.append(_events.record(stream))
-        self._used += events
-        return events
+
+    def _pace(self, size_bytes: int) -> None:
+        self._progress.pace(size_bytes)
+        self._unmarked_bytes += size_bytes
 
     def _between_borders(self, transfer: Transfer) -> Iterator[Transfer]:
         """Yield its parts within what was pinned at once: no copy may cross two of these."""
@@ -218,21 +236,24 @@ class Enqueuing:
             yield part
             start = part.stop
 
-    def _enqueue_small(
-        self, small: list[SmallTensors], piece: torch.Tensor, moves: list[SegmentCopy]
-    ) -> list[torch.Event]:
-        events, at = [], 0
-        for tensors in small:
-            stream = self._streams[tensors.device]
-            self._progress.pace(tensors.size_bytes)
-            with devices.use_stream(stream):
-                tensors.enqueue(piece[at : at + tensors.size_bytes])
-                events.append(_events.record(stream))
-            moves += tensors.moves(host_address(piece) + at)
-            at += -(-tensors.size_bytes // 16) * 16
-        moves.sort(key=lambda move: move.offset)
-        self._used += events
-        return events
+    def _enqueue_small(self, tensors: SmallTensors, moves: list[SegmentCopy]) -> torch.Tensor:
+        """Enqueue the copy of gathered tensors; return the piece that they land in, which one more
+        job gives back.
+        """
+        size_bytes = -(-tensors.size_bytes // 16) * 16
+        if self._small is None or self._small_at + size_bytes > self._small.numel():
+            self._begin_held()
+            if self._small is not None:
+                self._landing.give_back(self._small)
+            self._small, self._small_at = self._landing.take_piece(), 0
+        piece, at = self._small, self._small_at
+        self._small_at += size_bytes
+        self._landing.share(piece)
+        self._pace(tensors.size_bytes)
+        with devices.use_stream(self._streams[tensors.device]):
+            tensors.enqueue(piece[at : at + tensors.size_bytes])
+        moves += tensors.moves(host_address(piece) + at)
+        return piece
 
 
 def _within(transfers: list[Transfer], segment: TransferSegment) -> list[Transfer]:
