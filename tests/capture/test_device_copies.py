@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capture.test_through_ring import bits, form
-from holdfast.capture import staging, transfers
+from holdfast.capture import device_copies, staging, transfers
 from holdfast.capture.copy_plan import CopyPlan, SlotTarget, TensorCopy
 from holdfast.capture.copy_slot import copy_image
+from holdfast.capture.landing import Landing
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyCancelled, CopyProgress, GpuCopyStuck
 from holdfast.capture.transfers import SmallTensors, Transfer, plan_transfers
@@ -168,6 +169,48 @@ def test_large_tensors_are_one_copy_for_each_group_and_border_and_small_ones_one
     many = {f"{n:04}": bits(100, torch.float32, n) for n in range(1000)}
     run(Through(many), late, Pins(1 << 40, 1 << 40))
     assert len(late.work) == 1
+
+
+def test_few_events_and_pieces_are_in_use_however_many_copies_land_in_place(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA stream lets the thread wait that records some 60 events which a host may await."""
+    monkeypatch.setattr(device_copies, "_SPANS", 4)
+    tensors = {f"{n:03}": bits(BLOCK_BYTES if n % 2 else 100, torch.uint8, n) for n in range(80)}
+    through = Through(tensors)
+    recorded: list[int] = []
+    record = late.record_event
+
+    def count(event: Any = None) -> Any:
+        recorded.append(len(late.work))
+        return record(event)
+
+    late.record_event = count  # type: ignore[method-assign]
+    assert run(through, late, Pins(1 << 40, 1 << 40)) == through.whole()
+    assert len(late.work) > 40 and len(set(recorded)) <= 4 + 1
+    assert staging.pieces._made == 1, "each segment with a small tensor took a piece of its own"
+
+
+def test_sums_of_what_lands_in_place_begin_when_all_is_enqueued(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copies, "_HOLD_S", 1e9)
+    begun: list[int] = []
+    add = Landing.add
+
+    def begin(landing: Landing, jobs: Any) -> None:
+        begun.append(len(late.work))
+        add(landing, jobs)
+
+    monkeypatch.setattr(Landing, "add", begin)
+    through = large()
+    assert run(through, late, Pins(1 << 40, 1 << 40)) == through.whole()
+    assert begun == [len(late.work)]
+    begun.clear()
+    late.forget()
+    monkeypatch.setattr(device_copies, "_HOLD_S", 0.0)  # each time that any is held
+    assert run(through, late, Pins(1 << 40, 1 << 40)) == through.whole()
+    assert len(begun) > 2
 
 
 def test_no_transfer_gathers_more_than_a_piece_at_once() -> None:

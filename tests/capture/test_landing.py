@@ -89,3 +89,24 @@ def test_threads_that_help_sleep_behind_an_error(monkeypatch: pytest.MonkeyPatch
     made.stop()
     helper.join(10)
     assert not helper.is_alive() and looked == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"),
+    [
+        (1, 1, 1),
+        (2, 1, 2),
+        (4, 1, 4),
+        (5, 1, 4),
+        (8, 1, 6),
+        (16, 1, 12),
+        (128, 8, 12),
+        (128, 32, 4),
+    ],
+)
+def test_threads_that_land_copies_are_a_part_of_the_cores_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert landing.land_threads() == threads

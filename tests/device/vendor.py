@@ -16,6 +16,8 @@ class SimulatedEvent(torch.Event):
     never recorded, so ``torch.Stream.wait_event`` waits for nothing.
     """
 
+    recorded: torch.Event
+
     def __new__(cls, recorded: torch.Event) -> SimulatedEvent:
         made: SimulatedEvent = super().__new__(cls, recorded.device)
         made.recorded = recorded

@@ -185,7 +185,8 @@ class Enqueuing:
         is_summed, self._is_awaited = not segment.is_partly_host, True
         if pieces or is_summed:
             landed = make_segment(segment.start, segment.stop, moves)
-            self._hold(LandingJob(landed, self._next, pieces, is_summed=is_summed))
+            is_new = bool(staged)
+            self._hold(LandingJob(landed, self._next, pieces, is_summed=is_summed, is_new=is_new))
         if not is_summed:
             alone = make_segment(segment.start, segment.stop, ())
             self._later.append(LandingJob(alone, self._next))

@@ -18,6 +18,7 @@ import torch
 from holdfast.accelerator import devices
 from holdfast.capture import staging
 from holdfast.capture.copy_plan import Segment, copy_segment
+from holdfast.protocol.arena import map_pages
 
 #: Threads that land the copies of one rank: as many as there are cores up to the first, then
 #: three of four cores up to the second. Each checksums 5 to 8 GB/s, and a link brings 55.
@@ -37,6 +38,8 @@ class LandingJob:
     """Taken back once they were copied on."""
     is_summed: bool = True
     """False while other bytes of the segment are still missing."""
+    is_new: bool = False
+    """True if the memory of the segment may not be mapped yet, page by page."""
 
 
 class Landing:
@@ -171,6 +174,8 @@ class Landing:
         for event in job.events:
             devices.await_event(event)
         self._check()
+        if job.is_new:
+            map_pages(self._base + job.segment.start, job.segment.stop - job.segment.start)
         sums = copy_segment(job.segment, self._data, self._base, is_summed=job.is_summed)
         with self._changed:
             self._give_back(job.pieces)

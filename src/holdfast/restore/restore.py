@@ -7,7 +7,6 @@ together. A source that fails or does not verify is dropped on all of them.
 from __future__ import annotations
 
 import gc
-import os
 import time
 import traceback
 from collections import deque
@@ -44,7 +43,7 @@ from holdfast.restore.match import (
     left_by_ranks,
 )
 from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.planning.plan import BATCH_BYTES, STAGING_BYTES, Want
+from holdfast.restore.planning.plan import STAGING_BYTES, Want
 from holdfast.restore.read_once import join_replies, own_reply, read_once
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import BorrowBuffer, read_values, read_wants
@@ -392,8 +391,7 @@ class _RestoreAttempt:
             filling = Destinations(restoring.make_room(), self.world.rank, restoring.view)
         self.filling, self.size_bytes = filling, filling.size_bytes
         filling.copies.begin()
-        staging_bytes = min(STAGING_BYTES, (len(os.sched_getaffinity(0)) + 4) * BATCH_BYTES)
-        self.borrow = Staging(filling.copies, staging_bytes).borrow
+        self.borrow = Staging(filling.copies, STAGING_BYTES).borrow
         return filling
 
     def _read(self) -> None:

@@ -80,6 +80,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     monkeypatch.setattr(device_copies, "side_stream", lambda _: device)
     monkeypatch.setattr(transfers, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(transfers, "GROUP_BYTES", 2 * PIECE)
+    monkeypatch.setattr(device_copies, "GROUP_BYTES", 2 * PIECE)
     monkeypatch.setattr(staging, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(staging, "gathered", GatherBuffers())
     pieces = StagingPieces(4)

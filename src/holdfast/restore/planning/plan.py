@@ -20,9 +20,9 @@ from holdfast.geometry.layout import Layout
 
 #: The largest staging buffer of one reader thread, including the blocks at both ends.
 BATCH_BYTES = 8 << 20
-#: The largest pinned staging memory of one restore on the way to devices: enough for the reads
-#: under way and a few copies behind them.
-STAGING_BYTES = 128 << 20
+#: The largest pinned staging memory of one restore on the way to devices: enough for a few reads
+#: under way and as many copies behind them.
+STAGING_BYTES = 48 << 20
 #: The most bytes that a rank holds of blocks that ranks read for each other.
 BUDGET_BYTES = 64 << 20
 #: Shorter runs of a scattered part are copied together, as a box.

@@ -49,7 +49,7 @@ __all__ = [
 #: Threads for storage: several reads are under way at once, so that a disk always has the next one.
 READERS = 4
 #: Threads for memory: reads are as fast as the processors copy; more threads do not help.
-_COPIERS = 12
+_COPIERS = 8
 #: Lends a staging buffer of at least so many bytes for one batch; reused only when no copy reads
 #: it.
 BorrowBuffer = Callable[[int], AbstractContextManager[memoryview]]
@@ -241,16 +241,10 @@ class _Blocks:
     def stage(self, memory: memoryview) -> None:
         """Read ``data`` into ``memory`` and verify all of it."""
         self.read(memory)
-        if not self.is_mapped:
-            self.check_through(self._last)
-            return
-        to, source, at = address_of(memory), address_of(self.data), 0
-        for block in range(self._next, self._last + 1):  # each while it is in the cache
-            self.check_through(block)
-            stop = min((block + 1) * BLOCK_BYTES - self.begin, self.size_bytes)
-            copy_bytes(to + at, source + at, stop - at)
-            at = stop
-        self.data = memory[: self.size_bytes]
+        self.check_through(self._last)
+        if self.is_mapped:
+            copy_bytes(address_of(memory), address_of(self.data), self.size_bytes)
+            self.data = memory[: self.size_bytes]
 
     def check_through(self, block: int) -> None:
         """Verify every block up to this one; ChecksumMismatch."""
