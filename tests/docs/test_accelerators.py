@@ -1,4 +1,4 @@
-"""What was not seen on hardware is listed, each line with its command, until there are results."""
+"""The page of accelerators lists every section of the day, and every result."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def test_every_section_of_the_day_stands_on_the_page_with_its_command(
     assert rows == [sections.page_row(one) for one in sections.SECTIONS]
 
 
-def test_that_nothing_ran_on_hardware_is_said_as_long_as_there_is_no_result() -> None:
-    results = list((PROJECT / "benchmarks" / "results").glob("gpu-*.json"))
-    assert ("**nothing yet**" in PAGE) == (not results)
+def test_every_result_of_hardware_is_linked_from_the_page_and_the_rest_is_said_to_be_unseen() -> (
+    None
+):
+    results = (PROJECT / "benchmarks" / "results").glob("gpu-*.md")
+    missing = [one.name for one in results if f"benchmarks/results/{one.name}" not in PAGE]
+    assert missing == [] and "**nothing yet**" in PAGE

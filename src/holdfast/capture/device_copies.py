@@ -182,7 +182,8 @@ class Enqueuing:
         for tensors in segment.small:
             pieces.append(self._enqueue_small(tensors, moves))
         moves.sort(key=lambda move: move.offset)
-        is_summed, self._is_awaited = not segment.is_partly_host, True
+        is_summed = not segment.is_partly_host
+        self._is_awaited = True
         if pieces or is_summed:
             landed = make_segment(segment.start, segment.stop, moves)
             is_new = bool(staged)
