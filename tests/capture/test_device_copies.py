@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capture.test_through_ring import bits, form
-from holdfast.capture import device_copies, staging, transfers
-from holdfast.capture.copy_plan import CopyPlan, SlotTarget, TensorCopy
+from holdfast.capture import device_copies, landing, staging, transfers
+from holdfast.capture.copy_plan import CopyPlan, Segment, SlotTarget, TensorCopy, copy_segment
 from holdfast.capture.copy_slot import copy_image
 from holdfast.capture.landing import Landing
 from holdfast.capture.overtaking import OvertakeDetector
@@ -44,6 +45,7 @@ def run(
     check: Callable[[], None] = lambda: None,
     ready: Any = None,
     pace: Callable[[int], None] = lambda _: None,
+    at_fence: Callable[[], object] = lambda: None,
 ) -> tuple[bytes, Any]:
     memory = memoryview(bytearray(through.image.size_bytes))
     enqueued: list[int] = []
@@ -56,7 +58,7 @@ def run(
     progress = CopyProgress(
         check=check,
         copied=copied,
-        enqueued=lambda _: enqueued.append(len(late.work)),
+        enqueued=lambda _: enqueued.append((at_fence(), len(late.work))[1]),
         pace=pace,
     )
     target = SlotTarget(memory, through.plan)
@@ -87,10 +89,16 @@ _forms = st.sampled_from(["plain", "strided", "transposed", "conjugate", "negati
     leaves=st.lists(st.tuples(_counts, _dtypes, _forms), min_size=1, max_size=9),
     pinned=st.sampled_from([0, 1, 3, 100]),
     border=st.sampled_from([4096 * 77, BLOCK_BYTES, 5 * BLOCK_BYTES + 4096, 1 << 30]),
+    on_host=st.one_of(st.just(0), st.integers(0, 511)),
 )
 def test_any_state_arrives_bit_for_bit_whatever_of_the_slot_is_pinned(
-    late: LateDevice, leaves: list[tuple[int, torch.dtype, str]], pinned: int, border: int
+    late: LateDevice,
+    leaves: list[tuple[int, torch.dtype, str]],
+    pinned: int,
+    border: int,
+    on_host: int,
 ) -> None:
+    """``on_host``: a bit for each leaf that lies in host memory."""
     late.forget()
     tensors = {
         f"{n}": form(bits(size, dtype, n), how) for n, (size, dtype, how) in enumerate(leaves)
@@ -99,6 +107,8 @@ def test_any_state_arrives_bit_for_bit_whatever_of_the_slot_is_pinned(
     whole, sealed = through.whole()
     for copy in through.plan.copies:  # as they lie, not as they were staged
         copy.source = tensors[copy.leaf]
+        if on_host >> int(copy.leaf) & 1:
+            copy.source = _Elsewhere(copy.source, torch.device("meta"))
     found, seal = run(through, late, Pins(pinned * BLOCK_BYTES, border))
     assert found == whole
     assert seal == sealed
@@ -198,9 +208,9 @@ def test_sums_of_what_lands_in_place_begin_when_all_is_enqueued(
     begun: list[int] = []
     add = Landing.add
 
-    def begin(landing: Landing, jobs: Any) -> None:
+    def begin(of: Landing, jobs: Any) -> None:
         begun.append(len(late.work))
-        add(landing, jobs)
+        add(of, jobs)
 
     monkeypatch.setattr(Landing, "add", begin)
     through = large()
@@ -267,6 +277,32 @@ def test_host_memory_is_copied_beside_and_summed_after_it(late: LateDevice) -> N
     for copy in through.plan.copies[::2]:
         copy.source = _Elsewhere(copy.source, meta)
     assert run(through, late, Pins(3 * BLOCK_BYTES, 1 << 30)) == (whole, sealed)
+
+
+@pytest.mark.promise
+def test_the_fence_opens_when_the_host_has_copied_though_several_threads_do(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update on the host waits for no event."""
+    monkeypatch.setattr(landing, "land_threads", lambda: 4)
+    copied: list[int] = []
+    copy = copy_segment
+
+    def copy_slowly(segment: Segment, *rest: Any, **how: Any) -> Any:
+        time.sleep(0.02)
+        sums = copy(segment, *rest, **how)
+        copied.extend(move.size_bytes for moves in segment.blocks for move in moves)
+        return sums
+
+    monkeypatch.setattr(landing, "copy_segment", copy_slowly)
+    through = Through({f"{n}": bits(3 * BLOCK_BYTES, torch.uint8, n) for n in range(8)})
+    whole = through.whole()
+    for one in through.plan.copies[::2]:
+        one.source = _Elsewhere(one.source, torch.device("meta"))
+    at_fence: list[int] = []
+    pinned = Pins(1 << 40, 1 << 40)
+    assert run(through, late, pinned, at_fence=lambda: at_fence.append(sum(copied))) == whole
+    assert at_fence == [4 * 3 * BLOCK_BYTES]
 
 
 class _Elsewhere(torch.Tensor):

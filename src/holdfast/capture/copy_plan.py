@@ -52,7 +52,11 @@ class TensorCopy:
         return self.source.is_cpu and self.source.is_contiguous()
 
     def runs(self) -> Iterator[tuple[int, int, int]] | None:
-        """Yield (offset, address, size) of its contiguous byte runs; None if the runs are short."""
+        """Yield (offset, address, size) of its contiguous byte runs; None if the runs are short, or
+        not the bytes that its elements are read as.
+        """
+        if self.source.is_conj() or self.source.is_neg():
+            return None
         shape, strides = self.source.shape, self.source.stride()
         item = length = self.source.element_size()
         last = self.source.ndim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -79,7 +79,10 @@ def copy_from_devices(
         for device, stream in streams.items():
             devices.wait_event(stream, ready[device])
         enqueuing.enqueue_all(plan_transfers(target.plan, streams))
-        _copy_on_host(target, ready, streams, progress)
+        if target.plan.has_copied_out:
+            for event in ready.values():
+                event.synchronize()
+        enqueuing.copy_on_host()
         last = enqueue_beside(sample, overtaking, streams)
         progress.check()
         overtaking.check(target, turn)
@@ -140,23 +143,45 @@ class Enqueuing:
         self._held_since_s = 0.0
         self._later: list[LandingJob] = []
         """The sums of segments of which the host copies a part."""
+        self._host: list[LandingJob] = []
+        """What the host copies of large tensors, as optimizer states: before an update, so that
+        nothing that waits for a device may come first.
+        """
         self._small: torch.Tensor | None = None
         """The piece that gathered small tensors go to, filled up to ``_small_at``."""
         self._small_at = 0
 
-    def enqueue_all(self, groups: Iterable[TransferGroup]) -> None:
+    def enqueue_all(self, groups: Sequence[TransferGroup]) -> None:
         """Enqueue all transfers in the order of the image."""
+        has_host = any(one.is_partly_host for group in groups for one in group.segments)
         for group in groups:
             self._progress.check()
             is_direct = group.stop <= self._direct_bytes
             if is_direct:
                 self._enqueue(group.transfers, self._target.data, 0)
             for segment in group.segments:
-                self._land(segment, [] if is_direct else _within(group.transfers, segment))
+                self._land(segment, _within(group.transfers, segment), is_direct=is_direct)
             if self._unmarked_bytes >= self._span_bytes:
                 self._mark()
-            if self._held and time.monotonic() - self._held_since_s > _HOLD_S:
+            is_due = time.monotonic() - self._held_since_s > _HOLD_S
+            if self._held and is_due and not has_host:
                 self._begin_held()
+
+    def copy_on_host(self) -> None:
+        """Copy what lies in host memory, as optimizer states do, while copies are in flight; begin
+        the sums of these then.
+        """
+        for to, source in zip(*self._target.small, strict=True):
+            if source.device not in self._streams:
+                to.copy_(source)
+        for copy in self._target.apart:
+            if copy.source.device not in self._streams:
+                self._progress.check()
+                self._target.view(copy).copy_(copy.source)
+        self._mark()
+        if self._host:
+            self._landing.add(self._host)
+            self._landing.finish()
         self._begin_held()
         if self._small is not None:
             self._landing.give_back(self._small)
@@ -170,7 +195,16 @@ class Enqueuing:
         _events.give_back(self._used)
         return sums
 
-    def _land(self, segment: TransferSegment, staged: list[Transfer]) -> None:
+    def _land(
+        self, segment: TransferSegment, transfers: list[Transfer], *, is_direct: bool
+    ) -> None:
+        if segment.is_partly_host:
+            is_whole = not (transfers or segment.small)
+            host = make_segment(segment.start, segment.stop, segment.moves)
+            self._host.append(LandingJob(host, is_summed=is_whole))
+            if is_whole:
+                return
+        staged = [] if is_direct else transfers
         moves: list[SegmentCopy] = []
         pieces: list[torch.Tensor] = []
         if staged:
@@ -261,25 +295,6 @@ class Enqueuing:
 def _within(transfers: list[Transfer], segment: TransferSegment) -> list[Transfer]:
     parts = (transfer.within(segment.start, segment.stop) for transfer in transfers)
     return [part for part in parts if part is not None]
-
-
-def _copy_on_host(
-    target: SlotTarget,
-    ready: Mapping[torch.device, torch.Event],
-    streams: Mapping[torch.device, torch.Stream],
-    progress: CopyProgress,
-) -> None:
-    """Copy what lies in host memory, as optimizer states do, while copies are in flight."""
-    if target.plan.has_copied_out:
-        for event in ready.values():
-            event.synchronize()
-    for to, source in zip(*target.small, strict=True):
-        if source.device not in streams:
-            to.copy_(source)
-    for copy in target.large:
-        if copy.source.device not in streams:
-            progress.check()
-            target.view(copy).copy_(copy.source)
 
 
 def enqueue_beside(

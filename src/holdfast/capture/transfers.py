@@ -240,6 +240,8 @@ class TransferSegment:
     """Bytes of all gathered ranges, each aligned."""
     is_partly_host: bool = False
     """True if other bytes of it are copied by the host."""
+    moves: list[SegmentCopy] = field(default_factory=list)
+    """Of these bytes, those that lie in long runs."""
 
 
 @dataclass(slots=True)
@@ -285,6 +287,8 @@ def _plan_groups(
         if copy.source.device not in devices:
             for segment in segments[first : last + 1]:
                 segment.is_partly_host = True
+            for run in (copy.runs() or ()) if copy.size_bytes >= SMALL_BYTES else ():
+                _add_moves(segments, SegmentCopy(*run))
         elif not (first == last and _add_small(segments[first], copy)):
             for transfer in transfers_of(copy):
                 for group in groups[first // per_group : last // per_group + 1]:
@@ -292,6 +296,15 @@ def _plan_groups(
                     if part is not None:
                         group.transfers.append(part)
     return groups
+
+
+def _add_moves(segments: Sequence[TransferSegment], move: SegmentCopy) -> None:
+    """Add the parts of one copy from host memory to the segments that they are in."""
+    stop = move.offset + move.size_bytes
+    for segment in segments[move.offset // PIECE_BYTES : (stop - 1) // PIECE_BYTES + 1]:
+        start = max(move.offset, segment.start)
+        size = min(stop, segment.stop) - start
+        segment.moves.append(SegmentCopy(start, move.address + start - move.offset, size))
 
 
 def _add_small(segment: TransferSegment, copy: TensorCopy) -> bool:
