@@ -34,6 +34,9 @@ class Pins:
     def __init__(self, pinned_bytes: int, piece_bytes: int) -> None:
         self.pinned_bytes, self.piece_bytes = pinned_bytes, piece_bytes
 
+    def border(self, at: int) -> int:
+        return (at // self.piece_bytes + 1) * self.piece_bytes
+
 
 late = late_device
 

@@ -11,6 +11,7 @@ import pytest
 from holdfast.capture import landing
 from holdfast.capture.copy_plan import Segment
 from holdfast.capture.landing import Landing, LandingJob
+from holdfast.protocol import control_groups
 
 
 def jobs(count: int) -> list[LandingJob]:
@@ -108,5 +109,13 @@ def test_threads_that_land_copies_are_a_part_of_the_cores_of_a_rank(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(control_groups, "_own_quota", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert landing.land_threads() == threads
+
+
+def test_a_quota_of_processor_time_limits_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(control_groups, "_own_quota", lambda: 4.5)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert landing.land_threads() == 4

@@ -6,6 +6,8 @@ import gc
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -255,3 +257,10 @@ def test_the_memory_node_of_a_device_is_read_where_there_are_several(
     assert devices.numa_node(XLA) == -1
     monkeypatch.setattr(driver, "pci_address", lambda _: "")
     assert devices.numa_node(XLA) == -1
+
+
+def test_borders_of_pieces_are_borders_of_groups_whatever_is_before_the_data() -> None:
+    memory: Any = SimpleNamespace(address=0, size_bytes=1 << 30, unpin=None)
+    pins = Pins(memory, XLA, 32 << 20, 8192 + 45_000)
+    assert pins.border(0) == pins.border(53_248) == 53_248 + (32 << 20)
+    assert pins.border(53_248 + (32 << 20)) == 53_248 + (64 << 20)

@@ -25,6 +25,7 @@ from holdfast.geometry.layout import Layout, table_from_json
 from holdfast.policy.arguments import bytes_per_second
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
+    IMAGE_START,
     SlotFile,
     SlotRecord,
     boot_id,
@@ -299,7 +300,7 @@ class SlotCache:
         self, path: str, plan: CopyPlan, device: torch.device | None
     ) -> tuple[SlotFile, SlotTarget]:
         """Return the slot at ``path``, mapped once, and its memory as used by ``plan``."""
-        slot = self._map(path, device)
+        slot = self._map(path, device, first_bytes=IMAGE_START + plan.image.data_start)
         target = self._targets.get(path)
         if not isinstance(target, SlotTarget):
             target = self._targets[path] = SlotTarget(slot.image, plan)
@@ -321,7 +322,9 @@ class SlotCache:
         for gone in [path for path in self.files if not Path(path).exists()]:
             self._close(gone)
 
-    def _map(self, path: str, device: torch.device | None, piece_bytes: int = 0) -> SlotFile:
+    def _map(
+        self, path: str, device: torch.device | None, piece_bytes: int = 0, first_bytes: int = 0
+    ) -> SlotFile:
         slot = self.files.get(path)
         if slot is None or slot.inode != Path(path).stat().st_ino:
             # Mapped memory is not returned to the system, although the keeper removed the file.
@@ -331,7 +334,7 @@ class SlotCache:
             if device is None:
                 slot.populate()
         if device is not None and path not in self._pins:
-            self._pins[path] = Pins(slot, device, piece_bytes or PIECE_BYTES)
+            self._pins[path] = Pins(slot, device, piece_bytes or PIECE_BYTES, first_bytes)
             pin_beside([self._pins[path]], self._one_at_a_time)
         return slot
 

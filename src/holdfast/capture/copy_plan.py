@@ -19,7 +19,7 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.format.image import ImagePlan
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
-from holdfast.protocol.arena import IMAGE_START
+from holdfast.protocol.arena import IMAGE_START, map_pages
 from holdfast.protocol.image_plan import image_items, plan_rank
 from holdfast.state.bindings import Bindings, LeafSource
 
@@ -302,14 +302,18 @@ class SharedCopy:
 
 
 def copy_segment(
-    segment: Segment, data: memoryview, base: int, *, is_summed: bool = True
+    segment: Segment, data: memoryview, base: int, *, is_summed: bool = True, is_new: bool = False
 ) -> list[int]:
     """Copy into a segment of ``data``, which is at address ``base``; return the checksums of its
     whole blocks.
+
+    ``is_new``: its pages may not be mapped yet; those of a block are mapped just before its copies.
     """
     sums: list[int] = []
     at = segment.start
     for moves in segment.blocks:
+        if is_new and moves:
+            map_pages(base + at, min(BLOCK_BYTES, segment.stop - at))
         for move in moves:
             libc.memcpy(base + move.offset, move.address, move.size_bytes)
         if is_summed and at + BLOCK_BYTES <= segment.stop:
@@ -342,6 +346,8 @@ class SlotTarget:
     """Host data copied without conversion, by the blocks that it fills."""
     pins: Pins | None = None
     """What of the memory is pinned; None: nothing ever is."""
+    is_mapped: bool = False
+    """True once an image was written to all of it."""
 
     def __post_init__(self) -> None:
         start = self.plan.image.data_start
@@ -378,11 +384,8 @@ class SlotTarget:
         """
         if self.pins is None:
             return 0, lambda _: sys.maxsize
-        first, piece = IMAGE_START + self.plan.image.data_start, self.pins.piece_bytes
-        return (
-            self.pins.pinned_bytes - first,
-            lambda at: ((first + at) // piece + 1) * piece - first,
-        )
+        first, border = IMAGE_START + self.plan.image.data_start, self.pins.border
+        return self.pins.pinned_bytes - first, lambda at: border(first + at) - first
 
     def release_views(self) -> None:
         """Drop every view of the memory, so that it can be unmapped."""

@@ -93,6 +93,7 @@ def copy_from_devices(
         sample.finish()
         overtaking.check_landed()
         overtaking.agreeing.check()
+    target.is_mapped = True
     return sums
 
 
@@ -137,8 +138,8 @@ class Enqueuing:
         self._is_awaited = False
         self._used: list[torch.Event] = []
         self._held: list[LandingJob] = []
-        """Threads that checksum take Python's lock from this one: they begin when all is enqueued,
-        or after ``_HOLD_S``.
+        """Threads that checksum take cores and Python's lock from this one: they begin when updates
+        may go on, or after ``_HOLD_S``.
         """
         self._held_since_s = 0.0
         self._later: list[LandingJob] = []
@@ -168,8 +169,10 @@ class Enqueuing:
                 self._begin_held()
 
     def copy_on_host(self) -> None:
-        """Copy what lies in host memory, as optimizer states do, while copies are in flight; begin
-        the sums of these then.
+        """Copy what lies in host memory, as optimizer states do, while copies are in flight.
+
+        Updates wait for it, as they do for what is in front of it in unpinned memory: the copies of
+        16 pieces at most.
         """
         for to, source in zip(*self._target.small, strict=True):
             if source.device not in self._streams:
@@ -182,12 +185,12 @@ class Enqueuing:
         if self._host:
             self._landing.add(self._host)
             self._landing.finish()
-        self._begin_held()
-        if self._small is not None:
-            self._landing.give_back(self._small)
 
     def finish(self, report: Callable[[int], None]) -> list[int]:
         """Return the checksums of all whole blocks; what the host copies is in place by now."""
+        self._begin_held()
+        if self._small is not None:
+            self._landing.give_back(self._small)
         if self._later:
             self._landing.finish(report)
             self._landing.add(self._later)
@@ -198,10 +201,11 @@ class Enqueuing:
     def _land(
         self, segment: TransferSegment, transfers: list[Transfer], *, is_direct: bool
     ) -> None:
+        is_new = not (is_direct or self._target.is_mapped)
         if segment.is_partly_host:
             is_whole = not (transfers or segment.small)
             host = make_segment(segment.start, segment.stop, segment.moves)
-            self._host.append(LandingJob(host, is_summed=is_whole))
+            self._host.append(LandingJob(host, is_summed=is_whole, is_new=is_new))
             if is_whole:
                 return
         staged = [] if is_direct else transfers
@@ -220,7 +224,6 @@ class Enqueuing:
         self._is_awaited = True
         if pieces or is_summed:
             landed = make_segment(segment.start, segment.stop, moves)
-            is_new = bool(staged)
             self._hold(LandingJob(landed, self._next, pieces, is_summed=is_summed, is_new=is_new))
         if not is_summed:
             alone = make_segment(segment.start, segment.stop, ())

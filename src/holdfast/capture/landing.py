@@ -6,7 +6,6 @@ and checksum the blocks while they are in the processor's cache.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,7 @@ import torch
 from holdfast.accelerator import devices
 from holdfast.capture import staging
 from holdfast.capture.copy_plan import Segment, copy_segment
-from holdfast.protocol.arena import map_pages
+from holdfast.protocol.control_groups import rank_cores
 
 #: Threads that land the copies of one rank: as many as there are cores up to the first, then
 #: three of four cores up to the second. Each checksums 5 to 8 GB/s, and a link brings 55.
@@ -84,15 +83,19 @@ class Landing:
     def give_back(self, piece: torch.Tensor) -> None:
         """Give back a piece that was taken, or shared, and is in no job for it."""
         with self._changed:
-            self._give_back([piece])
+            unused = self._unused([piece])
+        staging.pieces.give_back(unused)
 
-    def _give_back(self, pieces: Iterable[torch.Tensor]) -> None:
+    def _unused(self, pieces: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Count that these were given back; return those that nobody uses any more."""
+        unused = []
         for piece in pieces:
             left = self._uses.pop(id(piece), 1) - 1
             if left:
                 self._uses[id(piece)] = left
             else:
-                staging.pieces.give_back([self._taken.pop(id(piece))])
+                unused.append(self._taken.pop(id(piece)))
+        return unused
 
     def add(self, jobs: Iterable[LandingJob]) -> None:
         """Have these jobs done, by more threads the more there are."""
@@ -174,15 +177,15 @@ class Landing:
         for event in job.events:
             devices.await_event(event)
         self._check()
-        if job.is_new:
-            map_pages(self._base + job.segment.start, job.segment.stop - job.segment.start)
-        sums = copy_segment(job.segment, self._data, self._base, is_summed=job.is_summed)
+        how = {"is_summed": job.is_summed, "is_new": job.is_new}
+        sums = copy_segment(job.segment, self._data, self._base, **how)
         with self._changed:
-            self._give_back(job.pieces)
+            unused = self._unused(job.pieces)
             if job.is_summed:
                 self._sums[job.segment.start] = job.segment.stop, sums
                 while self._final_bytes in self._sums:
                     self._final_bytes = self._sums[self._final_bytes][0]
+        staging.pieces.give_back(unused)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -191,8 +194,7 @@ class Landing:
 
 def land_threads() -> int:
     """Return the number of threads that land copies, by this rank's share of the cores."""
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    cores = len(os.sched_getaffinity(0)) // ranks
+    cores = rank_cores()
     return max(1, min(_FEW_THREADS, cores), min(_MOST_THREADS, cores * 3 // 4))
 
 

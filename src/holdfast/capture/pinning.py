@@ -7,6 +7,7 @@ straight into what is pinned by then; all else lands in staging pieces first.
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import resource
 import threading
@@ -52,12 +53,21 @@ class Pinnable(Protocol):
 
 
 class Pins:
-    """What of some memory is pinned for a device: the first ``pinned_bytes``, in pieces."""
+    """What of some memory is pinned for a device: the first ``pinned_bytes``, in pieces.
+
+    The first piece has ``first_bytes`` more than the others: what comes before the data, so that
+    borders of pieces are borders of copies.
+    """
 
     def __init__(
-        self, memory: Pinnable, device: torch.device, piece_bytes: int = PIECE_BYTES
+        self,
+        memory: Pinnable,
+        device: torch.device,
+        piece_bytes: int = PIECE_BYTES,
+        first_bytes: int = 0,
     ) -> None:
         self.piece_bytes = piece_bytes
+        self._first_bytes = -(-first_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.pinned_bytes = 0
         """Grows until ``release``, which is not called while a copy is in flight."""
         self.size_bytes = memory.size_bytes
@@ -72,13 +82,18 @@ class Pins:
         self._is_released = False
         memory.unpin = self.release
 
+    def border(self, at: int) -> int:
+        """Return the end of the piece that the byte at this offset of the memory is in."""
+        before = max(0, at - self._first_bytes) // self.piece_bytes
+        return self._first_bytes + (before + 1) * self.piece_bytes
+
     def pin(self, one_at_a_time: threading.Lock) -> int:
         """Pin all pieces, or until the memory is released; return the status of a refusal, or 0."""
         status = 0
         self._thread = threading.get_ident()
         while self.pinned_bytes < self.size_bytes and not status and not self._is_over:
             with one_at_a_time:
-                stop = min(self.pinned_bytes + self.piece_bytes, self.size_bytes)
+                stop = min(self.border(self.pinned_bytes), self.size_bytes)
                 self._place(self.pinned_bytes, stop)
                 status = self._register(self.pinned_bytes, stop)
         self._thread = 0
@@ -101,8 +116,10 @@ class Pins:
             if self.last is not None:
                 with suppress(RuntimeError):  # of a broken device, which copies nothing more
                     devices.await_event(self.last)
-            for start in range(0, self.pinned_bytes, self.piece_bytes):
+            start = 0
+            while start < self.pinned_bytes:
                 devices.unregister(self._address + start, self.device)
+                start = self.border(start)
             self.pinned_bytes = 0
         return True
 

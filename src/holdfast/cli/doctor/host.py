@@ -22,10 +22,8 @@ from holdfast.cli.doctor.rules.findings import HostFacts, PlaceFacts, Speeds
 from holdfast.format.checksum import checksum
 from holdfast.observe.text import SHARE_STORE
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS
+from holdfast.protocol.control_groups import cores_quota, memory_bytes, memory_limit_bytes
 from holdfast.storage.files import allocate
-
-#: A version 1 control group without a limit reports a number of this order.
-_NO_LIMIT = 1 << 60
 
 
 def probe_host(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> HostFacts:
@@ -52,66 +50,6 @@ def settings() -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith("HOLDFAST_") or name == SHARE_STORE
     }
-
-
-def memory_bytes(proc: Path) -> int:
-    """Returns the memory of the machine."""
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) << 10
-    return 0
-
-
-def cores_quota(proc: Path, groups: Path) -> float | None:
-    """Returns the smallest quota of processor time in the control groups above this process, in
-    cores.
-    """
-    quotas = []
-    for group in _groups(proc, groups, "cpu"):
-        match _words(group / "cpu.max"):
-            case [quota, period] if quota != "max":
-                quotas.append(int(quota) / int(period))
-        match _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us"):
-            case [quota, period] if int(quota) > 0:
-                quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
-def memory_limit_bytes(proc: Path, groups: Path) -> int | None:
-    """Returns the smallest memory limit in the control groups above this process."""
-    names = ("memory.max", "memory.limit_in_bytes")
-    words = [w for g in _groups(proc, groups, "memory") for n in names for w in _words(g / n)]
-    limits = [int(word) for word in words if word.isdecimal() and int(word) < _NO_LIMIT]
-    return min(limits, default=None)
-
-
-def _groups(proc: Path, groups: Path, controller: str) -> Iterator[Path]:
-    """Yields our control groups for ``controller`` and their parents, of version 2 and of version
-    1.
-    """
-    for line in _lines(proc / "self" / "cgroup"):
-        number, names, path = line.split(":", 2)
-        if number == "0":
-            root = groups
-        elif controller in names.split(","):
-            root = groups / controller if (groups / controller).is_dir() else groups / names
-        else:
-            continue
-        # In a container the path may be the host's: then only the root of the mount exists.
-        below = root / path.strip("/")
-        yield from (group for group in (below, *below.parents) if group.is_relative_to(root))
-
-
-def _words(path: Path) -> list[str]:
-    lines = _lines(path)
-    return lines[0].split() if lines else []
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _limit(which: int) -> int | None:
