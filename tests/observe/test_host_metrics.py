@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import socket
 import subprocess
@@ -208,7 +209,7 @@ def test_a_setting_that_names_none_is_refused(said: str, monkeypatch: pytest.Mon
 def test_without_the_package_a_start_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     require_metrics()
     monkeypatch.setenv("HOLDFAST_METRICS", "9464")
     with pytest.raises(UsageError, match=r"pip install 'holdfast\[metrics\]'"):

@@ -36,6 +36,8 @@ COMMANDS = (
     "import",
     "doctor",
     "report",
+    "trace",
+    "events",
     "demo",
     "completion",
 )
