@@ -36,6 +36,7 @@ COMMANDS = (
     "import",
     "doctor",
     "report",
+    "top",
     "trace",
     "events",
     "demo",
