@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast import events
 from holdfast.cli import main
-from holdfast.events import Event
+from holdfast.events import AnyEvent, HostSampled
 from holdfast.observe import live_run as module
 from holdfast.observe.event_files import compress, set_aside
 from holdfast.observe.live_run import FileTails, LiveRun
@@ -41,7 +42,7 @@ def read_all(tails: FileTails, run: LiveRun) -> int:
     return run.records - before
 
 
-def state_of(*told_: Event) -> LiveRun:
+def state_of(*told_: AnyEvent) -> LiveRun:
     run = LiveRun()
     for second, event in enumerate(told_):
         run.take(event, RecordHead(time_s=WALL_S + second, by_host="a"))
@@ -87,7 +88,7 @@ def test_it_begins_at_the_end_of_a_long_file_and_costs_no_more(tmp_path: Path) -
     path = write(tmp_path, *lines)
     tails, run = FileTails(tmp_path, tail_bytes=1 << 16), LiveRun()
     read = read_all(tails, run)
-    assert path.stat().st_size > 3e6 and 100 < read < 300
+    assert path.stat().st_size > 3e6 and 100 < read < 500
     assert run.reached["durable"].step == 1999
     tails.close()
 
@@ -194,9 +195,10 @@ def test_the_screen_fits_whatever_is_in_the_records(width: int, height: int, hos
             run.take(kind(**fields | {"step": step, "incarnation": 1 << 50}), head)
         run.take(events.Warned(message="\x1b[2J\u202e\n" * 400), RecordHead(time_s=WALL_S + step))
     for number in range(hosts):
-        run.take(sampled(1).__class__(**{
-            f: getattr(sampled(1), f) for f in events.HostSampled.__struct_fields__
-        } | {"host": f"\x1b[5m{number}" * 50}), RecordHead(time_s=WALL_S))  # fmt: skip
+        sample = sampled(1)
+        assert isinstance(sample, HostSampled)
+        sample = msgspec.structs.replace(sample, host=f"\x1b[5m{number}" * 50)
+        run.take(sample, RecordHead(time_s=WALL_S))
     lines = screen_lines("/r/" + "x" * 300, run, WALL_S + 20, width=width, height=height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     assert all(line.isprintable() and "\x1b" not in line for line in lines)
