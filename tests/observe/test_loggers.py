@@ -94,7 +94,9 @@ def test_wandb_keeps_all_on_an_axis_of_its_own(
         train(number, loggers.to_wandb(run, commit=True))
     run.finish()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    rows = history_of(path)
+    until_s = time.monotonic() + 20
+    while len(rows := history_of(path)) < 15 and time.monotonic() < until_s:
+        time.sleep(0.1)  # its service writes the file behind the run's end
     seen = [(row["holdfast/step"], row["holdfast/held_s"]) for row in rows
             if "holdfast/held_s" in row]  # fmt: skip
     wanted = [(s, n + s / 100) for n, (steps, _) in enumerate(STARTS, 1) for s in steps]
