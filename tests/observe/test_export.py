@@ -19,7 +19,7 @@ from holdfast.cli import main
 from holdfast.events import AnyEvent
 from holdfast.observe.export import columns
 from holdfast.observe.records import RecordReader
-from holdfast.observe.spans import RunSpans, Selection, read_spans
+from holdfast.observe.spans import RecordChoice, RunSpans, read_spans
 from holdfast.observe.telemetry import telemetry_of, trace_id_of
 from observe.test_trace import WALL_S, sampled, save, told
 
@@ -255,14 +255,14 @@ def test_a_receiver_gets_a_trace_of_each_save_and_recovery_over_all_hosts(
     one = by_trace[trace_id_of("run-7", "save", 2, 5).to_bytes(16, "big")]
     kinds = sorted(span.name for _, span in one)
     assert kinds.count("held") == 2 and kinds.count("write") == 2 and "persist" in kinds
-    wanted = read_spans(run, Selection()).every_span()
+    wanted = read_spans(run, RecordChoice()).every_span()
     lengths = {(s.name, s.host, round(s.start_s * 1e9)) for s in wanted}
     assert lengths <= {(s.name, host, s.start_time_unix_nano) for host, s in found}
 
 
 @pytest.mark.usefixtures("otel")
 def test_a_recovery_begins_with_the_first_death(run: Path) -> None:
-    spans = [s for s in telemetry_of(read_spans(run, Selection()))
+    spans = [s for s in telemetry_of(read_spans(run, RecordChoice()))
              if s.trace_id == trace_id_of("run-7", "recovery", 2)]  # fmt: skip
     assert [s.name for s in spans] == ["recovery", "down", "restore", "restore"]
     assert spans[0].start_ns == spans[1].start_ns == round((WALL_S + 110) * 1e9)
@@ -270,7 +270,7 @@ def test_a_recovery_begins_with_the_first_death(run: Path) -> None:
 
 
 def test_ids_are_those_of_the_generation_whoever_sends_what(run: Path) -> None:
-    whole = read_spans(run, Selection())
+    whole = read_spans(run, RecordChoice())
     one_host = RunSpans([s for s in whole.spans if s.host == "b"], run_id=whole.run_id)
     of_all = {(s.trace_id, s.span_id, s.name) for s in telemetry_of(whole)}
     assert {(s.trace_id, s.span_id, s.name) for s in telemetry_of(one_host)} <= of_all

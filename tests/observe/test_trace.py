@@ -25,9 +25,9 @@ from holdfast.events import Event, to_record
 from holdfast.observe.phases import PHASES
 from holdfast.observe.records import RecordHead
 from holdfast.observe.spans import (
-    Generation,
+    RecordChoice,
     RunSpans,
-    Selection,
+    SaveName,
     parse_duration,
     parse_generation,
     read_spans,
@@ -96,7 +96,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def every(run: Path) -> RunSpans:
-    return read_spans(run, Selection())
+    return read_spans(run, RecordChoice())
 
 
 # ── spans ────────────────────────────────────────────────────────────────────────────────────────
@@ -143,8 +143,8 @@ def test_a_wall_clock_that_is_set_moves_no_span_of_its_host() -> None:
 
 
 def test_generations_and_durations_are_read_or_refused() -> None:
-    assert parse_generation("3-1200") == Generation(3, 1200)
-    assert parse_generation("7") == Generation(None, 7)
+    assert parse_generation("3-1200") == SaveName(3, 1200)
+    assert parse_generation("7") == SaveName(None, 7)
     assert [parse_duration(text) for text in ("90s", "1.5m", "2h", "1d")] == [90, 90, 7200, 86400]
     for text in ("", "3-", "-3", "a", "1-2-3"):
         with pytest.raises(UsageError, match="is no generation"):

@@ -7,6 +7,7 @@ is imported only here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.events import AnyEvent
 from holdfast.observe.records import RecordHead, RecordReader
-from holdfast.observe.spans import Selection
+from holdfast.observe.spans import RecordChoice
 
 #: Rows of Parquet that are in memory at once.
 _ROWS = 20_000
@@ -44,7 +45,7 @@ def columns() -> dict[str, Any]:
     return found
 
 
-def rows_of(reader: RecordReader, chosen: Selection, kinds: frozenset[str]) -> Iterator[Row]:
+def rows_of(reader: RecordReader, chosen: RecordChoice, kinds: frozenset[str]) -> Iterator[Row]:
     """Yields a row for each record that is chosen; ``kinds``: names of events, none for all."""
     for event, head in reader:
         if chosen.takes(event, head) and (not kinds or type(event).__name__ in kinds):
@@ -58,8 +59,10 @@ def _row(event: AnyEvent, head: RecordHead) -> Row:
 
 
 def write_jsonl(rows: Iterable[Row], file: IO[bytes]) -> int:
-    """Writes a line for each row; returns how many."""
-    return sum(file.write(msgspec.json.encode(row) + b"\n") > 0 for row in rows)
+    """Writes a line for each row, in ASCII: no character of it acts on a terminal. Returns how
+    many.
+    """
+    return sum(file.write(json.dumps(row).encode() + b"\n") > 0 for row in rows)
 
 
 def require_pyarrow() -> None:

@@ -30,8 +30,8 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PLACE = frozenset({"incarnation", "step", "rank", "host"})
 
 
-class Generation(NamedTuple):
-    """An incarnation and a step; incarnation None stands for every one."""
+class SaveName(NamedTuple):
+    """Names a save by incarnation and step; incarnation None stands for every one."""
 
     incarnation: int | None
     step: int
@@ -91,10 +91,10 @@ class RunSpans:
             yield from span.inner
 
 
-class Selection(NamedTuple):
+class RecordChoice(NamedTuple):
     """Which records are taken: of one save, or those from a moment on."""
 
-    generation: Generation | None = None
+    generation: SaveName | None = None
     since_s: float = 0.0
 
     def takes(self, event: Event, head: RecordHead) -> bool:
@@ -105,7 +105,7 @@ class Selection(NamedTuple):
         return event.step == step and incarnation in (None, event.incarnation)
 
 
-def parse_generation(text: str) -> Generation:
+def parse_generation(text: str) -> SaveName:
     """Returns the generation of ``3-1200``, or of the step ``1200`` in every incarnation.
 
     Raises UsageError.
@@ -113,7 +113,7 @@ def parse_generation(text: str) -> Generation:
     found = _GENERATION.fullmatch(text)
     if found is None:
         raise UsageError(f"{text!r} is no generation: give one as `holdfast ls` shows it, 3-1200")
-    return Generation(None if found[1] is None else int(found[1]), int(found[2]))
+    return SaveName(None if found[1] is None else int(found[1]), int(found[2]))
 
 
 def parse_duration(text: str) -> float:
@@ -126,21 +126,23 @@ def parse_duration(text: str) -> float:
 
 def select(
     root: str | Path, save: str | None, since: str | None, progress: Progress | None = None
-) -> Selection:
+) -> RecordChoice:
     """Returns what ``--save`` and ``--since`` ask for; since counts back from the last record.
 
     Raises UsageError for a text that means nothing, NotFound for a run without events.
     """
     if save is not None:
-        return Selection(parse_generation(save))
+        return RecordChoice(parse_generation(save))
     if since is None:
-        return Selection()
+        return RecordChoice()
     duration_s = parse_duration(since)
     last_s = max((head.time_s for _, head in RecordReader(root, progress)), default=0.0)
-    return Selection(None, last_s - duration_s)
+    return RecordChoice(None, last_s - duration_s)
 
 
-def read_spans(root: str | Path, chosen: Selection, progress: Progress | None = None) -> RunSpans:
+def read_spans(
+    root: str | Path, chosen: RecordChoice, progress: Progress | None = None
+) -> RunSpans:
     """Returns the spans of the records that are chosen. Raises NotFound if there are none."""
     taken, run_id = [], ""
     for event, head in RecordReader(root, progress):
