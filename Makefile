@@ -126,6 +126,7 @@ docs: $(READY) ## what is generated of the documents: errors, faults, code map, 
 	$(BIN)/python docs/generate_faults.py
 	$(BIN)/python docs/generate_code_map.py
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_changelog.py
 	$(BIN)/python tests/support/project/mutants.py --write
 

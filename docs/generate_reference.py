@@ -71,6 +71,10 @@ USAGE = {
     "events": "holdfast.events.CheckpointPublished",
     "load": "holdfast.load('runs/gpt', {'model': model}, only=['model.*'])",
     "loader": "holdfast.loader(data, sampler, num_workers=2)",
+    "loggers": "holdfast.loggers.to_tensorboard(writer)",
+    "loggers.to_mlflow": "loggers.to_mlflow(client, run_id)",
+    "loggers.to_tensorboard": "loggers.to_tensorboard(writer)",
+    "loggers.to_wandb": "loggers.to_wandb(run)",
     "offload": "holdfast.offload.HybridAdamW(model.parameters(), lr=3e-4)",
     "open": "holdfast.open('runs/gpt')",
     "plan_restore": "holdfast.plan_restore('runs/gpt', 'dp=4,tp=2')",
@@ -154,6 +158,12 @@ PAGES = {
         "Every name of `holdfast.offload`. "
         "The guide is "
         "[the optimizer's state in host memory](../guides/optimizer-in-host-memory.md).",
+    ),
+    "loggers.md": (
+        "holdfast.loggers",
+        "loggers.",
+        "Every name of `holdfast.loggers`: what saves and restores of a rank cost, in charts of "
+        "TensorBoard, Weights & Biases or MLflow. [Monitoring](../operations/monitoring.md).",
     ),
     "dcp.md": (
         "holdfast.dcp",

@@ -65,6 +65,7 @@ PUBLIC_NAMES = [
     "events",
     "load",
     "loader",
+    "loggers",
     "offload",
     "open",
     "plan_restore",
@@ -143,7 +144,7 @@ def test_a_name_that_is_not_public_is_refused() -> None:
 def test_no_module_takes_the_name_of_a_public_function() -> None:
     package = Path(holdfast.__file__).parent
     modules = {path.stem for path in package.iterdir()}
-    assert modules & set(PUBLIC_NAMES) <= {"dcp", "events", "offload", "rules"}
+    assert modules & set(PUBLIC_NAMES) <= {"dcp", "events", "loggers", "offload", "rules"}
     assert inspect.isfunction(holdfast.load)
 
 

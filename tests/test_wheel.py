@@ -22,7 +22,11 @@ from packaging.requirements import Requirement
 PROJECT = Path(__file__).resolve().parents[1]
 SOURCE = PROJECT / "src" / "holdfast"
 #: Parts of the package that ask for more than it requires, and say so.
-ASKS_FOR_MORE = {"demo": {"matplotlib"}, "testing": {"pytest"}}
+ASKS_FOR_MORE = {
+    "demo": {"matplotlib"},
+    "observe": {"opentelemetry", "perfetto", "prometheus_client", "pyarrow"},
+    "testing": {"pytest"},
+}
 
 SAVE_AND_LOAD = """
 import importlib.util, pathlib, sys

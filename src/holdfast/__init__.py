@@ -67,6 +67,7 @@ __all__ = [
     "events",
     "load",
     "loader",
+    "loggers",
     "offload",
     "open",
     "plan_restore",
@@ -79,7 +80,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import dcp, events, offload, rules
+    from . import dcp, events, loggers, offload, rules
     from .capture.handles import SaveHandle
     from .checkpointer import Checkpointer
     from .data.loader import loader
@@ -146,6 +147,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "events": ".events",
         "load": ".oneshot",
         "loader": ".data.loader",
+        "loggers": ".loggers",
         "offload": ".offload",
         "RestorePlan": ".restore.reading.layout_check",
         "open": ".oneshot",
@@ -164,7 +166,8 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         from importlib import import_module
 
         home = import_module(_HOME.get(name, ".errors"), __name__)
-        value = home if name in ("dcp", "events", "offload", "rules") else getattr(home, name)
+        is_module = name in ("dcp", "events", "loggers", "offload", "rules")
+        value = home if is_module else getattr(home, name)
         globals()[name] = value
         return value
 

@@ -31,7 +31,7 @@ from holdfast.events import RunEnded, RunStarted, Warned, emit
 from holdfast.format.manifest import Generation
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
-from holdfast.observe.run_events import follow_run
+from holdfast.observe.run_events import check_settings, follow_run
 from holdfast.observe.text import restart_warning
 from holdfast.policy.arguments import (
     check_policies,
@@ -160,6 +160,7 @@ class Checkpointer:
             grace(grace_s),
             cache or "",
             cache_keep,
+            check_settings,
         )
         run = start_run(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore

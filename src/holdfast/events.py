@@ -20,6 +20,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+#: A part of a whole; -1 where it is not known.
+PartOrNone = Annotated[float, msgspec.Meta(ge=-1, le=1)]
 StepOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
 RankOrKeeper = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
 
@@ -228,6 +230,8 @@ class ImageDurable(Event, frozen=True, kw_only=True):
     elapsed_s: Seconds
     size_bytes: Bytes
     image: str
+    finish_s: Seconds = 0.0
+    """Of ``elapsed_s``, what storage took at its end to make it durable: the fsync of a file."""
 
 
 class CheckpointCached(Event, frozen=True, kw_only=True):
@@ -391,6 +395,41 @@ class LoopHeld(Event, frozen=True, kw_only=True):
     longest_s: Seconds
 
 
+class HostSampled(Event, frozen=True, kw_only=True):
+    """What the keeper of ``host`` and its memory were like at one moment, told every 10 s.
+
+    ``slots``: how many slots there are in each state. ``arena_bytes``: what slots and rings take of
+    shared memory. ``parity_bytes``: what parity takes of it. ``free_bytes``: what more slots may
+    take. ``queued_jobs``: the saves that wait to be written to storage from this host, or are being
+    written. ``queued_bytes``: the size of their images here. ``writing_bytes``: of these, the ones
+    whose writing has begun. ``queued_s``: for how long the oldest of them waits. ``finish_s``: the
+    longest that storage took to make an image durable at its end, since the sample before.
+    ``trainers``: the processes of the run on this host that are connected.
+    ``trainers_bytes``: their resident memory, shared memory aside. ``keeper_bytes``: the same
+    of the keeper. ``keeper_cpu_s``: the processor time of the keeper since it started.
+    ``cpu_pressure``, ``io_pressure``, ``memory_pressure``: the part of the last 10 s in which some
+    process of the host waited for it (PSI); -1 where the kernel does not tell.
+    """
+
+    host: str
+    slots: dict[str, Count]
+    arena_bytes: Bytes
+    parity_bytes: Bytes
+    free_bytes: Bytes
+    queued_jobs: Count
+    queued_bytes: Bytes
+    writing_bytes: Bytes
+    queued_s: Seconds
+    finish_s: Seconds
+    trainers: Count
+    trainers_bytes: Bytes
+    keeper_bytes: Bytes
+    keeper_cpu_s: Seconds
+    cpu_pressure: PartOrNone = -1.0
+    io_pressure: PartOrNone = -1.0
+    memory_pressure: PartOrNone = -1.0
+
+
 class ValuesDiffer(Event, frozen=True, kw_only=True):
     """Plain values differed between the saved ranks and the world changed; says what was taken.
 
@@ -448,6 +487,7 @@ AnyEvent = (
     | KeeperStopped
     | RequestsRefused
     | LoopHeld
+    | HostSampled
     | ValuesDiffer
     | SinkFailed
     | Warned

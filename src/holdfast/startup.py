@@ -68,6 +68,8 @@ class RunOptions:
     cache: str = ""
     """The directory that the caches of runs are in; "" for none."""
     cache_keep: Keep = Keep()  # noqa: RUF009  (a frozen value)
+    check_settings: Callable[[], object] = tuple
+    """Raises for a setting of this machine that has no meaning, before a keeper is started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,7 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[byte
     usage = describer.usage()
     describer.describe()
     device_rate()
+    options.check_settings()
     plan = msgspec.json.encode(
         {
             "root": options.root,

@@ -191,6 +191,7 @@ TROUBLE = [
     (settings(HOLDFAST_KEEPER_IDLE_S="1h"), "settings", "bad", "seconds", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="inf"), "settings", "bad", "seconds", "unset"),
     (settings(HOLDFAST_ARENA_BYTES="64MiB"), "settings", "bad", "number of bytes", "unset"),
+    (settings(HOLDFAST_METRICS="yes"), "settings", "bad", "give a port", "unset"),
     (settings(HOLDFAST_PARITY_RATE="fast"), "settings", "bad", "500M", "unset"),
     (settings(HOLDFAST_PARITY_RATE="3M"), "settings", "bad", "4M or more", "unset"),
     (settings(HOLDFAST_RUN_ID="a/b"), "settings", "bad", "names a directory", "unset"),

@@ -45,7 +45,7 @@ def make_ring(arena: Path) -> EventRing:
     return EventRing(arena / RINGS, "rank-00000", rank=0, host="a", boot="b")
 
 
-def make_drain(tmp_path: Path, **options: int) -> RingDrain:
+def make_drain(tmp_path: Path, **options: Any) -> RingDrain:
     (tmp_path / "holdfast.json").touch()
     return RingDrain(tmp_path / "arena", EventFile(tmp_path / "events" / "host-a.jsonl"), **options)
 

@@ -36,6 +36,9 @@ COMMANDS = (
     "import",
     "doctor",
     "report",
+    "top",
+    "trace",
+    "events",
     "demo",
     "completion",
 )

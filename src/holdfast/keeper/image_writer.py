@@ -67,6 +67,7 @@ class HostWrite:
     layout_data: bytes
     images: dict[int, ImageJob]
     directory: str
+    asked_s: float = field(init=False, default_factory=time.monotonic)
 
     @property
     def at_once(self) -> int:
@@ -166,6 +167,7 @@ class ImageWriter:
                 sink, image.source, image.arrival, where, chunk_bytes=image.chunk_bytes
             )
             _require_sealed(image, written, where)
+            written_s = time.monotonic()
             sink.finish()
         except BaseException:
             sink.abort()
@@ -178,7 +180,7 @@ class ImageWriter:
             table_xxh3=image.table_xxh3,
         )
         if self.is_told:
-            _tell_durable(job, ref, started_s)
+            _tell_durable(job, ref, started_s, finish_s=time.monotonic() - written_s)
         return [StoredPart(ref)]
 
     def _write_halves(
@@ -217,7 +219,9 @@ def _require_sealed(image: ImageJob, written: WrittenImage, where: str) -> None:
         )
 
 
-def _tell_durable(job: HostWrite, ref: ImageRef, started_s: float) -> None:
+def _tell_durable(
+    job: HostWrite, ref: ImageRef, started_s: float, *, finish_s: float = 0.0
+) -> None:
     emit(
         ImageDurable(
             incarnation=job.generation.incarnation,
@@ -226,5 +230,6 @@ def _tell_durable(job: HostWrite, ref: ImageRef, started_s: float) -> None:
             elapsed_s=time.monotonic() - started_s,
             size_bytes=ref.size_bytes,
             image=ref.path,
+            finish_s=finish_s,
         )
     )

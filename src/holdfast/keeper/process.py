@@ -23,10 +23,11 @@ from typing import Literal
 
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
-from holdfast.events import KeeperStarted, KeeperStopped, emit
+from holdfast.events import KeeperStarted, KeeperStopped, Warned, emit
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
+from holdfast.keeper.host_samples import HostSampler
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Caching, Incarnations, RootAccess
@@ -35,6 +36,7 @@ from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.observe.event_place import event_place, follow_events
+from holdfast.observe.metrics_port import serve_metrics
 from holdfast.observe.run_events import follow_keeper
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import remove_arena
@@ -194,6 +196,9 @@ class Keeper:
         self._serve_root(root, f"run {run_id}, keeper {os.getpid()} on {host_id}")
         self._serve_trainers()
         self._look_for_damage(scrub_s)
+        self._sampler = HostSampler(
+            host_id, self.memory, self.coordinator.slots, self.trainer_api.open, self.background
+        )
         self._ended = asyncio.Event()
         self._life = Lifecycle()
         self._alone_since = time.monotonic()
@@ -289,6 +294,7 @@ class Keeper:
         self.scrubber.begin()
         await self._ended.wait()
         self.scrubber.end()
+        self._sampler.close()
         ticker.cancel()
         self.admission.report(math.inf)
         close_trace()
@@ -305,12 +311,19 @@ class Keeper:
 
     def _open_trace(self) -> Callable[[], None]:
         root = self.root_access.path
-        self._trace, close = follow_keeper(root, self.arena, self.host_id)
+        warnings: list[str] = []
+        served = serve_metrics(warnings.append)
+        watch = None if served is None else served[0].take
+        self._trace, close = follow_keeper(root, self.arena, self.host_id, watch)
         end_uploads = follow_events(event_place(root), self.root_access.store)
+        for warning in warnings:
+            emit(Warned(message=warning))
 
         def close_trace() -> None:
             close()
             end_uploads()
+            if served is not None:
+                served[1]()
 
         return close_trace
 
@@ -359,6 +372,7 @@ class Keeper:
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.agent.published.refresh()
             self.admission.report(time.monotonic())
+            self._sampler.tick(self.executor.agent.writes, leads=self.role.follower is None)
         await self._live_on()
 
     def _is_working(self) -> bool:

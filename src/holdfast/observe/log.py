@@ -162,7 +162,7 @@ class LogSink:
         phrase = _INFO.get(type(event))
         if (phrase is None and not self._shows_all) or _is_echo(self):
             return
-        said = phrase(event) if phrase else _facts(event)
+        said = phrase(event) if phrase else facts_text(event)
         clock = time.strftime("%H:%M:%S", time.localtime(time_s))
         _print(f"{clock} holdfast{_whose(event)}: {said}", self._stream)
 
@@ -238,7 +238,7 @@ def log_sink_from_environment(rank: int) -> Sink | None:
     return LogSink(level) if level else NoticeSink(rank)
 
 
-def _facts(event: Event) -> str:
+def facts_text(event: Event) -> str:
     """Formats name and fields of any event, the identity aside: the line of ``debug``."""
     hidden = {"incarnation", "step", "rank"}
     facts = (

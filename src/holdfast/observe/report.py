@@ -191,6 +191,12 @@ class KeeperLife:
     ends: dict[str, int]
     held: int = 0
     longest_held_s: float = 0.0
+    samples: int = 0
+    """How often it told what its host was like; the next four are the extremes of that."""
+    longest_queued_s: float = 0.0
+    slowest_finish_s: float = 0.0
+    least_free_bytes: int | None = None
+    most_keeper_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

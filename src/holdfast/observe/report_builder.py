@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never, cast, get_args
 
+import msgspec
+
 from holdfast import events
 from holdfast.events import AnyEvent
 from holdfast.observe.lives import Lives
@@ -35,6 +37,7 @@ _KeeperEvent = (
     | events.KeeperLost
     | events.KeeperStopped
     | events.LoopHeld
+    | events.HostSampled
     | events.RequestsRefused
     | events.DamageFound
     | events.ImageRebuilt
@@ -66,6 +69,21 @@ class _HostSoFar:
     ends: Counter[str] = field(default_factory=Counter)
     held: int = 0
     longest_held_s: float = 0.0
+    samples: int = 0
+    #: The extremes of all samples, as one.
+    extreme: events.HostSampled | None = None
+
+    def sample(self, one: events.HostSampled) -> None:
+        """Takes a sample of the host."""
+        before = self.extreme or one
+        self.samples += 1
+        self.extreme = msgspec.structs.replace(
+            one,
+            queued_s=max(one.queued_s, before.queued_s),
+            finish_s=max(one.finish_s, before.finish_s),
+            free_bytes=min(one.free_bytes, before.free_bytes),
+            keeper_bytes=max(one.keeper_bytes, before.keeper_bytes),
+        )
 
 
 class _Fold:
@@ -127,6 +145,7 @@ class _Fold:
                 | events.KeeperLost()
                 | events.KeeperStopped()
                 | events.LoopHeld()
+                | events.HostSampled()
                 | events.RequestsRefused()
                 | events.DamageFound()
                 | events.ImageRebuilt()
@@ -148,6 +167,8 @@ class _Fold:
                 host = self._hosts[event.host]
                 host.held += event.times
                 host.longest_held_s = max(host.longest_held_s, event.longest_s)
+            case events.HostSampled():
+                self._hosts[event.host].sample(event)
             case events.KeeperLost():
                 self._lost[event.incarnation, event.rank].append((event, head.time_s))
             case events.RequestsRefused():
@@ -234,8 +255,19 @@ class _Fold:
 
 
 def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
+    extreme = seen.extreme
     return KeeperLife(
-        host, seen.starts, seen.slowest_start_s, dict(seen.ends), seen.held, seen.longest_held_s
+        host,
+        seen.starts,
+        seen.slowest_start_s,
+        dict(seen.ends),
+        seen.held,
+        seen.longest_held_s,
+        seen.samples,
+        extreme.queued_s if extreme else 0.0,
+        extreme.finish_s if extreme else 0.0,
+        extreme.free_bytes if extreme else None,
+        extreme.keeper_bytes if extreme else 0,
     )
 
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,10 @@ from holdfast.observe.event_ring import (
 from holdfast.observe.ring_records import read_moment, unpack
 
 POLL_S = 0.05
+Watch = Callable[[dict[str, Any]], None]
+#: What a watcher is told of as an event beside those of ``holdfast.events``: a ``count`` of records
+#: for which a ring had no room.
+DROPPED = "EventsDropped"
 #: Records written with one call, and taken out together.
 BATCH = 500
 #: A record that is missing while later ones are there is given up after this time: its thread was
@@ -60,10 +65,15 @@ class _OpenRing:
 
 
 class RingDrain:
-    """Drains all rings of an arena into ``file``. Used by one thread at a time."""
+    """Drains all rings of an arena into ``file``. Used by one thread at a time.
 
-    def __init__(self, arena: Path, file: EventFile, *, batch: int = BATCH) -> None:
-        self.file = file
+    ``watch``: called with each record that is written, its fields as plain values.
+    """
+
+    def __init__(
+        self, arena: Path, file: EventFile, *, batch: int = BATCH, watch: Watch | None = None
+    ) -> None:
+        self.file, self._watch = file, watch
         self._directory = arena / RINGS
         self._batch = batch
         self._lock = -1
@@ -206,23 +216,30 @@ class RingDrain:
 
     def _write(self, one: _OpenRing, area: Area, records: list[tuple[int, bytes]]) -> bool:
         """Writes records and takes them out; True if the file took all of them."""
-        fresh = [(at, line) for at, record in records if (line := self._line(one.owner, record))]
-        taken = self.file.append([line for _, line in fresh]) if fresh else 0
+        lines = ((at, self._line(one.owner, record)) for at, record in records)
+        fresh = [(at, line) for at, line in lines if line[0]]
+        taken = self.file.append([line for _, (line, _) in fresh]) if fresh else 0
         is_whole = taken == len(fresh)
         one.ring.cells[area.tail] = records[-1][0] + 1 if is_whole else fresh[taken][0]
+        if self._watch is not None:
+            for _, (_, told) in fresh[:taken]:
+                self._watch(told)
         return is_whole
 
-    def _line(self, owner: RingOwner, record: bytes) -> bytes:
-        """Returns the line of a record; none for one that is in the file, or cannot be read."""
+    def _line(self, owner: RingOwner, record: bytes) -> tuple[bytes, dict[str, Any]]:
+        """Returns a record as a line and as values; no line for one that is in the file, or cannot
+        be read.
+        """
         at = read_moment(record)
         if at is None or (owner.writer, at.number) in self._written:
-            return b""
+            return b"", {}
         try:
             event = unpack(record, owner.table)
         except (ValueError, IndexError, struct.error):
-            return b""
+            return b"", {}
         event["time_s"] = round(at.time_s, 6)
-        return encode_record(event, at.mono_s, owner.host, owner.writer, at.number, owner.boot)
+        line = encode_record(event, at.mono_s, owner.host, owner.writer, at.number, owner.boot)
+        return line, event
 
     def _tell_drops(self, one: _OpenRing) -> bool:
         dropped = one.ring.undelivered_drops()
@@ -230,6 +247,8 @@ class RingDrain:
             return True
         message = f"{dropped} events of {one.owner.writer} were dropped: its ring was full"
         is_told = self.file.append([encode_event(Warned(message=message), time.time())]) == 1
+        if is_told and self._watch is not None:
+            self._watch({"event": DROPPED, "count": dropped})
         if is_told:
             one.ring.drops_reported(dropped)
         return is_told

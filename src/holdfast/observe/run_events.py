@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events import subscribe
+from holdfast.events import subscribe, to_record
 from holdfast.observe.event_files import (
     BUDGET_BYTES,
     SEGMENT_BYTES,
@@ -20,9 +20,16 @@ from holdfast.observe.event_files import (
 )
 from holdfast.observe.event_place import EventPlace, event_place
 from holdfast.observe.event_ring import RINGS, EventRing
-from holdfast.observe.ring_drain import RingDrain, RingDrainer, end_ring_alone
+from holdfast.observe.metrics_port import require_metrics
+from holdfast.observe.ring_drain import RingDrain, RingDrainer, Watch, end_ring_alone
 from holdfast.observe.sinks import JsonlSink
 from holdfast.protocol.arena import boot_id
+
+
+def check_settings() -> None:
+    """Raises UsageError for a setting about events or metrics that has no meaning here."""
+    event_budget()
+    require_metrics()
 
 
 def follow_run(root: str, arena: Path, rank: int, host: str) -> Callable[[float], None]:
@@ -48,18 +55,25 @@ def follow_run(root: str, arena: Path, rank: int, host: str) -> Callable[[float]
     return stop
 
 
-def follow_keeper(root: str, arena: Path, host: str) -> tuple[EventFile, Callable[[], None]]:
+def follow_keeper(
+    root: str, arena: Path, host: str, watch: Watch | None = None
+) -> tuple[EventFile, Callable[[], None]]:
     """Subscribes the keeper of a host, which drains all rings there; returns the file that it
     writes, and a function that ends it.
+
+    ``watch``: called with each record of the host as plain values, on any thread.
     """
     place = event_place(root)
     file = _bounded_file(place, host)
-    drainer = RingDrainer(RingDrain(arena, file))
+    drainer = RingDrainer(RingDrain(arena, file, watch=watch))
     sink = _sink(place, arena, "keeper", -1, host)
-    unsubscribe = subscribe(sink)
+    stops = [subscribe(sink)]
+    if watch is not None and isinstance(sink, JsonlSink):  # what is in no ring is not drained
+        stops.append(subscribe(lambda event, time_s: watch(to_record(event, time_s))))
 
     def end() -> None:
-        unsubscribe()
+        for unsubscribe in stops:
+            unsubscribe()
         if isinstance(sink, JsonlSink):
             sink.close()
         drainer.close()

@@ -28,6 +28,8 @@ from holdfast.observe.text import (
 
 #: The most of a line of trouble that is shown; all of it is in ``--json``.
 _LINE_LENGTH = 600
+#: A save that waits for longer to be written is told of.
+_LONG_QUEUED_S = 60.0
 
 
 def render(report: Report, console: Console, *, last: int = 20) -> None:
@@ -281,6 +283,9 @@ def _keeper_lines(keeper: KeeperLife) -> Iterator[str]:
     for reason, count in keeper.ends.items():
         if reason != "the run ended":
             yield f"keeper of {where} stopped {count_text(count, 'time')}: {reason}"
+    if keeper.longest_queued_s > _LONG_QUEUED_S:
+        longest = seconds_text(keeper.longest_queued_s)
+        yield f"storage of {where} was behind: a save waited {longest} to be written"
     if keeper.held:
         longest = seconds_text(keeper.longest_held_s)
         yield f"keeper of {where} answered nobody {keeper.held} times, for {longest} at most"

@@ -213,6 +213,11 @@ class WriteService:
         """Return True if anything is being written."""
         return bool(self._under_way)
 
+    @property
+    def under_way(self) -> list[HostWrite]:
+        """Return the writes that wait or are in progress."""
+        return list(self._under_way.values())
+
     def begin(self, job: HostWrite) -> None:
         """Pass on to ``job`` what becomes of its images in memory, until it ends."""
         self._under_way[job.directory] = job

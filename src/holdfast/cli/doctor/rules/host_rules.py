@@ -32,6 +32,7 @@ SETTINGS = (
     "HOLDFAST_KEEPER_IDLE_S",
     "HOLDFAST_KEEPER_SCRUB_S",
     "HOLDFAST_EVENT_BYTES",
+    "HOLDFAST_METRICS",
     "HOLDFAST_EXCHANGE",
     "HOLDFAST_BUCKET_BYTES_S",
     "HOLDFAST_DRAIN_BYTES_S",
@@ -219,6 +220,8 @@ def _setting_fault(name: str, value: str) -> str:
         return "give a number of seconds"
     if name in ("HOLDFAST_ARENA_BYTES", "HOLDFAST_EVENT_BYTES") and not _is_bytes(value):
         return "give a number of bytes, such as 8589934592 for 8 GiB"
+    if name == "HOLDFAST_METRICS" and not _is_port(value):
+        return "give a port, such as 9464, or an IP address and a port"
     if name == "HOLDFAST_PARITY_RATE" and not _is_parity_rate(value):
         return "give bytes a second, such as 500M, and 4M or more"
     if name == "HOLDFAST_RUN_ID" and not _is_file_name(value):
@@ -236,6 +239,12 @@ def _is_seconds(text: str) -> bool:
 def _is_bytes(text: str) -> bool:
     said = text.strip()
     return not said or (said.isascii() and said.isdigit() and int(said) > 0)
+
+
+def _is_port(text: str) -> bool:
+    host, _, port = text.strip().rpartition(":")
+    is_address = not host or ":" in host or host.replace(".", "").isdigit()
+    return not text.strip() or (is_address and port.isdecimal() and 0 < int(port) < 1 << 16)
 
 
 def _is_parity_rate(text: str) -> bool:

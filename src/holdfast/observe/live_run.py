@@ -1,0 +1,293 @@
+"""Keeps what a run is doing now, from the newest records of it: as much after a month as at first.
+
+``FileTails`` reads what was appended to the event files since it was last asked; ``LiveRun`` folds
+that into the state of the newest saves, the hosts and the last troubles.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from holdfast import events
+from holdfast.events import AnyEvent, HostSampled
+from holdfast.observe.event_files import UNREADABLE
+from holdfast.observe.event_place import event_place
+from holdfast.observe.log import facts_text
+from holdfast.observe.phases import BY_EVENT
+from holdfast.observe.records import RecordHead
+from holdfast.observe.text import printable
+
+#: What is read of each file at first: some minutes of a large host.
+TAIL_BYTES = 1 << 20
+#: The most that is read of each file at one look; what is more is skipped.
+_LOOK_BYTES = 8 << 20
+#: Seconds of which rates are told.
+WINDOW_S = 60.0
+_VALUES, _SAVES, _TROUBLES, _HOSTS = 512, 64, 8, 4096
+STATES = ("captured", "protected", "cached", "durable")
+
+_decode_event = msgspec.json.Decoder(AnyEvent).decode
+_decode_head = msgspec.json.Decoder(RecordHead).decode
+
+
+class _Tail:
+    """One open event file, and how far it was read."""
+
+    def __init__(self, path: Path, *, tail_bytes: int) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        size = os.fstat(self.fd).st_size
+        self._at = max(0, size - tail_bytes)
+        #: The first line of a tail is not whole.
+        self._left, self._is_inside = b"", self._at > 0
+
+    def lines(self) -> Iterator[bytes]:
+        """Yields the whole lines that were appended."""
+        size = os.fstat(self.fd).st_size
+        if size - self._at > _LOOK_BYTES:
+            self._at, self._left, self._is_inside = size - _LOOK_BYTES, b"", True
+        data = os.pread(self.fd, size - self._at, self._at) if size > self._at else b""
+        self._at += len(data)
+        *whole, self._left = (self._left + data).split(b"\n")
+        if len(self._left) > _LOOK_BYTES:
+            self._left, self._is_inside = b"", True
+        if self._is_inside and whole:
+            self._is_inside = False
+            whole = whole[1:]
+        yield from whole
+
+    def is_at(self, path: Path) -> bool:
+        """True if ``path`` still names this file."""
+        here = os.fstat(self.fd)
+        try:
+            there = path.stat()
+        except FileNotFoundError:
+            return False
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+class FileTails:
+    """The newest records of a run: at first the end of each file, then what is appended."""
+
+    def __init__(self, root: str | Path, *, tail_bytes: int = TAIL_BYTES) -> None:
+        self._place, self._tail_bytes = event_place(root), tail_bytes
+        self._tails: dict[Path, _Tail] = {}
+        self._is_first = True
+
+    @property
+    def files(self) -> int:
+        """Returns how many files are followed."""
+        return len(self._tails)
+
+    def read(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
+        """Yields the records that are new, file by file; lines that are none are passed over."""
+        for line in self._lines():
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                yield _decode_event(line), _decode_head(line)
+
+    def _lines(self) -> Iterator[bytes]:
+        directory = self._place.read_from()
+        for path in sorted(directory.glob("*.jsonl")):
+            if _is_full(path):
+                continue
+            with suppress(*UNREADABLE):
+                tail = self._tails.get(path)
+                if tail is not None:
+                    yield from tail.lines()  # before: it may have been set aside
+                    if tail.is_at(path):
+                        continue
+                    self._close(path)
+                tail_bytes = self._tail_bytes if self._is_first else _LOOK_BYTES
+                if path.is_file():
+                    self._tails[path] = _Tail(path, tail_bytes=tail_bytes)
+                    yield from self._tails[path].lines()
+        self._is_first = False
+
+    def close(self) -> None:
+        """Closes all files."""
+        for path in list(self._tails):
+            self._close(path)
+
+    def _close(self, path: Path) -> None:
+        os.close(self._tails.pop(path).fd)
+
+
+def _is_full(path: Path) -> bool:
+    """True for a file that was set aside: its newest lines were read before."""
+    _, _, part = path.stem.rpartition(".")
+    return path.stem != part and part.lstrip("s").isdigit()
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A generation, and the ranks that came so far with it."""
+
+    incarnation: int
+    step: int
+    saved: set[int] = field(default_factory=set)
+    copied: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    states: set[str] = field(default_factory=set)
+    missed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The newest generation in a state, and when it came there, by the keeper's wall clock."""
+
+    incarnation: int
+    step: int
+    time_s: float
+
+
+class LiveRun:
+    """What a run is doing now."""
+
+    def __init__(self) -> None:
+        self.incarnation = self.world = self.records = 0
+        self.last_s = 0.0
+        self.reached: dict[str, Reached] = {}
+        self.saves: dict[tuple[int, int], UnderWay] = {}
+        self.phases: dict[str, deque[tuple[float, int]]] = {}
+        """The last lengths of each phase, with the rank."""
+        self.hosts: dict[str, HostSampled] = {}
+        self.troubles: deque[tuple[float, str]] = deque(maxlen=_TROUBLES)
+        """The last moments at which something went wrong, with words for it."""
+        self.counts: Counter[str] = Counter()
+        self._copies: dict[int, tuple[str, float]] = {}
+        self._held: deque[tuple[float, float]] = deque(maxlen=_VALUES)
+        self._stored: deque[tuple[float, float]] = deque(maxlen=_SAVES)
+        self._captured: deque[float] = deque(maxlen=_VALUES)
+
+    def take(self, event: AnyEvent, head: RecordHead) -> None:
+        """Takes a record; of older ones than those before it only what is still true."""
+        self.records += 1
+        self.last_s = max(self.last_s, head.time_s)
+        self.incarnation = max(self.incarnation, event.incarnation)
+        for phase in BY_EVENT.get(type(event).__name__, ()):
+            length_s = getattr(event, phase.field)
+            self.phases.setdefault(phase.name, deque(maxlen=_VALUES)).append((length_s, event.rank))
+        self._take_moment(event, head)
+        match event:
+            case events.RunStarted():
+                self.world = max(self.world, event.world)
+                self.counts["starts"] += event.rank == 0
+            case events.SaveReturned():
+                self._save(event).saved.add(event.rank)
+                self._held.append((head.time_s, event.held_s))
+            case events.FenceWaited():
+                self._held.append((head.time_s, event.held_s))
+            case events.ImageCaptured() | events.ImagePassed():
+                self._save(event).copied.add(event.rank)
+                self._note_copy(event.rank, head.by_host, event.copy_s)
+            case events.ImageDurable():
+                self._save(event).written.add(event.rank)
+            case events.HostSampled():
+                if len(self.hosts) < _HOSTS or event.host in self.hosts:
+                    self.hosts[event.host] = event
+            case events.Restored():
+                self.counts["restores"] += event.rank == 0
+            case _:
+                pass
+
+    def _take_moment(self, event: AnyEvent, head: RecordHead) -> None:
+        match event:
+            case events.SnapshotCaptured():
+                self.world = event.world
+                self._reach(event, head, "captured")
+                self._captured.append(head.time_s)
+            case events.SnapshotProtected():
+                self._reach(event, head, "protected")
+            case events.CheckpointCached():
+                self._reach(event, head, "cached")
+            case events.CheckpointPublished():
+                self._reach(event, head, "durable")
+                self._stored.append((head.time_s, event.size_bytes - event.reused_bytes))
+            case events.SnapshotMissed():
+                save = self._save(event)
+                if not save.missed:
+                    save.missed = event.reason
+                    self._trouble(event, head, f"missed: {event.reason}")
+            case events.TrainerLost():
+                where = f"rank {event.rank} on {event.host} went away without a goodbye"
+                self._trouble(event, head, where)
+            case (
+                events.PersistBroke()
+                | events.SnapshotNotProtected()
+                | events.SourceDropped()
+                | events.DamageFound()
+                | events.ReplicasDiffer()
+                | events.KeeperLost()
+                | events.SinkFailed()
+                | events.LoopHeld()
+            ):
+                self._trouble(event, head, facts_text(event))
+            case events.Warned():
+                self._trouble(event, head, event.message)
+            case _:
+                pass
+
+    def _save(self, event: AnyEvent) -> UnderWay:
+        key = event.incarnation, event.step
+        if key not in self.saves:
+            self.saves[key] = UnderWay(*key)
+            if len(self.saves) > _SAVES:
+                del self.saves[min(self.saves)]
+                return self.saves.get(key, UnderWay(*key))
+        return self.saves[key]
+
+    def _reach(self, event: AnyEvent, head: RecordHead, state: str) -> None:
+        self._save(event).states.add(state)
+        before = self.reached.get(state)
+        if before is None or (before.incarnation, before.step) < (event.incarnation, event.step):
+            self.reached[state] = Reached(event.incarnation, event.step, head.time_s)
+
+    def _note_copy(self, rank: int, host: str, copy_s: float) -> None:
+        """Keeps a mean of the last few copies of each rank."""
+        _, before_s = self._copies.get(rank, (host, copy_s))
+        self._copies[rank] = host, before_s + (copy_s - before_s) / 8
+
+    def _trouble(self, event: AnyEvent, head: RecordHead, text: str) -> None:
+        where = f"{event.incarnation}-{event.step} " if event.step >= 0 else ""
+        self.troubles.append((head.time_s, printable(where + text)))
+
+    # ── what it comes to ─────────────────────────────────────────────────────────────────────────
+
+    @property
+    def newest(self) -> UnderWay | None:
+        """Returns the newest save that a rank began."""
+        return self.saves[max(self.saves)] if self.saves else None
+
+    def captures_per_minute(self) -> float:
+        """Returns how many generations were captured in the last minute of the records."""
+        return sum(time_s > self.last_s - WINDOW_S for time_s in self._captured) * 60 / WINDOW_S
+
+    def stored_bytes_per_s(self) -> float:
+        """Returns the bytes a second that became durable over the last minute of the records."""
+        recent = [size for time_s, size in self._stored if time_s > self.last_s - WINDOW_S]
+        return math.fsum(recent) / WINDOW_S
+
+    def held_part(self) -> float | None:
+        """Returns the part of the time that saves and fences held a rank; None if none did."""
+        recent = [(t, held_s) for t, held_s in self._held if t > self.last_s - WINDOW_S]
+        if len(recent) < 2 or not self.world:
+            return None
+        elapsed_s = max(t for t, _ in recent) - min(t for t, _ in recent)
+        held_s = math.fsum(held_s for _, held_s in recent)
+        return held_s / (elapsed_s * self.world) if elapsed_s > 0 else None
+
+    def slowest_ranks(self, count: int) -> list[tuple[int, str, float]]:
+        """Returns the ranks that copy most slowly: (rank, host, times the median of all)."""
+        if len(self._copies) < 2:
+            return []
+        median_s = statistics.median(copy_s for _, copy_s in self._copies.values())
+        slowest = sorted(self._copies.items(), key=lambda each: -each[1][1])[:count]
+        return [(rank, host, copy_s / median_s) for rank, (host, copy_s) in slowest if median_s > 0]
