@@ -68,11 +68,15 @@ def digest(tensors: Iterator[torch.Tensor]) -> str:
 
 
 def shares(engine: Any) -> Iterator[torch.Tensor]:
-    """Yields all that this rank has: parameters, masters, moments, buffers."""
+    """Yields all that this rank has: parameters, masters, moments; on rank 0 also buffers.
+
+    Statistics of BatchNorm differ between ranks, and those of rank 0 are kept.
+    """
     for parameter in engine.module.parameters():
         yield getattr(parameter, "ds_tensor", parameter)
         yield parameter.data
-    yield from engine.module.buffers()
+    if RANK == 0:
+        yield from engine.module.buffers()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for held, kept in inner.state.items():
         yield held
@@ -134,17 +138,41 @@ def make_engine() -> Any:
     return engine
 
 
+def check_published(engine: Any, source: str) -> None:
+    """What the model computes with is what the checkpoint has."""
+    with holdfast.open(source) as saved:
+        for name, parameter in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=STAGE == 3):
+                assert torch.equal(parameter.detach(), saved.read(f"model.{name}")), name
+        for name, buffer in engine.module.named_buffers():
+            assert torch.equal(buffer, saved.read(f"model.{name}")), name
+
+
+def become(root: str) -> None:
+    """Restores in this stage and on these ranks, and saves once more, into another root."""
+    engine = make_engine()
+    with attach(engine, ROOT, storage=None) as ckpt:
+        assert ckpt.steps == OPTIONS["steps"] and ckpt.client_state["batches"] > 0
+        check_published(engine, ROOT)
+        with ckpt._shown():
+            holdfast.save(root, ckpt.state, step=ckpt.steps)
+    dist.destroy_process_group()
+
+
 def main() -> None:
+    if OPTIONS.get("becomes"):
+        become(OPTIONS["becomes"])
+        return
     engine = make_engine()
     client_state = {"batches": 0}
     ckpt = attach(
         engine,
         ROOT,
         client_state=client_state,
-        storage=holdfast.Every(steps=5),
+        storage=holdfast.Every(steps=OPTIONS.get("storage", 5)),
         grace_s=OPTIONS.get("grace_s"),
     )
-    note(f"kind {type(engine.optimizer).__name__}") if OPTIONS.get("says_kind") else None
+    print("optimizer", type(engine.optimizer).__name__, flush=True)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     inner.register_step_post_hook(lambda *_: pass_by("update", ckpt.steps + 1))
     with ckpt:
@@ -168,8 +196,6 @@ def main() -> None:
                 f"{hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]}"
             )
     note(f"end {ckpt.steps}")
-    if RANK == 0:
-        Path(f"{ROOT}.died").touch()
     dist.destroy_process_group()
 
 
