@@ -20,7 +20,8 @@ model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=
 data = torch.randn(80, 8, generator=torch.Generator().manual_seed(1))
 sampler = holdfast.ResumableSampler(len(data), batch_size=4, seed=2)
 loader = fabric.setup_dataloaders(
-    holdfast.loader(data, sampler), use_distributed_sampler=False  # the sampler divides by itself
+    holdfast.loader(data, sampler),
+    use_distributed_sampler=False,  # the sampler divides by itself
 )
 state = {"model": model, "optimizer": optimizer, "sampler": sampler}
 with fabric_checkpointer(fabric, sys.argv[1], state, storage=holdfast.Every(steps=10)) as ckpt:

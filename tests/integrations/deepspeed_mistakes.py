@@ -14,12 +14,15 @@ sys.argv[2:] = ["-1", "none", '{"stage": 3, "accumulation": 2}']
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
-from deepspeed_run import OPTIONS, make_engine  # noqa: E402
 from torch import nn  # noqa: E402
 
 import holdfast  # noqa: E402
 from holdfast.errors import HoldfastError  # noqa: E402
 from holdfast.integrations import deepspeed as adapter  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from integrations.deepspeed_run import OPTIONS, make_engine  # noqa: E402
 
 ROOT = Path(sys.argv[1])
 

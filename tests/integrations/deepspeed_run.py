@@ -131,9 +131,8 @@ def make_engine() -> Any:
     model: Any = Model().to(DTYPES[PRECISION])
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1 and p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2
-    )
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings())
     return engine
 

@@ -67,13 +67,18 @@ def test_any_stage_and_number_of_ranks_goes_on_from_any_other(
 ) -> None:
     (stage, ranks), *others = CHAIN
     first = tmp_path / "0"
-    options = {"precision": precision, "steps": 3, "storage": 1}
+    options: dict[str, Any] = {"precision": precision, "steps": 3, "storage": 1}
     whole(RUN, first, stage=stage, ranks=ranks, **options)
     root = first
     for number, (stage, ranks) in enumerate(others, start=1):
         after = tmp_path / f"{number}"
         print(f"{root.name} -> stage {stage} on {ranks}, {precision}")
-        given = {"stage": stage, "ranks": ranks, "seed": number, "becomes": str(after)}
+        given: dict[str, Any] = {
+            "stage": stage,
+            "ranks": ranks,
+            "seed": number,
+            "becomes": str(after),
+        }
         done = run(root, **options, **given)
         assert done.returncode == 0, done.stderr
         check_alike(first, after)
@@ -94,7 +99,7 @@ def check_alike(one: Path, other: Path) -> None:
 
 def check_plain(root: Path) -> None:
     """Plain torch objects under the author's names read it."""
-    model = nn.Module()
+    model: Any = nn.Module()
     model.net = nn.Sequential(
         nn.Linear(9, 33), nn.Dropout(0.1), nn.BatchNorm1d(33), nn.GELU(), nn.Linear(33, 9)
     )
@@ -107,13 +112,12 @@ def check_plain(root: Path) -> None:
             {"params": [p for p in trained if p.ndim == 1]},
         ]
     )
-    holdfast.load(
-        root, {"model": model, "optimizer": optimizer}, only=["model.**", "optimizer.**"]
-    )
+    holdfast.load(root, {"model": model, "optimizer": optimizer}, only=["model.**", "optimizer.**"])
     with holdfast.open(root) as saved:
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, saved.read(f"model.{name}"))
-        weight = optimizer.state[model.net[4].weight]["exp_avg"]
+        last: Any = model.net[4]
+        weight = optimizer.state[last.weight]["exp_avg"]
         assert torch.equal(weight, saved.read("optimizer.net.4.weight.exp_avg")) and weight.any()
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,17 +27,19 @@ SCRIPTS = {
 }
 #: Where a page or a framework has another name than the script.
 PAGES, PARTS_OF = {"fabric": "lightning"}, {"fabric": "lightning"}
-#: What lets a script run on a CPU, before it; see torchtitan_on_cpu.py and deepspeed_run.py.
+#: What lets a script run on a CPU, before it; see torchtitan_on_cpu.py.
 HELP = {
-    "torchtitan": "import torchtitan_on_cpu as cpu; cpu.say_losses(); ",
-    "deepspeed": "import deepspeed; "
-    "sys.modules['deepspeed.comm.torch'].build_shm_op = lambda: None; ",
+    "torchtitan": "from integrations import torchtitan_on_cpu as cpu; cpu.say_losses(); ",
 }
 #: One rank without torchrun, on a CPU.
 ALONE = {
-    **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-    **{"MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
-    **{"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"},
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+    "DS_ACCELERATOR": "cpu",
+    "DS_SKIP_CUDA_CHECK": "1",
 }
 
 
@@ -75,15 +78,19 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
         pytest.skip(f"needs {framework}: make integrations")
     script = PROJECT / "examples" / "integrations" / SCRIPTS[name]
     command = [sys.executable, str(script)]
-    options = {"stdout": subprocess.PIPE, "text": True, "stderr": subprocess.DEVNULL}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    options |= {"stderr": subprocess.DEVNULL}
+    if name in ("torchtitan", "deepspeed"):
+        options["env"] = os.environ | ALONE
     if name in HELP:
-        code = f"import runpy, sys; sys.path.append({str(Path(__file__).parent)!r}); {HELP[name]}"
+        code = (
+            f"import runpy, sys; sys.path.append({str(Path(__file__).parents[1])!r}); {HELP[name]}"
+        )
         code += f"sys.argv[:] = [{str(script)!r}, sys.argv[1]]; runpy.run_path({str(script)!r})"
         command = [sys.executable, "-c", code]
-        options["env"] = os.environ | ALONE
-    whole = subprocess.run([*command, str(tmp_path / "whole")], check=True, **options)  # type: ignore[call-overload]
+    whole = subprocess.run([*command, str(tmp_path / "whole")], check=True, **options)
     losses = [line for line in whole.stdout.splitlines() if line[:1].isdigit()]
-    first = subprocess.Popen([*command, str(tmp_path / "run")], **options)  # type: ignore[call-overload]
+    first = subprocess.Popen([*command, str(tmp_path / "run")], **options)
     said = []
     for line in first.stdout:
         said.append(line.strip())
@@ -91,7 +98,7 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
             os.kill(first.pid, signal.SIGKILL)
     first.stdout.close()
     first.wait()
-    again = subprocess.run([*command, str(tmp_path / "run")], check=True, **options)  # type: ignore[call-overload]
+    again = subprocess.run([*command, str(tmp_path / "run")], check=True, **options)
     said += again.stdout.splitlines()
     assert {line for line in said if line[:1].isdigit()} == set(losses)
     assert len(losses) >= 30

@@ -52,7 +52,7 @@ class CpuModule:
         pass
 
 
-torch.cpu.current_device = lambda: 0  # type: ignore[attr-defined]
+setattr(torch.cpu, "current_device", lambda: 0)  # noqa: B010  (it returns a text)
 tools.device_type, tools.device_module = "cpu", CpuModule()
 
 import torchtitan.distributed.utils as distributed  # noqa: E402
@@ -64,9 +64,10 @@ from torchtitan.models.llama3 import config_registry, model_registry  # noqa: E4
 
 def plain_attention(self: Any, q: Any, k: Any, v: Any, *, scale: Any = None, **given: Any) -> Any:
     """2."""
-    heads = [one.transpose(1, 2) for one in (q, k, v)]
+    query, key, value = (one.transpose(1, 2) for one in (q, k, v))
+    is_grouped = bool(given.get("enable_gqa"))
     found = nn.functional.scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scale, enable_gqa=bool(given.get("enable_gqa"))
+        query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
     )
     return found.transpose(1, 2)
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from integrations import torchtitan_on_cpu as cpu
 
 ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -68,7 +70,7 @@ def settings() -> Any:
     config.dataloader.num_workers = OPTIONS.get("workers", 0)
     for name, value in OPTIONS.get("parallelism", {}).items():
         setattr(config.parallelism, name, value)
-    given = {"enable": True, "interval": 5, "last_save_model_only": False}
+    given: dict[str, Any] = {"enable": True, "interval": 5, "last_save_model_only": False}
     given |= OPTIONS.get("checkpoint", {})
     if OPTIONS.get("manager") == "own":
         from torchtitan.components.checkpointer import CheckpointManager
@@ -122,7 +124,17 @@ def main() -> None:
         pass_by("save", step)
         return found
 
+    load = trainer.checkpointer.load
+
+    def loaded(step: int = -1) -> bool:
+        found = bool(load(step=step))
+        if OPTIONS.get("says_loaded"):
+            weights = digest(p for part in trainer.model_parts for p in part.parameters())
+            note(f"loaded {found} {trainer.step} {weights}")
+        return found
+
     trainer.train_step, trainer.checkpointer.save = stepped, saved
+    trainer.checkpointer.load = loaded
     trainer.metrics_processor.log, trainer.optimizers.step = logged, updated
     if OPTIONS.get("validate"):
         validate = trainer.validator.validate

@@ -161,8 +161,8 @@ class EmptiedParameters(Partitions):
     def publish(self) -> None:
         outer = self.outer
         outer.checkpoint_event_prologue()
-        pairs = zip(outer.fp32_partitioned_groups_flat, outer.fp16_partitioned_groups_flat)
-        for flat, lower in pairs:
+        flats = outer.fp32_partitioned_groups_flat
+        for flat, lower in zip(flats, outer.fp16_partitioned_groups_flat, strict=True):
             if flat.data_ptr() != lower.data_ptr():
                 lower.data.copy_(flat.data)
         outer.checkpoint_event_epilogue()
@@ -291,7 +291,7 @@ def _ranges(
 
 
 def _run(parameter: Any) -> tuple[int, int]:
-    """Returns the first element of a parameter that this rank has, and how many: without padding."""
+    """Returns the first element of a parameter on this rank, and how many; without padding."""
     size, whole = int(parameter.partition_numel()), int(parameter.ds_numel)
     start = min(dist.get_rank(group=parameter.ds_process_group) * size, whole)
     return start, min(size, whole - start)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from torch import nn
 
+from holdfast.capture.handles import SaveHandle
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.integrations.seam import (
@@ -60,7 +61,9 @@ _SETTINGS = {
 _NOWHERE = "no-checkpoints-of-torchtitan"
 
 # Its state_dict has the three projections that the stored one is made of.
-derived(FusedQKVLinear, [f"{name}.{kind}" for name in ("wq", "wk", "wv") for kind in ("weight", "bias")])
+derived(
+    FusedQKVLinear, [f"{name}.{kind}" for name in ("wq", "wk", "wv") for kind in ("weight", "bias")]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,9 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         )
         self._states = more
         self._data = _Place(dataloader, config)
-        self._trainer, self._owed = more[_LOOP], None
+        self._trainer = more[_LOOP]
+        self._owed: tuple[int, bool] | None = None
+        """A step, and whether it is the last one, that is saved when it was validated."""
         self.state: dict[str, Any] = more | {
             "model": _one_part(model_parts),
             "optimizer": one_or_all(optimizers),
@@ -270,9 +275,9 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _save_whole(self, step: int, is_last: bool) -> bool:
         config, checkpointer = self._config, self._open()
         is_first = step == 1 and config.enable_first_step_checkpoint
+        handle: SaveHandle | None
         if is_first or is_last:
             handle = checkpointer.save(step, durable=True)
-            checkpointer.step(step)
         else:
             handle = checkpointer.step(step)
         if is_last and step and config.last_save_model_only:
@@ -282,8 +287,9 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return handle is not None
 
     def _validates(self, step: int) -> bool:
-        config, validator = self._trainer.config.validator, getattr(self._trainer, "validator", 0)
-        return bool(validator and config.enable and validator.should_validate(step))
+        validator = getattr(self._trainer, "validator", None)
+        is_on = validator is not None and self._trainer.config.validator.enable
+        return is_on and bool(validator.should_validate(step))
 
     def _follow_validation(self) -> None:
         """Saves a step after its validation."""
