@@ -195,6 +195,7 @@ def test_another_number_of_ranks_is_refused_or_begins_the_data_anew(tmp_path: Pa
 
 
 @needs_it
+@pytest.mark.filterwarnings("ignore")  # torch's, which torchtitan brings
 def test_settings_that_are_not_kept_are_refused_by_name(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

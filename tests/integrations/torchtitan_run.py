@@ -84,13 +84,31 @@ def settings() -> Any:
     return config
 
 
-def main() -> None:
-    trainer = settings().build()
+def watch_validation(trainer: Any) -> None:
+    if not OPTIONS.get("validate"):
+        return
+    validate = trainer.validator.validate
+
+    def validated(parts: Any, step: int) -> None:
+        pass_by("validate", step)
+        validate(parts, step)
+        note(f"validated {step} {torch.get_rng_state().sum().item()}")
+
+    trainer.validator.validate = validated
+
+
+def watch_embeddings(trainer: Any) -> None:
+    """Draws numbers in each forward."""
     for part in trainer.model_parts:
-        if getattr(part, "tok_embeddings", None) is not None:  # numbers are drawn in each forward
+        if getattr(part, "tok_embeddings", None) is not None:
             part.tok_embeddings.register_forward_hook(
                 lambda module, given, found: nn.functional.dropout(found, 0.1)
             )
+
+
+def main() -> None:
+    trainer = settings().build()
+    watch_embeddings(trainer)
     train_step, save = trainer.train_step, trainer.checkpointer.save
     log, optimizer_step = trainer.metrics_processor.log, trainer.optimizers.step
     lines: list[str] = []
@@ -136,15 +154,7 @@ def main() -> None:
     trainer.train_step, trainer.checkpointer.save = stepped, saved
     trainer.checkpointer.load = loaded
     trainer.metrics_processor.log, trainer.optimizers.step = logged, updated
-    if OPTIONS.get("validate"):
-        validate = trainer.validator.validate
-
-        def validated(parts: Any, step: int) -> None:
-            pass_by("validate", step)
-            validate(parts, step)
-            note(f"validated {step} {torch.get_rng_state().sum().item()}")
-
-        trainer.validator.validate = validated
+    watch_validation(trainer)
     try:
         if OPTIONS.get("checkpoint", {}).get("create_seed_checkpoint"):
             trainer.checkpointer.save(0, last_step=True)
