@@ -36,6 +36,7 @@ from torch import nn  # noqa: E402
 
 import holdfast  # noqa: E402
 from holdfast.integrations.deepspeed import attach  # noqa: E402
+from holdfast.state.mapped.shards import declared  # noqa: E402
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # 1
 type(get_accelerator()).is_fp16_supported = lambda self: True  # 2
@@ -73,14 +74,23 @@ def shares(engine: Any) -> Iterator[torch.Tensor]:
     Statistics of BatchNorm differ between ranks, and those of rank 0 are kept.
     """
     for parameter in engine.module.parameters():
-        yield getattr(parameter, "ds_tensor", parameter)
+        shard = getattr(parameter, "ds_tensor", None)
+        if shard is not None:
+            left = parameter.ds_numel - RANK * shard.ds_numel
+            yield shard.data[: max(0, left)]  # what is behind is padding
         yield parameter.data
     if RANK == 0:
         yield from engine.module.buffers()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for held, kept in inner.state.items():
-        yield held
-        yield from (one for _, one in sorted(kept.items()) if isinstance(one, torch.Tensor))
+        found = [held, *(one for _, one in sorted(kept.items()) if isinstance(one, torch.Tensor))]
+        what = declared(held)
+        if isinstance(what, holdfast.FlatBuffer):  # between and behind its ranges is padding
+            runs = [slice(each[4], each[4] + each[3]) for each in what.ranges]
+            found = [
+                one if one.ndim == 0 else torch.cat([one[run] for run in runs]) for one in found
+            ]
+        yield from found
 
 
 class Model(nn.Module):

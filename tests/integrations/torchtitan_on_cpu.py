@@ -135,7 +135,8 @@ class Tokens(IterableDataset[Any]):
 class Loader(ParallelAwareDataloader):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]
-        pass
+        infinite: bool = True
+        """Always; a validation asks for it."""
 
     def __init__(
         self,
