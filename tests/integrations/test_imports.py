@@ -90,7 +90,7 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
         command = [sys.executable, "-c", code]
     whole = subprocess.run([*command, str(tmp_path / "whole")], check=True, **options)
     losses = [line for line in whole.stdout.splitlines() if line[:1].isdigit()]
-    first = subprocess.Popen([*command, str(tmp_path / "run")], **options)
+    first: Any = subprocess.Popen([*command, str(tmp_path / "run")], **options)
     said = []
     for line in first.stdout:
         said.append(line.strip())

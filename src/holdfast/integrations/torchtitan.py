@@ -288,8 +288,9 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _validates(self, step: int) -> bool:
         validator = getattr(self._trainer, "validator", None)
-        is_on = validator is not None and self._trainer.config.validator.enable
-        return is_on and bool(validator.should_validate(step))
+        if validator is None or not self._trainer.config.validator.enable:
+            return False
+        return bool(validator.should_validate(step))
 
     def _follow_validation(self) -> None:
         """Saves a step after its validation."""
