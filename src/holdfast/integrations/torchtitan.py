@@ -153,7 +153,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             base_folder=base_folder,
         )
         self._states = more
-        self._data = _Place(dataloader, config)
+        self._data = _LoaderState(dataloader, config)
         self._trainer = more[_LOOP]
         self._owed: tuple[int, bool] | None = None
         """A step, and whether it is the last one, that is saved when it was validated."""
@@ -318,7 +318,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self.checkpointer.__exit__(kind, error, trace)
 
 
-class _Place:
+class _LoaderState:
     """The place in the data, as a part of the state: that of this rank's loader."""
 
     def __init__(self, loader: Any, config: Any) -> None:
