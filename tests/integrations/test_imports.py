@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,29 @@ from support.project.code_blocks import PROJECT
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed", "torchtitan")
 #: What an adapter brings into memory beside its own framework, by that framework.
 BROUGHT = {"transformers": {"transformers", "accelerate"}, "accelerate": {"accelerate"}}
-SCRIPTS = {"accelerate": "accelerate_loop.py", "lightning": "lightning_fit.py"}
+SCRIPTS = {
+    "accelerate": "accelerate_loop.py",
+    "lightning": "lightning_fit.py",
+    "fabric": "fabric_loop.py",
+    "torchtitan": "torchtitan_llama.py",
+    "deepspeed": "deepspeed_loop.py",
+}
+#: Where a page or a framework has another name than the script.
+PAGES, PARTS_OF = {"fabric": "lightning"}, {"fabric": "lightning"}
+#: What lets a script run on a CPU, before it; see torchtitan_on_cpu.py.
+HELP = {
+    "torchtitan": "from integrations import torchtitan_on_cpu as cpu; cpu.say_losses(); ",
+}
+#: One rank without torchrun, on a CPU.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+    "DS_ACCELERATOR": "cpu",
+    "DS_SKIP_CUDA_CHECK": "1",
+}
 
 
 def loaded_by(code: str) -> set[str]:
@@ -32,7 +55,7 @@ def test_the_package_imports_no_framework() -> None:
     assert loaded_by("import holdfast.integrations.seam") == {"torch"}
 
 
-@pytest.mark.parametrize("name", ["transformers", "accelerate", "lightning"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_an_adapter_imports_its_own_framework_and_no_other(name: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs {name}: make integrations")
@@ -44,20 +67,30 @@ def test_an_adapter_imports_its_own_framework_and_no_other(name: str) -> None:
 def test_a_page_shows_the_script_that_runs(name: str) -> None:
     script = (PROJECT / "examples" / "integrations" / SCRIPTS[name]).read_text()
     shown = script.split("from __future__ import annotations\n\n", 1)[1].strip()
-    assert shown in (PROJECT / "docs" / "guides" / f"{name}.md").read_text()
+    assert shown in (PROJECT / "docs" / "guides" / f"{PAGES.get(name, name)}.md").read_text()
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"needs {name}: make integrations")
+    framework = PARTS_OF.get(name, name)
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"needs {framework}: make integrations")
     script = PROJECT / "examples" / "integrations" / SCRIPTS[name]
     command = [sys.executable, str(script)]
-    options = {"stdout": subprocess.PIPE, "text": True, "stderr": subprocess.DEVNULL}
-    whole = subprocess.run([*command, str(tmp_path / "whole")], check=True, **options)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    options |= {"stderr": subprocess.DEVNULL}
+    if name in ("torchtitan", "deepspeed"):
+        options["env"] = os.environ | ALONE
+    if name in HELP:
+        code = (
+            f"import runpy, sys; sys.path.append({str(Path(__file__).parents[1])!r}); {HELP[name]}"
+        )
+        code += f"sys.argv[:] = [{str(script)!r}, sys.argv[1]]; runpy.run_path({str(script)!r})"
+        command = [sys.executable, "-c", code]
+    whole = subprocess.run([*command, str(tmp_path / "whole")], check=True, **options)
     losses = [line for line in whole.stdout.splitlines() if line[:1].isdigit()]
-    first = subprocess.Popen([*command, str(tmp_path / "run")], **options)  # type: ignore[call-overload]
+    first: Any = subprocess.Popen([*command, str(tmp_path / "run")], **options)
     said = []
     for line in first.stdout:
         said.append(line.strip())
@@ -65,7 +98,7 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
             os.kill(first.pid, signal.SIGKILL)
     first.stdout.close()
     first.wait()
-    again = subprocess.run([*command, str(tmp_path / "run")], check=True, **options)  # type: ignore[call-overload]
+    again = subprocess.run([*command, str(tmp_path / "run")], check=True, **options)
     said += again.stdout.splitlines()
     assert {line for line in said if line[:1].isdigit()} == set(losses)
     assert len(losses) >= 30

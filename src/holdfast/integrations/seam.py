@@ -35,6 +35,7 @@ _FOREIGN = {
     "random_states_0.pkl": "accelerate",
     "scheduler.bin": "accelerate",
     ".metadata": "torch.distributed.checkpoint",
+    "step-*/.metadata": "torchtitan",
     "meta.pt": "Lightning",
     "latest_checkpointed_iteration.txt": "Megatron-LM",
     "zero_to_fp32.py": "DeepSpeed",
@@ -95,18 +96,19 @@ def check_root(root: str | os.PathLike[str]) -> None:
 
 
 def restore_loop_first(
-    checkpointer: Checkpointer, key: str, step: int | str | None
+    checkpointer: Checkpointer, key: str, step: int | str | None, *, adapter: str | None = None
 ) -> Restored | None:
     """Restores the value of ``key`` alone, with the place of the run; None with nothing to restore.
 
-    Raises UsageError for a root whose checkpoints do not have it: another program wrote them.
+    ``adapter``: the name of the module, where the key has another one. Raises UsageError for a root
+    whose checkpoints do not have it: another program wrote them.
     """
     try:
         return checkpointer.restore(step, only=[key])
     except StateMismatch as error:
         raise UsageError(
-            f"{checkpointer.root} was not written by holdfast.integrations.{key}, and has no place "
-            f"in its loop ({error}): use another root"
+            f"{checkpointer.root} was not written by holdfast.integrations.{adapter or key}, and "
+            f"has no place in its loop ({error}): use another root"
         ) from error
 
 

@@ -1,0 +1,101 @@
+"""Makes mistakes with engines of DeepSpeed, and says what each was told.
+
+usage: deepspeed_mistakes.py ROOT
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.argv[2:] = ["-1", "none", '{"stage": 3, "accumulation": 2}']
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import holdfast  # noqa: E402
+from holdfast.errors import HoldfastError  # noqa: E402
+from holdfast.integrations import deepspeed as adapter  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from integrations.deepspeed_run import OPTIONS, make_engine  # noqa: E402
+
+ROOT = Path(sys.argv[1])
+
+
+def tell(name: str, act: Callable[[], Any]) -> None:
+    try:
+        act()
+    except HoldfastError as error:
+        print(f"{name}: {error}", flush=True)
+    else:
+        raise AssertionError(f"{name} was let pass")
+
+
+class Extra(nn.Linear):
+    """A layer with extra state."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Strange:
+    """An optimizer that nobody knows."""
+
+    param_groups: tuple[()] = ()
+
+
+def main() -> None:
+    engine = make_engine()
+    attach = adapter.attach
+    tell("another thing", lambda: attach(nn.Linear(2, 2), ROOT))
+    tell("before initialize", lambda: attach(engine.module, ROOT))
+    tell("own keys", lambda: attach(engine, ROOT, state={"rng": 1, "model": 2, "mine": 3}))
+    foreign = ROOT.with_name("foreign")
+    foreign.mkdir()
+    (foreign / "zero_to_fp32.py").touch()
+    tell("foreign root", lambda: attach(engine, foreign))
+    other = ROOT.with_name("other")
+    holdfast.save(other, {"note": 1}, step=3)
+    tell("another program", lambda: attach(engine, other))
+    version, deepspeed.__version__ = deepspeed.__version__, "0.18.2"
+    tell("too old", lambda: attach(engine, ROOT))
+    deepspeed.__version__ = version
+    engine.has_moe_layers = True
+    tell("experts", lambda: attach(engine, ROOT))
+    engine.has_moe_layers = False
+    optimizer, engine.optimizer = engine.optimizer, Strange()
+    tell("unknown", lambda: attach(engine, ROOT))
+    engine.optimizer = optimizer
+    tell("emptied", lambda: holdfast.save(ROOT, {"model": engine.module}))
+    tell("emptied engine", lambda: holdfast.save(ROOT, {"model": engine}))
+    batch = torch.ones(4, 9)
+    with attach(engine, ROOT) as ckpt:
+        tell("twice", lambda: attach(engine, ROOT.with_name("more")))
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        assert ckpt.step() is None
+        tell("in an accumulation", ckpt.save)
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        assert ckpt.step() is not None and ckpt.steps == 1
+        ckpt.save().wait_durable(60)
+        shard = engine.module.net[0].weight.ds_tensor
+        memory = shard.data
+        shard.data = memory.clone()
+        tell("moved", ckpt.save)
+        shard.data = memory
+    assert OPTIONS["stage"] == 3
+    engine.module.net[0].__class__ = Extra
+    tell("extra state", lambda: attach(engine, ROOT))
+
+
+if __name__ == "__main__":
+    main()
