@@ -1,9 +1,14 @@
-"""Lets Megatron-Core run on a CPU: each help takes a call for a GPU and answers it with the CPU."""
+"""Lets Megatron-Core run on a CPU: each help takes a call for a GPU and answers it with the CPU.
+
+usage: megatron_on_cpu.py SCRIPT [ARGUMENTS]; runs a script with all helps
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import runpy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,3 +78,8 @@ def the_generator_of_the_gpu_is_the_cpus() -> None:
 def there_are_no_streams_to_wait_for() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+
+
+if __name__ == "__main__":
+    sys.argv.pop(0)
+    runpy.run_path(sys.argv[0], run_name="__main__")

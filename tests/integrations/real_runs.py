@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,37 @@ def check_resumed(root: Path) -> None:
     """The second start lost one step at most."""
     starts = read_report(root).starts
     assert len(starts) == 2 and (starts[1].lost_steps or 0) <= 1
+
+
+def page_script(command: list[str], root: Path, kill_at: str = "") -> tuple[list[str], int]:
+    """Runs the script of a page; returns its lines that begin with a number, and its exit status.
+
+    ``kill_at``: kills it and what it started when a line begins so.
+    """
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command, str(root)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stdout is not None
+        lines = []
+        for line in run.stdout:
+            lines.append(line.strip())
+            if kill_at and line.startswith(kill_at):
+                os.killpg(run.pid, signal.SIGKILL)
+    return [line for line in lines if line[:1].isdigit()], run.returncode
+
+
+def check_page_script(command: list[str], where: Path, kill_at: str = "17 ") -> None:
+    """The script of a page that is killed and started again has the losses of an unbroken run."""
+    whole, status = page_script(command, where / "whole")
+    assert status == 0 and len(whole) >= 30
+    first, status = page_script(command, where / "run", kill_at)
+    assert status == -9
+    again, status = page_script(command, where / "run")
+    assert status == 0 and len(again) < len(whole), "it went on"
+    assert {*first, *again} == set(whole)

@@ -6,6 +6,7 @@ before anything else is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from holdfast.state.objects import State
 
 
+#: The objects of frameworks that have a Checkpointer which is not closed.
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 class AttachedCheckpointer:
     """A Checkpointer with a count of steps, made by the ``attach`` of an adapter."""
 
@@ -32,18 +37,29 @@ class AttachedCheckpointer:
 
     def __init__(
         self,
+        subject: Any,
         root: str,
         key: str,
         facts: Mapping[str, Any],
         parts: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        """Makes the Checkpointer. ``key``, ``facts``: what the adapter saves of the loop itself.
-        ``parts``: the rest of the state.
+        """Makes the Checkpointer. ``subject``: the object of the framework that it is attached to.
+        ``key``, ``facts``: what the adapter saves of the loop itself. ``parts``: the rest of the
+        state.
+
+        Raises UsageError where the object has a Checkpointer already.
         """
+        if subject in _attached:
+            raise UsageError(
+                f"a Checkpointer is attached to this {type(subject).__qualname__} already: close "
+                "it first"
+            )
+        self._subject = subject
         self._key, self._facts = key, dict(facts)
         self._state: dict[str, Any] = {key: dict(facts), **parts}
         self.checkpointer = Checkpointer(root, self._state, **options)
+        _attached.add(subject)
 
     @property
     def state(self) -> State:
@@ -67,7 +83,7 @@ class AttachedCheckpointer:
                 self._state[self._key] = dict(self._facts)
                 self.steps = first.step
         except BaseException as error:
-            self.checkpointer.__exit__(type(error), error, error.__traceback__)
+            self.__exit__(type(error), error, error.__traceback__)
             raise
 
     def step(self, step: int | None = None) -> SaveHandle | None:
@@ -89,6 +105,7 @@ class AttachedCheckpointer:
 
     def close(self) -> None:
         """Close the Checkpointer, when what is owed is in storage."""
+        _attached.discard(self._subject)
         self.checkpointer.close()
 
     def __enter__(self) -> Self:
@@ -100,4 +117,5 @@ class AttachedCheckpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        _attached.discard(self._subject)
         self.checkpointer.__exit__(kind, error, trace)

@@ -108,7 +108,7 @@ class MegatronCheckpointer(AttachedCheckpointer):
             "rng": Generators() if rng else None,
         }
         kept = {key: one for key, one in kept.items() if one is not None}
-        super().__init__(root, _LOOP, {**_ranks(), "rng": rng}, {**kept, **more}, options)
+        super().__init__(model, root, _LOOP, {**_ranks(), "rng": rng}, {**kept, **more}, options)
         self._restore(step, _check_generators)
 
 
@@ -172,7 +172,7 @@ def _optimizers(optimizer: Any) -> list[MegatronOptimizer]:
     """Returns the optimizers of a chain that have parameters."""
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for one in chain:
-        if type(one) not in _OPTIMIZERS or getattr(one, "ddp_config", None) is None is not None:
+        if type(one) not in _OPTIMIZERS :
             raise UsageError(
                 f"attach() takes what get_megatron_optimizer returned, got a "
                 f"{type(one).__qualname__}: it keeps "
@@ -271,7 +271,37 @@ def _declare_shards(model: nn.Module, part: MegatronOptimizer) -> None:
                 "the optimizer updates parameters that are in none of the model chunks: give both "
                 "to attach() as they were given to get_megatron_optimizer"
             )
-        declare(tensor, FlatShard(tuple(parameter.shape), start, names[id(parameter)]))
+        declare(tensor, _part(names[id(parameter)], parameter, start))
+
+
+def _part(name: str, parameter: torch.Tensor, start: int) -> FlatShard:
+    """Returns which elements of a parameter a tensor has that begins at number ``start`` of it.
+
+    They are those of all ranks' parts, one behind another: the rules say what these are.
+    """
+    local = list(parameter.shape)
+    if not _is_cut(parameter):
+        return FlatShard(local, start, name)
+    dim, _ = _cut_of(name, parameter)
+    whole, offsets = list(local), [0] * len(local)
+    whole[dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    offsets[dim] = local[dim] * parallel_state.get_tensor_model_parallel_rank()
+    return FlatShard(whole, start, name, (offsets, local))
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _cut_of(name: str, parameter: Any) -> tuple[int, int]:
+    """Returns the dimension in which a parameter is cut, and its stretches on each rank."""
+    dim, stretches = parameter.partition_dim, parameter.partition_stride
+    if stretches not in (1, 2):
+        raise UsageError(
+            f"{name} is cut into {stretches} stretches on each rank (partition_stride), and is not "
+            "kept yet: 1 and 2 are"
+        )
+    return dim, stretches
 
 
 def _updated(part: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
@@ -305,21 +335,16 @@ def tensor_parallel_rules(model: nn.Module) -> rules.Rules:
     found = [
         (name, _cut(name, parameter, tensor))
         for name, parameter in model.named_parameters()
-        if getattr(parameter, "tensor_model_parallel", False)
+        if _is_cut(parameter)
     ]
     return rules.Rules(found, {"dp": ranks["world"] // tensor, "tp": tensor})
 
 
 def _cut(name: str, parameter: torch.Tensor, tensor: int) -> rules.Kind:
     """Returns what a parameter is on each rank: a part, or two parts side by side (gate and up)."""
-    dim, stretches = getattr(parameter, "partition_dim", 0), parameter.partition_stride  # type: ignore[attr-defined]
+    dim, stretches = _cut_of(name, parameter)
     if stretches == 1:
         return rules.shard(dim, "tp")
-    if stretches != 2:
-        raise UsageError(
-            f"{name} is cut into {stretches} stretches on each rank (partition_stride), and is not "
-            "kept yet: 1 and 2 are"
-        )
     whole = parameter.shape[dim] * tensor
     half = whole // 2
     halves = [
