@@ -99,8 +99,8 @@ def check_masters(root: Path) -> None:
         assert bool(masters) == (kinds == {"BF16"})
         for name in masters:
             own = f"model.{name.removeprefix('optimizer.').rpartition('.')[0]}"
-            rounded = checkpoint[name].to(torch.bfloat16)
-            assert torch.equal(rounded, checkpoint[own]), name
+            rounded = checkpoint.read(name).to(torch.bfloat16)
+            assert torch.equal(rounded, checkpoint.read(own)), name
 
 
 @needs_it
