@@ -1,6 +1,6 @@
 """Makes mistakes with the adapter of Megatron-Core on one rank: each is an error by name.
 
-usage: megatron_mistakes.py DIRECTORY; see ``test_megatron.py``
+usage: megatron_mistakes.py DIRECTORY/a -1 none; see ``test_megatron.py``
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(sys.argv[1])
-sys.argv[1:] = [str(ROOT / "a"), "-1", "none"]
-
-import megatron_run as run
-
-# isort: split
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from integrations import megatron_run as run
+
+# isort: split
 from megatron.core import parallel_state, tensor_parallel
 
 import holdfast
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.integrations import megatron as adapter
+
+ROOT = Path(sys.argv[1]).parent
 
 
 def refused(pattern: str, *given: Any, **options: Any) -> None:
@@ -74,9 +74,16 @@ def main() -> None:
         patch.setattr("megatron.core.__version__", "0.15.3")
         refused(r"needs megatron 0\.16 or later, got 0\.15\.3", *given, where)
 
-    # Handed over without the adapter, its moments are in no state_dict.
+    # Handed over without the adapter, its moments are in no state_dict: before the first step, and
+    # after it.
+    with pytest.raises(
+        UnsupportedState, match="ChainedOptimizer, whose state_dict failed.*torch Adam"
+    ):
+        holdfast.Checkpointer(ROOT / "early", {"model": model, "optimizer": optimizer})
     train(model, optimizer)
-    with pytest.raises(UnsupportedState, match=r"chained_optimizers\[0\].optimizer is a torch Adam"):
+    with pytest.raises(
+        UnsupportedState, match=r"chained_optimizers\[0\].optimizer is a torch Adam"
+    ):
         holdfast.save(ROOT / "bare", {"model": model, "optimizer": optimizer})
 
     with adapter.attach(*given, where, memory=None) as ckpt:
@@ -91,7 +98,11 @@ def main() -> None:
         assert ckpt.checkpointer.root == str(where)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapter, "_ranks", lambda: {"world": 1, "tensor": 1, "context": 2})
-        refused("saved on 1 ranks, 1 tensor and 1 context.* there are 1 ranks, 1 tensor and 2 context", *given, where)
+        refused(
+            "saved on 1 ranks, 1 tensor and 1 context.* there are 1 ranks, 1 tensor and 2 context",
+            *given,
+            where,
+        )
     holdfast.save(ROOT / "other", {"model": torch.nn.Linear(2, 2)}, step=3)
     refused(r"not written by holdfast\.integrations\.megatron", *given, ROOT / "other")
     print("all refused")

@@ -181,12 +181,6 @@ def main() -> None:
         wd_incr_steps=20,
         wd_incr_style="constant",
     )
-    if OPTIONS.get("bare"):
-        state = {"model": model, "optimizer": optimizer}
-        with holdfast.Checkpointer(ROOT, state) as bare:
-            train(1, model, optimizer, schedule)
-            bare.save(1, durable=True).wait_durable(60)
-        return
     ckpt = attach(
         [model],
         optimizer,

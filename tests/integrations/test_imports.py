@@ -14,10 +14,25 @@ import pytest
 
 from support.project.code_blocks import PROJECT
 
-FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed", "torchtitan")
+FRAMEWORKS = (
+    "transformers",
+    "accelerate",
+    "lightning",
+    "deepspeed",
+    "torchtitan",
+    "megatron",
+    "ray",
+    "torchft",
+)
 #: What an adapter brings into memory beside its own framework, by that framework.
 BROUGHT = {"transformers": {"transformers", "accelerate"}, "accelerate": {"accelerate"}}
 SCRIPTS = {"accelerate": "accelerate_loop.py", "lightning": "lightning_fit.py"}
+#: Scripts that need more than a root; the tests of their adapters run them.
+MORE_SCRIPTS = {
+    "megatron": "megatron_loop.py",
+    "ray": "ray_train.py",
+    "torchft": "torchft_loop.py",
+}
 
 
 def loaded_by(code: str) -> set[str]:
@@ -32,7 +47,7 @@ def test_the_package_imports_no_framework() -> None:
     assert loaded_by("import holdfast.integrations.seam") == {"torch"}
 
 
-@pytest.mark.parametrize("name", ["transformers", "accelerate", "lightning"])
+@pytest.mark.parametrize("name", ["transformers", "accelerate", "lightning", *MORE_SCRIPTS])
 def test_an_adapter_imports_its_own_framework_and_no_other(name: str) -> None:
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs {name}: make integrations")
@@ -40,9 +55,10 @@ def test_an_adapter_imports_its_own_framework_and_no_other(name: str) -> None:
     assert found <= BROUGHT.get(name, {name}) | {"torch"} and name in found
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE_SCRIPTS])
 def test_a_page_shows_the_script_that_runs(name: str) -> None:
-    script = (PROJECT / "examples" / "integrations" / SCRIPTS[name]).read_text()
+    file = {**SCRIPTS, **MORE_SCRIPTS}[name]
+    script = (PROJECT / "examples" / "integrations" / file).read_text()
     shown = script.split("from __future__ import annotations\n\n", 1)[1].strip()
     assert shown in (PROJECT / "docs" / "guides" / f"{name}.md").read_text()
 

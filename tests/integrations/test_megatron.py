@@ -172,9 +172,8 @@ def losses_of(lines: list[str]) -> dict[int, list[float]]:
 def test_mistakes_with_megatron_are_named(tmp_path: Path, arena_dir: Path) -> None:
     script = str(Path(__file__).with_name("megatron_mistakes.py"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    done = subprocess.run(
-        [sys.executable, *launcher, script, str(tmp_path)], capture_output=True, text=True
-    )
+    command = [sys.executable, *launcher, script, str(tmp_path / "a"), "-1", "none"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert "all refused" in done.stdout, done.stderr
 
 

@@ -172,7 +172,7 @@ def _optimizers(optimizer: Any) -> list[MegatronOptimizer]:
     """Returns the optimizers of a chain that have parameters."""
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for one in chain:
-        if type(one) not in _OPTIMIZERS :
+        if type(one) not in _OPTIMIZERS:
             raise UsageError(
                 f"attach() takes what get_megatron_optimizer returned, got a "
                 f"{type(one).__qualname__}: it keeps "

@@ -33,13 +33,13 @@ _DEFAULT_STORAGE = "~/ray_results"
 _SCHEMES = {"s3": "s3", "gcs": "gs"}
 
 
-class _Worker:
+class TrainWorker:
     """The worker of Ray Train that this process is, to which a Checkpointer is attached."""
 
     attached: RayCheckpointer | None = None
 
 
-_worker = _Worker()
+_worker = TrainWorker()
 
 
 def checkpointer(

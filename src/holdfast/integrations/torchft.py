@@ -43,7 +43,7 @@ def attach(
     step: int | str | None = None,
     **options: Any,
 ) -> ManagerCheckpointer:
-    """Attach a Checkpointer to a torchft Manager, and go on from the newest generation of its group.
+    """Attach a Checkpointer to a Manager of torchft, and go on from its group's newest generation.
 
     Call it on all ranks of the group, before the first quorum.
 
@@ -103,7 +103,7 @@ class ManagerCheckpointer(AttachedCheckpointer):
 
     @property
     def is_leader(self) -> bool:
-        """True on the ranks of the group that makes checkpoints durable: the first of the quorum."""
+        """True on the ranks of the group that makes checkpoints durable: the first of a quorum."""
         return self._manager.participating_rank() == 0
 
     def step(self, step: int | None = None) -> SaveHandle | None:
