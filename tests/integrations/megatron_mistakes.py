@@ -77,7 +77,7 @@ def main() -> None:
     # Handed over without the adapter, its moments are in no state_dict: before the first step, and
     # after it.
     with pytest.raises(
-        UnsupportedState, match="ChainedOptimizer, whose state_dict failed.*torch Adam"
+        UnsupportedState, match=r"ChainedOptimizer, whose state_dict failed.*torch Adam"
     ):
         holdfast.Checkpointer(ROOT / "early", {"model": model, "optimizer": optimizer})
     train(model, optimizer)
