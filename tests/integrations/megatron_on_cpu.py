@@ -44,8 +44,8 @@ def the_current_device_is_the_cpu() -> None:
 
 @_help
 def tensors_are_made_on_the_cpu() -> None:
-    _OnTheCpu().__enter__()
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
+    _OnTheCpu().__enter__()  # type: ignore[no-untyped-call]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 @_help
@@ -66,7 +66,7 @@ def the_generator_of_the_gpu_is_the_cpus() -> None:
 
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment,return-value]
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment]
     tracked._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
         state
     )

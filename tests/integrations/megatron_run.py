@@ -36,6 +36,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import holdfast
+from holdfast import rules
 from holdfast.integrations.megatron import attach
 
 ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -119,6 +120,27 @@ def make_model() -> Any:
     return DistributedDataParallel(config, split, model)
 
 
+def names_of_hugging_face() -> rules.Rules:
+    """Returns rules for the names of a Llama, where the layer norms are modules of their own."""
+    layer = "decoder.layers.{i}"
+    names = {
+        **rules.MEGATRON,
+        "attention_norm": f"{layer}.input_layernorm.weight",
+        "mlp_norm": f"{layer}.pre_mlp_layernorm.weight",
+    }
+    config = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "tie_word_embeddings": False,
+    }
+    found = rules.llama(config, names=names, qkv="grouped", gate_up="fused", tp="tp")
+    return rules.Rules(found, {"dp": dist.get_world_size() // 2, "tp": 2})
+
+
 def make_optimizer(model: Any) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
@@ -181,6 +203,7 @@ def main() -> None:
         wd_incr_steps=20,
         wd_incr_style="constant",
     )
+    more: dict[str, Any] = {"rules": names_of_hugging_face()} if OPTIONS.get("llama") else {}
     ckpt = attach(
         [model],
         optimizer,
@@ -189,6 +212,7 @@ def main() -> None:
         rng=OPTIONS.get("rng", True),
         state={"samples": 0},
         storage=holdfast.Every(steps=5),
+        **more,
     )
     if ckpt.restored is not None:
         found = (digest(iter(model.module.parameters())), digest(moments(optimizer)))

@@ -66,7 +66,7 @@ def train(config: dict[str, Any]) -> None:
         "rng": holdfast.Rng(),
         "seen": {"samples": 0},
     }
-    ckpt = checkpointer(state, options.get("root"), storage=holdfast.Every(steps=5))
+    ckpt = checkpointer(state, options.get("own"), storage=holdfast.Every(steps=5))
     if ckpt.restored is not None:
         source = ckpt.restored.source
         note(f"restored {ckpt.steps} {source} {ckpt.checkpointer.root}")

@@ -43,6 +43,14 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = {
     "distributed optimizer, bf16": {"distributed": True, "bf16": True, "tied": False},
     "data parallel, bf16": {"bf16": True, "bias": False, "normalization": "RMSNorm"},
     "both": {"tp": 2, "distributed": True, "ranks": 4},
+    "names of hugging face": {
+        "tp": 2,
+        "distributed": True,
+        "llama": True,
+        "bias": False,
+        "normalization": "RMSNorm",
+        "tied": False,
+    },
     "both, bf16": {"tp": 2, "distributed": True, "bf16": True, "ranks": 4},
 }
 
@@ -88,6 +96,10 @@ def test_every_optimizer_of_megatron_goes_on_to_the_bit(layout: str, tmp_path: P
     unbroken = whole(RUN, tmp_path / "whole", **options)
     check_same(resumed(tmp_path / "run", 9, "update", **options), unbroken)
     check_masters(tmp_path / "run")
+    if "llama" in options:
+        with holdfast.open(tmp_path / "run") as checkpoint:
+            leaf = checkpoint.leaves["model.model.layers.1.self_attn.k_proj.weight"]
+            assert tuple(leaf.shape) == (16, 32)
 
 
 def check_masters(root: Path) -> None:
@@ -108,7 +120,7 @@ def check_masters(root: Path) -> None:
 def test_megatron_resumes_from_storage_when_shared_memory_is_gone(
     tmp_path: Path, arena_dir: Path
 ) -> None:
-    options = {"ranks": 2, "distributed": True}
+    options: dict[str, Any] = {"ranks": 2, "distributed": True}
     unbroken = whole(RUN, tmp_path / "whole", **options)
     root = tmp_path / "run"
     assert run(root, steps=12, **options).returncode == 0
@@ -127,7 +139,7 @@ def test_what_tensor_parallel_ranks_saved_is_a_whole_model(tmp_path: Path) -> No
     """One rank goes on with what two saved: the losses are those that the two have, but for the
     order in which they add up.
     """
-    options = {"dropout": 0.0, "ranks": 2, "tp": 2, "distributed": True}
+    options: dict[str, Any] = {"dropout": 0.0, "ranks": 2, "tp": 2, "distributed": True}
     unbroken = whole(RUN, tmp_path / "whole", **options)
     root = tmp_path / "run"
     assert run(root, steps=8, **options).returncode == 0

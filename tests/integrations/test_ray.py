@@ -96,7 +96,7 @@ def test_workers_of_ray_whose_memory_is_gone_go_on_from_storage(
 @pytest.mark.timeout(400)
 def test_a_checkpoint_of_ray_stands_for_one_of_holdfast(tmp_path: Path) -> None:
     root, own = tmp_path / "run", str(tmp_path / "own")
-    _, result = run(root, root=own, wait=12, steps=12)
+    _, result = run(root, own=own, wait=12, steps=12)
     path, generation, metrics = result["reference"]
     assert (path, generation) == (own, "1-12"), "a step that was waited for, in a root of its own"
     assert metrics == result["metrics"]

@@ -188,7 +188,7 @@ def test_mistakes_with_torchft_are_named(
 
     state = {"model": nn.Linear(2, 2)}
     with pytest.raises(UsageError, match="takes a torchft Manager, got a Linear"):
-        adapter.attach(state["model"], state, tmp_path)  # type: ignore[arg-type]
+        adapter.attach(state["model"], state, tmp_path)
     with pytest.raises(UsageError, match="names no root that its next start finds again"):
         adapter.attach(manager(None), state, tmp_path)
     one = manager()

@@ -165,7 +165,8 @@ def _unwrapped(model_chunks: nn.Module | Sequence[nn.Module]) -> nn.Module:
         )
     while isinstance(model, DistributedDataParallel | Float16Module):
         model = model.module
-    return model
+    inner: nn.Module = model
+    return inner
 
 
 def _optimizers(optimizer: Any) -> list[MegatronOptimizer]:

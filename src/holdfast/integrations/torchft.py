@@ -104,7 +104,7 @@ class ManagerCheckpointer(AttachedCheckpointer):
     @property
     def is_leader(self) -> bool:
         """True on the ranks of the group that makes checkpoints durable: the first of a quorum."""
-        return self._manager.participating_rank() == 0
+        return bool(self._manager.participating_rank() == 0)
 
     def step(self, step: int | None = None) -> SaveHandle | None:
         """Call after the optimizer's step, on all ranks of the group; saves when a policy says so.
