@@ -45,7 +45,7 @@ def train(config: dict[str, Any]) -> None:
             died.touch()
             if options.get("clear"):  # as on a node that is not there any more
                 for left in Path(os.environ["HOLDFAST_ARENA_DIR"]).iterdir():
-                    shutil.rmtree(left)
+                    shutil.rmtree(left, ignore_errors=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def digest(tensors: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -62,9 +63,12 @@ def run(root: Path, step: int = -1, place: str = "none", **options: Any) -> list
         until = time.monotonic() + 200
         while any(one.poll() is None for one in groups.values()):
             time.sleep(0.1)
-            for group, one in groups.items():
-                if one.poll() == -9 and time.monotonic() < until:
-                    groups[group] = start(group)
+            dead = [group for group, one in groups.items() if one.poll() == -9]
+            if dead and options.get("clear"):  # as on hosts that are started again
+                dead = dead if len(dead) == len(groups) else []
+                for left in Path(os.environ["HOLDFAST_ARENA_DIR"]).iterdir() if dead else ():
+                    shutil.rmtree(left, ignore_errors=True)
+            groups |= {group: start(group) for group in dead if time.monotonic() < until}
             if time.monotonic() > until:
                 for one in groups.values():
                     one.kill()
