@@ -61,7 +61,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @needs_it
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("step", "place", "victim"),
     [
@@ -83,7 +83,7 @@ def test_a_killed_worker_of_ray_goes_on_from_memory(
 
 
 @needs_it
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_workers_of_ray_whose_memory_is_gone_go_on_from_storage(
     tmp_path: Path, unbroken: list[str]
 ) -> None:
@@ -93,7 +93,7 @@ def test_workers_of_ray_whose_memory_is_gone_go_on_from_storage(
 
 
 @needs_it
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_checkpoint_of_ray_stands_for_one_of_holdfast(tmp_path: Path) -> None:
     root, own = tmp_path / "run", str(tmp_path / "own")
     _, result = run(root, own=own, wait=12, steps=12)
@@ -155,7 +155,7 @@ def test_mistakes_with_ray_are_named(
 
 
 @needs_it
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_the_script_of_rays_page_goes_on_with_the_same_losses(
     tmp_path: Path, arena_dir: Path
 ) -> None:
