@@ -30,9 +30,9 @@ def train(config: dict[str, Any]) -> None:
         loss = (model(batch) - batch.flip(1)).square().mean()
         loss.backward()
         optimizer.step()
-        report({"step": step, "loss": loss.item()}, step=step)
         if rank == 0:
             print(os.getpid(), step, loss.item(), flush=True)
+        report({"step": step, "loss": loss.item()}, step=step)
     ckpt.close()
 
 
