@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,54 @@ def check_resumed(root: Path) -> None:
     """The second start lost one step at most."""
     starts = read_report(root).starts
     assert len(starts) == 2 and (starts[1].lost_steps or 0) <= 1
+
+
+def page_script(command: list[str], root: Path, kill_at: str = "") -> tuple[list[str], int]:
+    """Runs the script of a page; returns its lines that begin with a number, and its exit status.
+
+    ``kill_at``: kills it and what it started when a line begins so.
+    """
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command, str(root)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as run:
+        assert run.stdout is not None
+        lines = []
+        for line in run.stdout:
+            lines.append(line.strip())
+            if kill_at and line.startswith(kill_at):
+                for each in [run.pid, *descendants(run.pid)]:
+                    os.kill(each, signal.SIGKILL)
+    return [line for line in lines if line[:1].isdigit()], run.returncode
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the processes that a process started, and those started by them, but not keepers."""
+    parents: dict[int, int] = {}
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            is_keeper = b"holdfast.keeper" in (each / "cmdline").read_bytes()
+            parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if not is_keeper:
+            parents[int(each.name)] = parent
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def check_page_script(command: list[str], where: Path, kill_at: str = "17 ") -> None:
+    """The script of a page that is killed and started again has the losses of an unbroken run."""
+    whole, status = page_script(command, where / "whole")
+    assert status == 0 and len(whole) >= 30
+    first, status = page_script(command, where / "run", kill_at)
+    assert status == -9
+    again, status = page_script(command, where / "run")
+    assert status == 0 and 0 < len(again) < len(whole), "it went on"
+    assert {*first, *again} == set(whole)

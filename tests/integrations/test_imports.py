@@ -15,7 +15,16 @@ import pytest
 
 from support.project.code_blocks import PROJECT
 
-FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed", "torchtitan")
+FRAMEWORKS = (
+    "transformers",
+    "accelerate",
+    "lightning",
+    "deepspeed",
+    "torchtitan",
+    "megatron",
+    "ray",
+    "torchft",
+)
 #: What an adapter brings into memory beside its own framework, by that framework.
 BROUGHT = {"transformers": {"transformers", "accelerate"}, "accelerate": {"accelerate"}}
 SCRIPTS = {
@@ -41,6 +50,12 @@ ALONE = {
     "DS_ACCELERATOR": "cpu",
     "DS_SKIP_CUDA_CHECK": "1",
 }
+#: Scripts that need more than a root; the tests of their adapters run them.
+MORE_SCRIPTS = {
+    "megatron": "megatron_loop.py",
+    "ray": "ray_train.py",
+    "torchft": "torchft_loop.py",
+}
 
 
 def loaded_by(code: str) -> set[str]:
@@ -63,9 +78,10 @@ def test_an_adapter_imports_its_own_framework_and_no_other(name: str) -> None:
     assert found <= BROUGHT.get(name, {name}) | {"torch"} and name in found
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *MORE_SCRIPTS])
 def test_a_page_shows_the_script_that_runs(name: str) -> None:
-    script = (PROJECT / "examples" / "integrations" / SCRIPTS[name]).read_text()
+    file = {**SCRIPTS, **MORE_SCRIPTS}[name]
+    script = (PROJECT / "examples" / "integrations" / file).read_text()
     shown = script.split("from __future__ import annotations\n\n", 1)[1].strip()
     assert shown in (PROJECT / "docs" / "guides" / f"{PAGES.get(name, name)}.md").read_text()
 

@@ -50,6 +50,14 @@ class Single(nn.Module):
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
+class WithBuffers(Single):
+    """As Megatron's data parallelism, which calls its gradient buffers ``buffers``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.buffers = [torch.zeros(3)]  # type: ignore[assignment]
+
+
 class Twofold(nn.Module):
     """It calls one child, which is around the other, and gives the state of the other."""
 
@@ -68,6 +76,7 @@ class Twofold(nn.Module):
 AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
     "": lambda module: module,
     "single": Single,
+    "with buffers": WithBuffers,
     "twofold": Twofold,
     "both": lambda module: Single(Twofold(module)),
     "inside": lambda module: module,

@@ -226,6 +226,32 @@ def test_it_is_looked_for_again_only_when_what_is_kept_is_other(
     assert len(walks) == 4
 
 
+class Unready(Chained):
+    """One whose state_dict fails before the first step, as Megatron's distributed optimizer's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.chained[0].optimizer.state:
+            raise AssertionError("no steps")
+        return {}
+
+
+def test_one_whose_state_dict_fails_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    model = net()
+    state = {"model": model, "optimizer": Unready(torch.optim.Adam(model.parameters()))}
+    with pytest.raises(UnsupportedState, match=r"no steps.*chained\[0\].optimizer is a torch Adam"):
+        holdfast.save(tmp_path, state)
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("its own")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="its own"):
+        holdfast.save(tmp_path, {"model": model, "mine": Broken()})
+
+
 # ── wrappers ─────────────────────────────────────────────────────────────────────────────────
 
 

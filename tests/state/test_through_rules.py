@@ -580,6 +580,23 @@ def test_an_entry_of_the_state_can_be_a_shard(tmp_path: Path) -> None:
     assert again.tolist() == [4, 5, 6, 0, 0, 0, 1, 2, 3]
 
 
+def test_a_run_of_elements_counts_through_a_box_of_the_leaf(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    holdfast.save(tmp_path, {"cache": whole})
+    box = ((0, 2), (4, 3))  # columns 2 to 5, as a rank has that is one of two over columns
+    for start, size in ((0, 12), (0, 4), (4, 5), (9, 3), (11, 4)):
+        part = torch.full((size,), 7.0)
+        holdfast.declare(part, holdfast.FlatShard((4, 6), start, within=box))
+        holdfast.load(tmp_path, {"cache": part})
+        wanted = whole[:, 2:5].reshape(-1)[start : start + size]
+        assert torch.equal(part[: len(wanted)], wanted) and not part[len(wanted) :].any()
+    left = holdfast.declare(torch.ones(12), holdfast.FlatShard((4, 6), 0, within=((0, 0), (4, 3))))
+    with pytest.raises(HoldfastError, match="cache"):
+        holdfast.save(tmp_path, {"cache": left}, 2)  # the other half is nowhere
+    with pytest.raises(UsageError, match=r"shape \[4, 3\] is no part, from \[0, 4\] on"):
+        holdfast.FlatShard((4, 6), 0, within=((0, 4), (4, 3)))
+
+
 def test_masters_of_more_digits_stand_for_parameters_that_need_them(tmp_path: Path) -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.randn(3, 4).bfloat16())})
     master = nn.Parameter(model["w"].detach().float().reshape(-1) + 1e-4)

@@ -342,6 +342,13 @@ def _shown(module: nn.Module) -> dict[str, int]:
 
 def _has_all(child: nn.Module, module: nn.Module) -> bool:
     """True if everything that the other children hold belongs to this child too."""
-    inside, around = ({*map(id, m.parameters()), *map(id, m.buffers())} for m in (child, module))
+    inside, around = (_everything_in(m) for m in (child, module))
     own = {id(buffer) for buffer in module._buffers.values()}
     return around - own <= inside
+
+
+def _everything_in(module: nn.Module) -> set[int]:
+    """Returns the ids of all tensors in a module, by the methods of its base class: Megatron's DDP
+    calls its gradient buffers ``buffers``.
+    """
+    return {*map(id, nn.Module.parameters(module)), *map(id, nn.Module.buffers(module))}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from holdfast.data.planning.order import SplitList
 from holdfast.errors import FormatError, UnsupportedState, UsageError
 from holdfast.format import values as codec
+from holdfast.state.hidden_state import inner_optimizers
 from holdfast.state.objects import Objects
 from holdfast.state.optimizers import NOTHING, class_of, is_tensor, of_no_parameter
 from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small, small_tensor
@@ -179,7 +180,7 @@ class Values:
     def add_rest(self, objects: Objects) -> None:
         """Adds every object that is neither module nor optimizer."""
         for key, item in objects.stateful.items():
-            self.shared[key] = self._encode(item.state_dict(), key)
+            self.shared[key] = self._encode(_state_dict_of(key, item), key)
         for key, item in objects.plain.items():
             self.shared[key] = self._encode(item, key)
         for key, generator in objects.generators.items():
@@ -201,6 +202,27 @@ class Values:
                 where=where,
             )
         return self._tensor(value, where)
+
+
+def _state_dict_of(key: str, item: Any) -> Any:
+    """Returns what an object gives as its state.
+
+    Raises UnsupportedState where an object that gives none holds an optimizer of torch: a
+    framework's, that does not store it.
+    """
+    try:
+        return item.state_dict()
+    except Exception as error:
+        held = next(iter(inner_optimizers({key: item}, ())), None)
+        if held is None:
+            raise
+        raise UnsupportedState(
+            f"{key} is a {type(item).__qualname__}, whose state_dict failed with "
+            f"{type(error).__name__} ({error}), and {held.path} is a torch "
+            f"{type(held.optimizer).__qualname__} that would not be stored: hand over that "
+            "optimizer itself, or attach the adapter of its framework (holdfast.integrations)",
+            where=key,
+        ) from error
 
 
 # Encodes a SplitList for storage among the values that each rank has for itself, and decodes it.

@@ -83,22 +83,32 @@ class FlatShard:
     Elements beyond the leaf's last one are padding: not stored, and zero after a restore.
 
     ``global_shape``: the shape of the whole leaf. ``start``: the number of its first element in
-    row-major order. ``name``: as for ``Shard``.
+    row-major order. ``name``: as for ``Shard``. ``within``: (offsets, shape) of a box of the leaf,
+    whose elements are counted and not those of the whole leaf: of the part that a tensor parallel
+    rank has, for example.
     """
 
     global_shape: Sequence[int]
     start: int
     name: str | None = None
+    within: tuple[Sequence[int], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "global_shape", _shape("global_shape", self.global_shape))
         _count("start", self.start)
+        if self.within is not None:
+            offsets, shape = (_shape("within", each) for each in self.within)
+            Shard(self.global_shape, offsets).of(shape)
+            object.__setattr__(self, "within", (offsets, shape))
 
     def of(self, local: Shape) -> list[NamedShard]:
         """Returns the shards that a tensor of this shape holds."""
         size, whole = math.prod(local), tuple(self.global_shape)
-        stop = min(self.start + size, math.prod(whole))
-        return [NamedShard(self.name, whole, tuple(_run(whole, min(self.start, stop), stop, 0)))]
+        offsets, counted = self.within or ((0,) * len(whole), whole)
+        stop = min(self.start + size, math.prod(counted))
+        run = _run(tuple(counted), min(self.start, stop), stop, 0)
+        pieces = (piece._replace(box=piece.box.shift(tuple(offsets))) for piece in run)
+        return [NamedShard(self.name, whole, tuple(pieces))]
 
 
 class FlatRange(NamedTuple):

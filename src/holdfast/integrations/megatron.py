@@ -1,0 +1,355 @@
+"""Keeps and resumes loops of Megatron-Core, at every iteration and to the bit.
+
+Megatron's optimizers hold one of torch's, whose tensors are parts of the model's that only the
+optimizer knows of: ``attach`` declares them. Parameters that are cut over tensor parallel ranks
+become whole leaves by rules. So a checkpoint has the model as one rank would have it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast import rules
+from holdfast.errors import UsageError
+from holdfast.integrations.attached import AttachedCheckpointer
+from holdfast.integrations.seam import check_keys, check_root, check_version, missing, one_or_all
+from holdfast.state.mapped.shards import FlatShard, declare
+from holdfast.state.rng import Rng
+
+try:
+    import megatron.core as megatron
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import (
+        Float16OptimizerWithFloat16Params,
+        FP32Optimizer,
+    )
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.module import Float16Module
+except ImportError as error:
+    raise missing("megatron", error) from error
+
+_LEAST = "0.16"
+_LOOP = "megatron"
+#: The keys of the state that are the adapter's.
+_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
+_OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+
+
+def attach(
+    model_chunks: nn.Module | Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: Any,
+    root: str | os.PathLike[str],
+    rng: bool = True,
+    *,
+    state: Mapping[str, Any] | None = None,
+    step: int | str | None = None,
+    **options: Any,
+) -> MegatronCheckpointer:
+    """Attach a Checkpointer to a loop of Megatron-Core, and go on from its newest generation.
+
+    Call it after ``get_megatron_optimizer``, on all ranks.
+
+    ``model_chunks``: the model in its DistributedDataParallel, or a list of it. ``optimizer``: what
+    ``get_megatron_optimizer`` returned. ``scheduler``: its OptimizerParamScheduler, or None.
+    ``root`` and ``options``: as for ``Checkpointer``; ``rules=`` takes the place of those that make
+    whole leaves of tensor parallel parameters. ``rng``: keeps the generators of each rank, those of
+    the model parallel tracker among them. ``state``: more objects and values to be kept, by key.
+    ``step``: go on from this step instead, or from a generation as "incarnation-step".
+
+    Raises UsageError for a model or an optimizer that the adapter cannot keep, and for generators
+    of another layout of ranks.
+    """
+    check_version("megatron", megatron.__version__, _LEAST)
+    more = check_keys(state, _KEYS, "Megatron's")
+    model = _unwrapped(model_chunks)
+    parts = _optimizers(optimizer)
+    _check_layout(model, parts)
+    if rng and not get_cuda_rng_tracker().get_states():
+        raise UsageError(
+            "rng=True, and Megatron's tracker of generators is empty: call "
+            "tensor_parallel.model_parallel_cuda_manual_seed(seed) first, or give rng=False"
+        )
+    check_root(root)
+    for part in parts:
+        _declare_shards(model, part)
+    options.setdefault("rules", tensor_parallel_rules(model))
+    return MegatronCheckpointer(os.fspath(root), model, parts, scheduler, rng, more, step, options)
+
+
+class MegatronCheckpointer(AttachedCheckpointer):
+    """A Checkpointer attached to a loop of Megatron-Core, made by ``attach``."""
+
+    def __init__(
+        self,
+        root: str,
+        model: nn.Module,
+        parts: Sequence[MegatronOptimizer],
+        scheduler: Any,
+        rng: bool,
+        more: Mapping[str, Any],
+        step: int | str | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        kept: dict[str, Any] = {
+            "model": model,
+            "optimizer": one_or_all(part.optimizer for part in parts),
+            "scheduler": scheduler,
+            "scaler": getattr(parts[0], "grad_scaler", None),
+            "rng": Generators() if rng else None,
+        }
+        kept = {key: one for key, one in kept.items() if one is not None}
+        super().__init__(model, root, _LOOP, {**_ranks(), "rng": rng}, {**kept, **more}, options)
+        self._restore(step, _check_generators)
+
+
+class Generators(Rng):
+    """The generators of a rank, with the states of Megatron's tracker."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators' states as plain values."""
+        states = get_cuda_rng_tracker().get_states()
+        tracked = {name: _bytes_of(one) for name, one in states.items()}
+        return {**super().state_dict(), "tracker": tracked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the generators to these states."""
+        super().load_state_dict(state)
+        tracker = get_cuda_rng_tracker()
+        now = tracker.get_states()
+        for name, found in state["tracker"].items():
+            tensor = torch.frombuffer(bytearray(found), dtype=torch.uint8)
+            if isinstance(now.get(name), torch.Generator):
+                now[name].set_state(tensor)
+            else:
+                now[name] = tensor
+        tracker.set_states(now)
+
+
+def _bytes_of(state: Any) -> bytes:
+    tensor = state.get_state() if isinstance(state, torch.Generator) else state
+    return bytes(tensor.cpu().numpy())
+
+
+# ── what is attached ─────────────────────────────────────────────────────────────────────────────
+
+
+def _unwrapped(model_chunks: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Returns the model inside of Megatron's wrappers."""
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    if len(chunks) != 1:
+        raise UsageError(
+            f"attach() takes one model chunk, got {len(chunks)}: virtual pipeline stages number "
+            "their layers anew in each chunk, and are not kept yet"
+        )
+    model = chunks[0]
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"attach() takes a model in megatron.core.distributed.DistributedDataParallel, got a "
+            f"{type(model).__qualname__}: wrap it before get_megatron_optimizer (Megatron's FSDP "
+            "is not kept)"
+        )
+    if model.ddp_config.overlap_param_gather:
+        raise UsageError(
+            "overlap_param_gather=True: parameters are gathered in the next forward, so that a "
+            "step has no whole model to be saved. Set it to False"
+        )
+    while isinstance(model, DistributedDataParallel | Float16Module):
+        model = model.module
+    inner: nn.Module = model
+    return inner
+
+
+def _optimizers(optimizer: Any) -> list[MegatronOptimizer]:
+    """Returns the optimizers of a chain that have parameters."""
+    chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for one in chain:
+        if type(one) not in _OPTIMIZERS:
+            raise UsageError(
+                f"attach() takes what get_megatron_optimizer returned, got a "
+                f"{type(one).__qualname__}: it keeps "
+                f"{', '.join(kind.__name__ for kind in _OPTIMIZERS)} and chains of them"
+            )
+    found = [one for one in chain if not one.is_stub_optimizer]
+    for one in found:
+        _check_optimizer(one)
+    if not found:
+        raise UsageError("the optimizer has no parameters on this rank: there is nothing to keep")
+    return found
+
+
+def _check_optimizer(one: MegatronOptimizer) -> None:
+    if not isinstance(one.optimizer, torch.optim.Optimizer) or one.config.optimizer_cpu_offload:
+        raise UsageError(
+            f"the {type(one).__qualname__} has a {type(one.optimizer).__qualname__} inside, with "
+            "moments in places of its own: only one of torch's, or derived from it, is kept, "
+            "without optimizer_cpu_offload"
+        )
+    if one.config.use_precision_aware_optimizer:
+        raise UsageError(
+            "use_precision_aware_optimizer=True keeps the masters in Transformer Engine's "
+            "optimizer, where they are not kept yet: set it to False"
+        )
+
+
+def _ranks() -> dict[str, Any]:
+    return {
+        "world": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+    }
+
+
+def _check_layout(model: nn.Module, parts: Iterable[MegatronOptimizer]) -> None:
+    """Raises UsageError for a layout of ranks that cannot be told by rules."""
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    refused = {
+        "pipeline stages": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert parallel ranks": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for what, count in refused.items():
+        if count > 1:
+            raise UsageError(
+                f"{count} {what}: their layers and experts are numbered anew on each rank, and are "
+                "not kept yet; tensor, data and context parallel ranks are"
+            )
+    config = getattr(model, "config", None)
+    if getattr(config, "num_moe_experts", None):
+        raise UsageError(
+            "the model has experts (num_moe_experts), whose parameters are not kept yet"
+        )
+    groups = getattr(config, "num_query_groups", None) or tensor
+    if groups % tensor:
+        raise UsageError(
+            f"{groups} query groups over {tensor} tensor parallel ranks: several ranks have the "
+            "same group, which is not kept yet. Take a divisor of the groups"
+        )
+    if parallel_state.get_tensor_model_parallel_rank() != dist.get_rank() % tensor:
+        raise UsageError(
+            "tensor parallel ranks are not neighbours: initialize_model_parallel with an order= "
+            'that begins with "tp"'
+        )
+
+
+def _check_generators(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UsageError where generators would go to ranks with another part of the model."""
+    if now["rng"] and not saved["rng"]:
+        raise UsageError(
+            "the run was saved with rng=False and has no generators: give rng=False, or another "
+            "root"
+        )
+    if now["rng"] and saved != now:
+        then, here = (
+            f"{one['world']} ranks, {one['tensor']} tensor and {one['context']} context parallel"
+            for one in (saved, now)
+        )
+        raise UsageError(
+            f"the run was saved on {then}, and now there are {here}: no rank's generators are "
+            "those of another layout. rng=False goes on with the generators as they were seeded"
+        )
+
+
+# ── the parts of tensors ─────────────────────────────────────────────────────────────────────────
+
+
+def _declare_shards(model: nn.Module, part: MegatronOptimizer) -> None:
+    """Declares for the tensors that an optimizer updates which elements of which parameter they
+    are.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter, tensor, start in _updated(part):
+        if id(parameter) not in names:
+            raise UsageError(
+                "the optimizer updates parameters that are in none of the model chunks: give both "
+                "to attach() as they were given to get_megatron_optimizer"
+            )
+        declare(tensor, _part(names[id(parameter)], parameter, start))
+
+
+def _part(name: str, parameter: torch.Tensor, start: int) -> FlatShard:
+    """Returns which elements of a parameter a tensor has that begins at number ``start`` of it.
+
+    They are those of all ranks' parts, one behind another: the rules say what these are.
+    """
+    local = list(parameter.shape)
+    if not _is_cut(parameter):
+        return FlatShard(local, start, name)
+    dim, _ = _cut_of(name, parameter)
+    whole, offsets = list(local), [0] * len(local)
+    whole[dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    offsets[dim] = local[dim] * parallel_state.get_tensor_model_parallel_rank()
+    return FlatShard(whole, start, name, (offsets, local))
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _cut_of(name: str, parameter: Any) -> tuple[int, int]:
+    """Returns the dimension in which a parameter is cut, and its stretches on each rank."""
+    dim, stretches = parameter.partition_dim, parameter.partition_stride
+    if stretches not in (1, 2):
+        raise UsageError(
+            f"{name} is cut into {stretches} stretches on each rank (partition_stride), and is not "
+            "kept yet: 1 and 2 are"
+        )
+    return dim, stretches
+
+
+def _updated(part: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
+    """Yields (parameter, tensor that is updated for it, its first element in the parameter)."""
+    if isinstance(part, DistributedOptimizer):
+        for parameters, shards in (
+            (part.model_fp32_groups, part.shard_fp32_groups),
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        ):
+            for parameter, shard in _pairs(parameters, shards):
+                found = part._get_model_param_range_map(parameter)["param"]
+                yield parameter, shard, found.start
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for parameter, master in _pairs(part.float16_groups, part.fp32_from_float16_groups):
+            yield parameter, master, 0
+
+
+def _pairs(some: Iterable[Any], others: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for group, other in zip(some, others, strict=True):
+        yield from zip(group, other, strict=True)
+
+
+def tensor_parallel_rules(model: nn.Module) -> rules.Rules:
+    """Returns the rules by which a tensor parallel model is stored as whole leaves.
+
+    ``model``: inside of Megatron's wrappers, built on all ranks. Raises UsageError for a parameter
+    that is cut into more stretches than two on each rank.
+    """
+    ranks = _ranks()
+    tensor = ranks["tensor"]
+    found = [
+        (name, _cut(name, parameter, tensor))
+        for name, parameter in model.named_parameters()
+        if _is_cut(parameter)
+    ]
+    return rules.Rules(found, {"dp": ranks["world"] // tensor, "tp": tensor})
+
+
+def _cut(name: str, parameter: torch.Tensor, tensor: int) -> rules.Kind:
+    """Returns what a parameter is on each rank: a part, or two parts side by side (gate and up)."""
+    dim, stretches = _cut_of(name, parameter)
+    if stretches == 1:
+        return rules.shard(dim, "tp")
+    whole = parameter.shape[dim] * tensor
+    half = whole // 2
+    halves = [
+        (f"{name}.{number}", rules.part_of(name, dim, at=number * half, whole=whole))
+        for number in (0, 1)
+    ]
+    return rules.fused(dim, [half, half], halves, over="tp")

@@ -1,0 +1,113 @@
+"""Makes mistakes with the adapter of Megatron-Core on one rank: each is an error by name.
+
+usage: megatron_mistakes.py DIRECTORY/a -1 none; see ``test_megatron.py``
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from integrations import megatron_run as run
+
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+
+import holdfast
+from holdfast.errors import UnsupportedState, UsageError
+from holdfast.integrations import megatron as adapter
+
+ROOT = Path(sys.argv[1]).parent
+
+
+def refused(pattern: str, *given: Any, **options: Any) -> None:
+    with pytest.raises(UsageError, match=pattern):
+        adapter.attach(*given, **options)
+
+
+def train(model: Any, optimizer: Any) -> None:
+    tokens = torch.arange(16)[None]
+    mask = torch.tril(torch.ones(16, 16))[None, None] < 0.5
+    model.zero_grad_buffer()
+    model(tokens, tokens, mask, labels=tokens).mean().backward()
+    optimizer.step()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.get_cuda_rng_tracker()
+    run.OPTIONS.update(distributed=True)
+    model = run.make_model()
+    optimizer = run.make_optimizer(model)
+    where, given = ROOT / "a", (model, optimizer, None)
+
+    refused(r"model_parallel_cuda_manual_seed\(seed\) first", *given, where)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    refused("got a GPTModel: wrap it before", model.module, optimizer, None, where)
+    refused("takes one model chunk, got 2", [model, model], optimizer, None, where)
+    inner = optimizer.chained_optimizers[0].optimizer
+    refused("got a AdamW: it keeps DistributedOptimizer", model, inner, None, where)
+    refused("are in none of the model chunks", run.make_model(), optimizer, None, where)
+    refused("keys rng, which are Megatron's own", *given, where, state={"rng": 1})
+    foreign = ROOT / "foreign"
+    foreign.mkdir()
+    (foreign / "latest_checkpointed_iteration.txt").write_text("10")
+    refused("Megatron-LM, and is no root of Holdfast", *given, foreign)
+    model.ddp_config.overlap_param_gather = True
+    refused("overlap_param_gather=True", *given, where)
+    model.ddp_config.overlap_param_gather = False
+    model.module.config.num_moe_experts = 2
+    refused(r"has experts \(num_moe_experts\)", *given, where)
+    model.module.config.num_moe_experts = None
+    first = next(iter(model.module.parameters()))
+    first.partition_stride = 3
+    refused("embedding.* is cut into 3 stretches", *given, where)
+    first.partition_stride = 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.core.__version__", "0.15.3")
+        refused(r"needs megatron 0\.16 or later, got 0\.15\.3", *given, where)
+
+    # Handed over without the adapter, its moments are in no state_dict: before the first step, and
+    # after it.
+    with pytest.raises(
+        UnsupportedState, match=r"ChainedOptimizer, whose state_dict failed.*torch Adam"
+    ):
+        holdfast.Checkpointer(ROOT / "early", {"model": model, "optimizer": optimizer})
+    train(model, optimizer)
+    with pytest.raises(
+        UnsupportedState, match=r"chained_optimizers\[0\].optimizer is a torch Adam"
+    ):
+        holdfast.save(ROOT / "bare", {"model": model, "optimizer": optimizer})
+
+    with adapter.attach(*given, where, memory=None) as ckpt:
+        refused("attached to this GPTModel already", *given, ROOT / "b")
+        assert ckpt.save.__doc__ and ckpt.restored is None and ckpt.steps == 0
+        with pytest.raises(UsageError, match="before the first step"):
+            ckpt.save()
+        ckpt.step()
+        saved = ckpt.save()
+        assert saved is not None
+        saved.wait_durable(60)
+        assert ckpt.checkpointer.root == str(where)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "_ranks", lambda: {"world": 1, "tensor": 1, "context": 2})
+        refused(
+            "saved on 1 ranks, 1 tensor and 1 context.* there are 1 ranks, 1 tensor and 2 context",
+            *given,
+            where,
+        )
+    holdfast.save(ROOT / "other", {"model": torch.nn.Linear(2, 2)}, step=3)
+    refused(r"not written by holdfast\.integrations\.megatron", *given, ROOT / "other")
+    print("all refused")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Trains a small GPT by Megatron-Core, writes down what it sees, and is killed once.
+
+usage: megatron_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_megatron.py``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from integrations import megatron_on_cpu
+
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import holdfast
+from holdfast import rules
+from holdfast.integrations.megatron import attach
+
+ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+RANK = int(os.environ["RANK"])
+STEPS = OPTIONS.get("steps", 16)
+BF16 = OPTIONS.get("bf16", False)
+DTYPE = torch.bfloat16 if BF16 else torch.float32
+
+
+def note(line: str) -> None:
+    with Path(f"{ROOT}.log").open("a") as file:
+        file.write(f"{RANK}: {line}\n")
+
+
+def pass_by(place: str, step: int) -> None:
+    died = Path(f"{ROOT}.died")
+    if (place, step, RANK) == (PLACE, STEP, OPTIONS.get("victim", 0)) and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(tensors: Iterator[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def moments(optimizer: Any) -> Iterator[torch.Tensor]:
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                yield from (one for _, one in sorted(inner.state.get(parameter, {}).items()))
+
+
+def make_model() -> Any:
+    dropout = OPTIONS.get("dropout", 0.1)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=48,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=OPTIONS.get("bias", True),
+        normalization=OPTIONS.get("normalization", "LayerNorm"),
+        tensor_model_parallel_size=OPTIONS.get("tp", 1),
+        use_cpu_initialization=True,
+        params_dtype=DTYPE,
+        pipeline_dtype=DTYPE,
+        bf16=BF16,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+    specification = get_gpt_layer_local_spec(normalization=config.normalization)
+    model = GPTModel(
+        config,
+        specification,
+        vocab_size=64,
+        max_sequence_length=16,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=OPTIONS.get("tied", True),
+    )
+    if BF16:
+        model = Float16Module(config, model)
+    split = DistributedDataParallelConfig(
+        use_distributed_optimizer=OPTIONS.get("distributed", False),
+        grad_reduce_in_fp32=BF16,
+        overlap_grad_reduce=False,
+        overlap_param_gather=OPTIONS.get("overlap", False),
+        bucket_size=OPTIONS.get("bucket"),
+    )
+    return DistributedDataParallel(config, split, model)
+
+
+def names_of_hugging_face() -> rules.Rules:
+    """Returns rules for the names of a Llama, where the layer norms are modules of their own."""
+    layer = "decoder.layers.{i}"
+    names = {
+        **rules.MEGATRON,
+        "attention_norm": f"{layer}.input_layernorm.weight",
+        "mlp_norm": f"{layer}.pre_mlp_layernorm.weight",
+    }
+    config = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "tie_word_embeddings": False,
+    }
+    found = rules.llama(config, names=names, qkv="grouped", gate_up="fused", tp="tp")
+    return rules.Rules(found, {"dp": dist.get_world_size() // 2, "tp": 2})
+
+
+def make_optimizer(model: Any) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-3,
+        weight_decay=0.1,
+        use_distributed_optimizer=OPTIONS.get("distributed", False),
+        bf16=BF16,
+        params_dtype=DTYPE,
+        clip_grad=1.0,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def train(step: int, model: Any, optimizer: Any, schedule: Any) -> None:
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = []
+    for pass_ in range(2):  # accumulated
+        place = (step * 2 + pass_) * 64 + parallel_state.get_data_parallel_rank()
+        drawn = torch.Generator().manual_seed(place)
+        tokens = torch.randint(0, 64, (2, 16), generator=drawn)
+        mask = torch.tril(torch.ones(16, 16))[None, None] < 0.5
+        positions = torch.arange(16).expand(2, 16)
+        with model.no_sync() if pass_ == 0 else warnings.catch_warnings():
+            loss = model(tokens, positions, mask, labels=tokens.roll(-1, 1)).float().mean()
+            pass_by("forward", step)
+            loss.backward()
+        losses.append(loss.item())
+    finalize_model_grads([model])
+    optimizer.step()
+    schedule.step(increment=1)
+    pass_by("update", step)
+    seen = (digest(iter(model.module.parameters())), digest(moments(optimizer)))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    note(f"step {step} {seen} {losses!r} {rates!r}")
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=OPTIONS.get("tp", 1),
+        pipeline_model_parallel_size=OPTIONS.get("pp", 1),
+    )
+    torch.manual_seed(OPTIONS.get("seed", 0))
+    tensor_parallel.model_parallel_cuda_manual_seed(OPTIONS.get("seed", 0) + 1)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=3,
+        lr_decay_steps=20,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=20,
+        wd_incr_style="constant",
+    )
+    more: dict[str, Any] = {"rules": names_of_hugging_face()} if OPTIONS.get("llama") else {}
+    ckpt = attach(
+        [model],
+        optimizer,
+        schedule,
+        ROOT,
+        rng=OPTIONS.get("rng", True),
+        state={"samples": 0},
+        storage=holdfast.Every(steps=5),
+        **more,
+    )
+    if ckpt.restored is not None:
+        found = (digest(iter(model.module.parameters())), digest(moments(optimizer)))
+        note(f"restored {ckpt.steps} {found} {len(megatron_on_cpu.HELPS)} helps")
+    for step in range(ckpt.steps + 1, STEPS + 1):
+        train(step, model, optimizer, schedule)
+        ckpt.state["samples"] += 4
+        ckpt.step()
+        pass_by("save", step)
+    note(f"end {ckpt.steps} {ckpt.state['samples']}")
+    ckpt.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

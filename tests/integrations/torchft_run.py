@@ -1,0 +1,130 @@
+"""Trains a small model in one replica group of torchft, writes down what it sees, and is killed.
+
+usage: torchft_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_torchft.py``
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+import holdfast
+from holdfast.integrations.torchft import attach
+
+ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+GROUP = int(OPTIONS["group"])
+STEPS = OPTIONS.get("steps", 20)
+
+
+def note(line: str) -> None:
+    with Path(f"{ROOT}.log").open("a") as file:
+        file.write(f"{GROUP}: {line}\n")
+
+
+def pass_by(place: str, step: int) -> None:
+    died = Path(f"{ROOT}.died{GROUP}")
+    if (place, step) == (PLACE, STEP) and GROUP in OPTIONS["victims"] and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest(tensors: Iterator[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.disable()
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=OPTIONS.get("least", 2),
+        replica_id=f"group_{GROUP}",
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=OPTIONS["lighthouse"],
+        timeout=timedelta(seconds=20),
+        quorum_timeout=timedelta(seconds=60),
+        hostname="localhost",
+    )
+    torch.manual_seed(GROUP)  # the model of the first group is sent to the others
+    net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 8))
+    model: Any = DistributedDataParallel(manager, net)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer: Any = Optimizer(manager, inner)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=40)
+    ckpt = attach(
+        manager,
+        {
+            "model": net,
+            "optimizer": inner,
+            "schedule": schedule,
+            "rng": holdfast.Rng(),
+            "seen": 0,
+        },
+        ROOT,
+        storage=holdfast.Every(steps=5),
+    )
+    if ckpt.restored is not None:
+        note(f"restored {ckpt.steps} {ckpt.restored.source} {manager.batches_committed()}")
+    while manager.current_step() < STEPS:
+        step = manager.current_step()
+        if OPTIONS.get("slow"):
+            time.sleep(OPTIONS["slow"])
+        pass_by("begin", step + 1)
+        drawn = torch.Generator().manual_seed(step * 2 + GROUP)
+        batch = torch.randn(4, 8, generator=drawn)
+        optimizer.zero_grad()
+        loss = (model(batch) - batch.flip(1)).square().mean()
+        pass_by("forward", step + 1)
+        loss.backward()
+        pass_by("backward", step + 1)
+        optimizer.step()
+        if not ckpt.has_committed:
+            note(f"again {step + 1}")
+            assert ckpt.step() is None
+            continue
+        now = manager.current_step()
+        schedule.step()
+        ckpt.state["seen"] += 4
+        moments = (inner.state[p]["exp_avg"] for p in net.parameters())
+        rate, seen = schedule.get_last_lr(), ckpt.state["seen"]
+        note(f"step {now} {digest(net.parameters())} {digest(moments)} {rate} {seen}")
+        pass_by("update", now)
+        saved = ckpt.step()
+        assert saved is not None
+        saved.wait_captured(60)  # so that all groups come back with one step
+        if saved.durable:
+            note(f"durable {now}")
+        pass_by("save", now)
+    note(f"end {ckpt.steps} {manager.batches_committed()}")
+    ckpt.close()
+    manager.shutdown(wait=False)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
