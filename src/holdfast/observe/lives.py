@@ -1,7 +1,7 @@
 """Computes the starts of a run from its records: how each ended, and the work that each one lost.
 
-Training steps are not recorded, so a lost step is one up to the newest that a rank saved, or tried
-to: with a save at every step these are all of them.
+A lost step is one up to the newest that a rank ended, as it saved it, reported it, or left it in
+shared memory when it died.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from holdfast import events
 from holdfast.events import AnyEvent
+from holdfast.observe.clocks import CommonClock, HostClocks
 from holdfast.observe.ledger import Ledger, LifeTimes, account
+from holdfast.observe.records import RecordHead
 from holdfast.observe.report import LostTrainer, Start
+from holdfast.observe.timeline import Timeline
 
 #: The records that a trainer makes of itself. Those of a keeper, which outlives it, may be about a
 #: rank as well, and are no sign of its life.
 _OF_TRAINERS = (
     events.RunStarted,
     events.Restored,
+    events.StepsDone,
+    events.PhaseEnded,
     events.SaveReturned,
     events.FenceWaited,
     events.ImageCaptured,
@@ -42,10 +47,26 @@ class _Life:
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
     lost: dict[int, LostTrainer] = field(default_factory=dict)
+    died: dict[int, tuple[events.TrainerDied, float]] = field(default_factory=dict)
     newest_step: int | None = None
     #: The generation from which it went on.
     parent: tuple[int, int] | None = None
-    times: LifeTimes = field(default_factory=LifeTimes)
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def done(self, step: int) -> None:
+        """Takes that a rank has done a step."""
+        if step >= 0:
+            self.newest_step = step if self.newest_step is None else max(step, self.newest_step)
+
+    def dead(self) -> Iterable[LostTrainer]:
+        """Yields the ranks that were seen to go away, or found to be gone, and at what."""
+        for rank in self.lost.keys() | self.died.keys():
+            seen = self.lost.get(rank)
+            died, found_s = self.died.get(rank, (None, 0.0))
+            if seen is None and died is not None:
+                seen = LostTrainer(rank, died.host, 0, max(0.0, found_s - died.quiet_s))
+            if seen is not None:
+                yield seen if died is None else replace(seen, phase=died.phase, step=died.step)
 
 
 class Lives:
@@ -53,28 +74,33 @@ class Lives:
 
     def __init__(self) -> None:
         self._lives: dict[int, _Life] = defaultdict(_Life)
+        self._clocks = HostClocks()
 
-    def take(self, event: AnyEvent, time_s: float, by_host: str) -> None:
+    def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record; others than those of trainers say nothing of training."""
         if event.rank < 0 or event.incarnation < 1:
             return
+        if not isinstance(event, (events.TrainerLost, events.TrainerDied, *_OF_TRAINERS)):
+            return
         life = self._lives[event.incarnation]
+        at = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
         if isinstance(event, events.TrainerLost):
-            lost = LostTrainer(event.rank, event.host, event.pid, time_s)
+            life.timeline.take_death(event.rank, at)
+            lost = LostTrainer(event.rank, event.host, event.pid, head.time_s)
             before = life.lost.setdefault(event.rank, lost)
-            if before.time_s < time_s:  # it had joined again
+            if before.time_s < head.time_s:  # it had joined again
                 life.lost[event.rank] = lost
             return
-        if not isinstance(event, _OF_TRAINERS):
+        if isinstance(event, events.TrainerDied):
+            life.died[event.rank] = event, head.time_s
+            life.done(event.step)
             return
-        if event.rank == 0:
-            life.times.take(event, time_s, by_host)
-        first_s, last_s = life.moments.get(by_host, (math.inf, 0.0))
-        life.moments[by_host] = min(first_s, time_s), max(last_s, time_s)
+        life.timeline.take(event, at)
+        first_s, last_s = life.moments.get(head.by_host, (math.inf, 0.0))
+        life.moments[head.by_host] = min(first_s, head.time_s), max(last_s, head.time_s)
         match event:
-            case events.SaveReturned():
-                newest = -1 if life.newest_step is None else life.newest_step
-                life.newest_step = max(event.step, newest)
+            case events.SaveReturned() | events.StepsDone():
+                life.done(event.step)
             case events.RunStarted():
                 life.world = max(life.world, event.world)
                 life.ranks[event.rank] = event.host
@@ -97,15 +123,26 @@ class Lives:
         before = [None, *numbers]
         return tuple(self._start(each, last) for each, last in zip(numbers, before, strict=False))
 
-    def ledger(self, held_s: Mapping[tuple[int, int], float]) -> Ledger | None:
-        """Returns where the time of the run went; None without a start.
+    def clock(self) -> CommonClock:
+        """Returns the clock that all moments are brought to."""
+        for number, life in self._lives.items():
+            for name, moments in life.timeline.meetings().items():
+                for moment in moments:
+                    self._clocks.meet((number, name), moment)
+        return self._clocks.solve()
 
-        ``held_s``: how long each save held the training threads, by its generation.
-        """
-        lives = {number: life for number, life in sorted(self._lives.items()) if life.ranks}
-        times = {number: life.times for number, life in lives.items() if life.times.is_known}
-        parents = {number: life.parent for number, life in lives.items()}
-        return account(times, parents, held_s) if times else None
+    def times(self, common: CommonClock) -> dict[int, LifeTimes]:
+        """Returns the times of every start of which some rank's beginning is known."""
+        lives = {n: each.timeline for n, each in sorted(self._lives.items())}
+        known = {number: line for number, line in lives.items() if line.is_known}
+        steps_s = [line.median_step_s(common) for line in known.values()]
+        usual_s = statistics.median([s for s in steps_s if s is not None] or [0.0])
+        return {number: line.times(common, usual_s) for number, line in known.items()}
+
+    def ledger(self, common: CommonClock) -> Ledger | None:
+        """Returns where the time of the run went; None without a start."""
+        times = self.times(common)
+        return account(times) if times else None
 
     def _start(self, number: int, last: int | None) -> Start:
         life = self._lives[number]
@@ -119,7 +156,7 @@ class Lives:
             time_s=min(first_s for first_s, _ in life.moments.values()),
             ended=ended,
             open_ranks=unclosed,
-            lost=_in_order(one for one in life.lost.values() if one.rank in unclosed),
+            lost=_in_order(one for one in life.dead() if one.rank in unclosed),
             newest_step=life.newest_step,
             down_s=None if last is None else _pause_s(self._lives[last], life),
             lost_steps=None if last is None else self._lost_steps(number, last),

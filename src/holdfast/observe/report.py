@@ -26,6 +26,10 @@ class LostTrainer:
     host: str
     pid: int
     time_s: float
+    phase: str = ""
+    """What it was doing, where its memory was found: training, saving, a phase of the program."""
+    step: int = -1
+    """The last step that it had ended, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)

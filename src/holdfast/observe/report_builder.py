@@ -93,7 +93,7 @@ class _Fold:
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record."""
-        self._lives.take(event, head.time_s, head.by_host)
+        self._lives.take(event, head)
         if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
             self._saves.take(cast(SaveEvent, event), head)
         else:
@@ -101,7 +101,14 @@ class _Fold:
 
     def _take_other(self, event: AnyEvent, head: RecordHead) -> None:
         match event:
-            case events.RunStarted() | events.RunEnded() | events.TrainerLost():
+            case (
+                events.RunStarted()
+                | events.RunEnded()
+                | events.StepsDone()
+                | events.PhaseEnded()
+                | events.TrainerLost()
+                | events.TrainerDied()
+            ):
                 pass  # `Lives` has them
             case events.Restored():
                 key = (event.incarnation, event.parent_incarnation, event.step)
@@ -183,7 +190,7 @@ class _Fold:
     def report(self, root: str, records: RecordReader) -> Report:
         """Returns the report, when every record was taken."""
         saves = self._saves.saves()
-        held_s = {(s.incarnation, s.step): (s.held_s or 0.0) + (s.fence_s or 0.0) for s in saves}
+        common = self._lives.clock()
         return Report(
             root=root,
             files=records.files,
@@ -194,7 +201,7 @@ class _Fold:
             unreadable=records.unreadable,
             starts=self._lives.starts(),
             saves=saves,
-            ledger=self._lives.ledger(held_s),
+            ledger=self._lives.ledger(common),
             restores=tuple(_restore(records) for _, records in sorted(self._restored.items())),
             keeper_losses=self._keeper_losses(),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),

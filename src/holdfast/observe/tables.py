@@ -74,10 +74,17 @@ def _heading(report: Report) -> str:
 #: category -> its name for people
 _PARTS = {
     "blocking": "held by saves",
+    "first_step": "first steps",
+    "stall": "stalled",
+    "declared": "in phases of the program",
     "lost_work": "lost work",
-    "down": "down",
+    "detection": "until stopped",
+    "restart": "until started again",
     "start_up": "starting up",
+    "waiting": "waiting for ranks",
     "restore": "restoring",
+    "absent": "ranks absent",
+    "away": "between runs",
     "unknown": "unknown",
 }
 
@@ -91,8 +98,7 @@ def _ledger_text(ledger: Ledger) -> str:
         if ledger.seconds[name] > 0
     ]
     productive = f"of {seconds_text(ledger.elapsed_s)} {100 * ledger.goodput:.1f} % productive"
-    clocks = f" (by {ledger.clocks} hosts' clocks)" if ledger.clocks > 1 else ""
-    return "; ".join([productive, *filter(None, [", ".join(shown)])]) + clocks
+    return "; ".join([productive, *filter(None, [", ".join(shown)])])
 
 
 def _start_lines(report: Report) -> Iterator[str]:
