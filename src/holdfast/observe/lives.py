@@ -11,12 +11,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from holdfast import events
 from holdfast.events import AnyEvent
 from holdfast.observe.clocks import CommonClock, HostClocks
-from holdfast.observe.ledger import Ledger, LifeTimes, account
+from holdfast.observe.ledger import LifeTimes
 from holdfast.observe.records import RecordHead
+from holdfast.observe.reliability import Interrupted
 from holdfast.observe.report import LostTrainer, Start
 from holdfast.observe.timeline import Timeline
 
@@ -74,7 +76,7 @@ class Lives:
 
     def __init__(self) -> None:
         self._lives: dict[int, _Life] = defaultdict(_Life)
-        self._clocks = HostClocks()
+        self.clocks = HostClocks()
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record; others than those of trainers say nothing of training."""
@@ -83,7 +85,7 @@ class Lives:
         if not isinstance(event, (events.TrainerLost, events.TrainerDied, *_OF_TRAINERS)):
             return
         life = self._lives[event.incarnation]
-        at = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
         if isinstance(event, events.TrainerLost):
             life.timeline.take_death(event.rank, at)
             lost = LostTrainer(event.rank, event.host, event.pid, head.time_s)
@@ -128,8 +130,8 @@ class Lives:
         for number, life in self._lives.items():
             for name, moments in life.timeline.meetings().items():
                 for moment in moments:
-                    self._clocks.meet((number, name), moment)
-        return self._clocks.solve()
+                    self.clocks.meet((number, name), moment)
+        return self.clocks.solve()
 
     def times(self, common: CommonClock) -> dict[int, LifeTimes]:
         """Returns the times of every start of which some rank's beginning is known."""
@@ -139,10 +141,41 @@ class Lives:
         usual_s = statistics.median([s for s in steps_s if s is not None] or [0.0])
         return {number: line.times(common, usual_s) for number, line in known.items()}
 
-    def ledger(self, common: CommonClock) -> Ledger | None:
-        """Returns where the time of the run went; None without a start."""
-        times = self.times(common)
-        return account(times) if times else None
+    def interrupted(self, common: CommonClock) -> list[Interrupted]:
+        """Returns the starts that did not close and were followed by another."""
+        starts = self.starts()
+        return [
+            self._interrupted(before, after, common)
+            for before, after in pairwise(starts)
+            if before.ended != "closed"
+        ]
+
+    def _interrupted(self, before: Start, after: Start, common: CommonClock) -> Interrupted:
+        first = before.lost[0] if before.lost else None
+        line = self._lives[after.incarnation].timeline
+        newest = before.newest_step
+        return Interrupted(
+            incarnation=before.incarnation,
+            rank=-1 if first is None else first.rank,
+            host="" if first is None else first.host,
+            phase="" if first is None else first.phase,
+            cause="failed" if before.ended == "failed" else "killed",
+            lost_steps=after.lost_steps,
+            done_again_us=None if newest is None else line.moment_of(newest, common),
+        )
+
+    def newest_ranks(self) -> dict[str, tuple[int, ...]]:
+        """Returns the ranks of the newest start by their host."""
+        known = [life for _, life in sorted(self._lives.items()) if life.ranks]
+        found: dict[str, list[int]] = defaultdict(list)
+        for rank, host in sorted(known[-1].ranks.items()) if known else ():
+            found[host].append(rank)
+        return {host: tuple(ranks) for host, ranks in found.items()}
+
+    def step_s(self, common: CommonClock) -> float | None:
+        """Returns what a step takes in the newest start that tells."""
+        each = (life.timeline.median_step_s(common) for _, life in sorted(self._lives.items()))
+        return next((s for s in reversed(list(each)) if s is not None), None)
 
     def _start(self, number: int, last: int | None) -> Start:
         life = self._lives[number]

@@ -14,9 +14,12 @@ from typing import assert_never, cast, get_args
 
 from holdfast import events
 from holdfast.events import AnyEvent
+from holdfast.observe.exposure import pace_of
+from holdfast.observe.ledger import account
 from holdfast.observe.lives import Lives
 from holdfast.observe.log import divergence_of
 from holdfast.observe.records import Progress, RecordHead, RecordReader
+from holdfast.observe.reliability import measure
 from holdfast.observe.report import (
     Damage,
     KeeperLife,
@@ -74,7 +77,8 @@ class _Fold:
     def __init__(self) -> None:
         self._pruned = 0
         self._lives = Lives()
-        self._saves = SaveRecords()
+        self._saves = SaveRecords(self._lives.clocks)
+        self._last_s = 0.0
         self._restored: dict[tuple[int, int, int], list[tuple[events.Restored, float]]]
         self._restored = defaultdict(list)
         self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, float]]]
@@ -93,6 +97,7 @@ class _Fold:
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record."""
+        self._last_s = max(self._last_s, head.time_s)
         self._lives.take(event, head)
         if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
             self._saves.take(cast(SaveEvent, event), head)
@@ -189,8 +194,10 @@ class _Fold:
 
     def report(self, root: str, records: RecordReader) -> Report:
         """Returns the report, when every record was taken."""
-        saves = self._saves.saves()
         common = self._lives.clock()
+        saves = self._saves.saves(common)
+        times = self._lives.times(common)
+        ledger = account(times) if times else None
         return Report(
             root=root,
             files=records.files,
@@ -201,7 +208,19 @@ class _Fold:
             unreadable=records.unreadable,
             starts=self._lives.starts(),
             saves=saves,
-            ledger=self._lives.ledger(common),
+            ledger=ledger,
+            reliability=None
+            if ledger is None
+            else measure(
+                ledger,
+                times,
+                self._lives.interrupted(common),
+                pace_of(saves, self._lives.step_s(common), self._last_s),
+            ),
+            clocks=common.offsets,
+            unplaced_hosts=tuple(host for host in common.unknown if host),
+            ranks_by_host=self._lives.newest_ranks(),
+            last_s=self._last_s,
             restores=tuple(_restore(records) for _, records in sorted(self._restored.items())),
             keeper_losses=self._keeper_losses(),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),
