@@ -48,7 +48,7 @@ def blamed(fault: Fault, seed: int, *, skew_s: float = 0.0) -> tuple[Blame, ...]
             does |= {"bytes": SIZE * chance.uniform(0.98, 1.02), "fence_s": 0.2}
             fault(step, rank, does)
             at = 1010 + 10 * step + does["late_s"]
-            who = {"incarnation": 1, "step": step, "rank": rank}
+            who: dict[str, Any] = {"incarnation": 1, "step": step, "rank": rank}
             size = int(does["bytes"])
             returned = events.SaveReturned(
                 **who,
@@ -62,7 +62,7 @@ def blamed(fault: Fault, seed: int, *, skew_s: float = 0.0) -> tuple[Blame, ...]
             )
             tell(returned, at + does["volatile_s"], host)
             tell(events.FenceWaited(**who, held_s=does["fence_s"]), at + 1, host)
-            image = {"size_bytes": size, "elapsed_s": does["copy_s"]}
+            image: dict[str, Any] = {"size_bytes": size, "elapsed_s": does["copy_s"]}
             tell(events.ImageCaptured(**who, copy_s=does["copy_s"], **image), at + 2, host)
             image = {"size_bytes": size, "elapsed_s": does["write_s"], "image": "i"}
             tell(events.ImageDurable(**who, **image), at + 3, host)

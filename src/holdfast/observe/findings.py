@@ -249,9 +249,14 @@ def _dropped(report: Report, _: float | None) -> Iterator[Evidence]:
 
 
 def _replicas(report: Report, _: float | None) -> Iterator[Evidence]:
-    for one in report.divergences:
+    if report.divergences:
+        one = min(report.divergences, key=lambda each: each.first)
+        more = len(report.divergences) - 1
+        others = f", and {count_text(more, 'leaf')} more".replace("leafs", "leaves") if more else ""
         saves, first = count_text(one.saves, "save"), f"{one.first[0]}-{one.first[1]}"
-        yield Evidence(f"{one.leaf} was not the same on all ranks in {saves}, since {first}")
+        yield Evidence(
+            f"{one.leaf} was not the same on all ranks in {saves}, since {first}{others}"
+        )
 
 
 def _weaker(report: Report, _: float | None) -> Iterator[Evidence]:
