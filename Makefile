@@ -127,6 +127,7 @@ docs: $(READY) ## what is generated of the documents: alerts, errors, faults, co
 	$(BIN)/python docs/generate_faults.py
 	$(BIN)/python docs/generate_code_map.py
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_report_schema.py
 	$(BIN)/python docs/generate_changelog.py
 	$(BIN)/python tests/support/project/mutants.py --write
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -19,27 +18,10 @@ from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
+from support.runs.told import of
 
 PAGE = Path(__file__).parents[2] / "docs" / "goodput.md"
 Records = list[tuple[events.AnyEvent, float]]
-
-
-def of(kind: type[Any], number: int, rank: int = 0, **fields: Any) -> events.AnyEvent:
-    """An event with everything that a test does not say at zero."""
-    empty = {float: 0.0, int: 0, bool: False, str: "", dict: {}, tuple: ()}
-    hints = {name: hint for one in kind.__mro__ for name, hint in _hints(one).items()}
-    for field in msgspec.structs.fields(kind):
-        if field.required and field.name not in fields:
-            fields[field.name] = empty[hints[field.name]]
-    event: events.AnyEvent = kind(incarnation=number, rank=rank, **fields)
-    return event
-
-
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    plain = {"Seconds": float, "Count": int, "Bytes": int, "bool": bool, "str": str}
-    return {
-        name: plain[hint] for name, hint in inspect.get_annotations(kind).items() if hint in plain
-    }
 
 
 def started(number: int, rank: int = 0, **fields: Any) -> events.AnyEvent:

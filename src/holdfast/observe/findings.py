@@ -184,17 +184,16 @@ def _keeper_lost(report: Report, _: float | None) -> Iterator[Evidence]:
 
 
 def _restart_loop(report: Report, _: float | None) -> Iterator[Evidence]:
-    starts = report.starts
-    idle = 0
-    for before, start in pairwise(starts):
-        is_further = (start.newest_step or -1) > (before.newest_step or -1)
-        idle = 0 if is_further or before.ended == "closed" else idle + 1
+    furthest, idle = -1, 0
+    for before, start in pairwise((None, *report.starts)):
+        newest = -1 if start is None or start.newest_step is None else start.newest_step
+        is_idle = before is not None and before.ended != "closed" and newest <= furthest
+        idle = idle + 1 if is_idle else 0
+        furthest = max(furthest, newest)
     if idle >= LOOPS:
-        at = starts[-idle]
-        yield Evidence(
-            f"the last {idle + 1} starts came no further than step {starts[-1].newest_step or 0}",
-            at.time_s,
-        )
+        at = "the first step" if furthest < 0 else f"step {furthest}"
+        text = f"{idle} starts in a row came no further than {at}"
+        yield Evidence(text, report.starts[-idle].time_s)
 
 
 def _same_host(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -215,7 +214,7 @@ def _stalled(report: Report, _: float | None) -> Iterator[Evidence]:
     if ledger is not None and ledger.seconds["stall"] > 0.01 * ledger.elapsed_s:
         stalled = seconds_text(ledger.seconds["stall"])
         part = ledger.seconds["stall"] / ledger.elapsed_s
-        yield Evidence(f"steps that hung took {stalled} in all, {part:.1%} of the run")
+        yield Evidence(f"steps that hung took {stalled} in all, {100 * part:.1f} % of the run")
 
 
 def _silent(report: Report, now_s: float | None) -> Iterator[Evidence]:

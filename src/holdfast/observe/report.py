@@ -344,7 +344,10 @@ def _percentile(ordered: list[float], percent: int) -> float:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Returns the report as plain values, with its sums, for ``--json``."""
+    """Returns the report as plain values, with its sums, for ``--json``.
+
+    ``docs/format/report-v1.schema.json`` describes them.
+    """
     document = dataclasses.asdict(report)
     for record, save in zip(document["saves"], report.saves, strict=True):
         record["throughput_bytes_per_s"] = save.throughput_bytes_per_s

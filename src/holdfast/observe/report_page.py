@@ -35,10 +35,10 @@ MOST_TEXT = 400
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 220, 70, 24
 
 _STYLE = """
-:root{color-scheme:light dark;--ink:#1b1f24;--soft:#57606a;--paper:#fff;--line:#d0d7de;--bad:#b42318;
---warn:#8a5300;--a:#0b62c4;--b:#a3431f;--h:11,98,196}
-@media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9ba5b0;--paper:#0d1117;--line:#30363d;
---bad:#ff8d80;--warn:#f0b35e;--a:#6cb2ff;--b:#ff9d76;--h:108,178,255}}
+:root{color-scheme:light dark;--ink:#1b1f24;--soft:#57606a;--paper:#fff;--line:#d0d7de;
+--bad:#b42318;--warn:#8a5300;--a:#0b62c4;--b:#a3431f;--h:11,98,196}
+@media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9ba5b0;--paper:#0d1117;
+--line:#30363d;--bad:#ff8d80;--warn:#f0b35e;--a:#6cb2ff;--b:#ff9d76;--h:108,178,255}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1000px;padding:16px;background:var(--paper);
 color:var(--ink);font:15px/1.45 system-ui,sans-serif;overflow-wrap:anywhere}
 h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 8px}
@@ -54,7 +54,7 @@ margin:0 0 8px;padding:4px 8px}label{margin-right:12px;white-space:nowrap}
 .productive{fill:#2da44e}.blocking{fill:#8250df}.first_step{fill:#b8860b}.stall{fill:#cf222e}
 .declared{fill:#0598bc}.lost_work{fill:#e16f24}.detection{fill:#bf3989}.restart{fill:#6e7781}
 .start_up{fill:#57a0d3}.waiting{fill:#a475f9}.restore{fill:#1f6feb}.absent{fill:#444c56}
-.away{fill:#c8d1da}.unknown{fill:#999}
+.away{fill:#8b949e}.unknown{fill:#767676}.bar text{fill:#fff;font-weight:700}
 @media print{body{max-width:none;font-size:11px}h2{break-after:avoid}svg,table{break-inside:avoid}
 fieldset{display:none}}
 """
@@ -134,7 +134,8 @@ def _ledger_bar(ledger: Ledger) -> str:
             parts.append(f'<text x="{at + 4:.1f}" y="22">{escaped(sign)}</text>')
         parts.append("</g>")
         at += width
-    return _svg(36, "the run's time by what it went into", parts)
+    drawn = _svg(36, "the run's time by what it went into", parts)
+    return f'<div class="bar">{drawn}</div>'
 
 
 def _ledger_table(ledger: Ledger) -> str:
@@ -186,11 +187,11 @@ def _timeline(report: Report) -> str:
     if not starts or report.last_s <= starts[0].time_s:
         return ""
     first_s, span_s = starts[0].time_s, report.last_s - starts[0].time_s
-    ends = [start.time_s for start in starts[1:]] + [report.last_s]
+    ends = [start.time_s - (start.down_s or 0.0) for start in starts[1:]] + [report.last_s]
     parts = []
     for start, end_s in zip(starts, ends, strict=True):
         at = _WIDTH * (start.time_s - first_s) / span_s
-        width = max(1.0, _WIDTH * (end_s - start.time_s - (start.down_s or 0.0)) / span_s - 2)
+        width = max(1.0, _WIDTH * (end_s - start.time_s) / span_s - 2)
         title = f"start {start.incarnation}: {start.world} ranks, {start.ended}"
         parts.append(
             f'<g><title>{escaped(title)}</title><rect class="start_up" x="{at:.1f}" y="4" '

@@ -132,7 +132,7 @@ def reliability_lines(reliability: Reliability) -> Iterator[str]:
     low, high = reliability.mtti_low_s, reliability.mtti_high_s
     upper = "no bound above" if high is None else seconds_text(high)
     yield (
-        f"ETTR {reliability.ettr:.1%} of the available time"
+        f"ETTR {100 * reliability.ettr:.1f} % of the available time"
         + _predicted(reliability)
         + f"; mean time to interrupt {seconds_text(reliability.mtti_s)} "
         f"(95 %: {seconds_text(low)} to {upper})"
@@ -147,7 +147,7 @@ def reliability_lines(reliability: Reliability) -> Iterator[str]:
 
 def _predicted(reliability: Reliability) -> str:
     predicted = reliability.predicted_ettr
-    return "" if predicted is None else f" (predicted {predicted:.1%})"
+    return "" if predicted is None else f" (predicted {100 * predicted:.1f} %)"
 
 
 def _exposure_text(one: Exposure) -> str:
