@@ -588,7 +588,7 @@ def test_lost_steps_are_those_that_left_the_ancestry(
         del line[keep:]
         begin(number, line[-1])
         train(number, range(line[-1][1] + 1, line[-1][1] + 1 + count))
-    assert [start.lost_steps for start in lives.starts()] == expected
+    assert [start.lost_steps for start in lives.starts(lives.clock())] == expected
 
 
 def test_records_that_are_in_no_file_are_counted(tmp_path: Path) -> None:

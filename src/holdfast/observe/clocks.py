@@ -100,3 +100,7 @@ class CommonClock:
     def micros(self, moment: Moment) -> int:
         """Returns a moment in whole microseconds."""
         return round((moment.at_s + self._added_s[moment.clock]) * 1e6)
+
+    def seconds(self, moment: Moment) -> float:
+        """Returns a moment in seconds since 1970, to the microsecond."""
+        return max(0, self.micros(moment)) / 1e6

@@ -192,7 +192,7 @@ class RingFile:
             return None
         phase = PHASES[index]
         if phase == "declared":
-            phase = bytes(self.map[_NAME_AT:_NAME_END]).rstrip(b"\0").decode(errors="ignore")
+            phase = bytes(self.map[_NAME_AT:_NAME_END]).rstrip(b" \0").decode(errors="ignore")
         return Doing(phase, cells[_STEP] - 1, cells[_INCARNATION], cells[_SINCE_NS] / 1e9)
 
     def count_dropped(self, total: int) -> None:

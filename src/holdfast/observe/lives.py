@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from holdfast import events
 from holdfast.events import AnyEvent
-from holdfast.observe.clocks import CommonClock, HostClocks
+from holdfast.observe.clocks import CommonClock, HostClocks, Moment
 from holdfast.observe.ledger import LifeTimes
 from holdfast.observe.records import RecordHead
 from holdfast.observe.reliability import Interrupted
@@ -48,8 +48,10 @@ class _Life:
     #: host -> the first and the last moment of a trainer's record, by that host's wall clock
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
-    lost: dict[int, LostTrainer] = field(default_factory=dict)
-    died: dict[int, tuple[events.TrainerDied, float]] = field(default_factory=dict)
+    lost: dict[int, tuple[events.TrainerLost, Moment]] = field(default_factory=dict)
+    died: dict[int, tuple[events.TrainerDied, Moment]] = field(default_factory=dict)
+    #: host -> the first moment of a trainer's record
+    first: dict[str, Moment] = field(default_factory=dict)
     newest_step: int | None = None
     #: The generation from which it went on.
     parent: tuple[int, int] | None = None
@@ -60,15 +62,21 @@ class _Life:
         if step >= 0:
             self.newest_step = step if self.newest_step is None else max(step, self.newest_step)
 
-    def dead(self) -> Iterable[LostTrainer]:
+    def dead(self, common: CommonClock) -> Iterable[LostTrainer]:
         """Yields the ranks that were seen to go away, or found to be gone, and at what."""
         for rank in self.lost.keys() | self.died.keys():
-            seen = self.lost.get(rank)
-            died, found_s = self.died.get(rank, (None, 0.0))
-            if seen is None and died is not None:
-                seen = LostTrainer(rank, died.host, 0, max(0.0, found_s - died.quiet_s))
-            if seen is not None:
-                yield seen if died is None else replace(seen, phase=died.phase, step=died.step)
+            if rank in self.lost:
+                lost, at = self.lost[rank]
+                seen = LostTrainer(rank, lost.host, lost.pid, common.seconds(at))
+            else:
+                died, found = self.died[rank]
+                seen = LostTrainer(
+                    rank, died.host, 0, max(0.0, common.seconds(found) - died.quiet_s)
+                )
+            if rank in self.died:
+                died, _ = self.died[rank]
+                seen = replace(seen, phase=died.phase, step=died.step)
+            yield seen
 
 
 class Lives:
@@ -88,16 +96,16 @@ class Lives:
         at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
         if isinstance(event, events.TrainerLost):
             life.timeline.take_death(event.rank, at)
-            lost = LostTrainer(event.rank, event.host, event.pid, head.time_s)
-            before = life.lost.setdefault(event.rank, lost)
-            if before.time_s < head.time_s:  # it had joined again
-                life.lost[event.rank] = lost
+            _, before = life.lost.setdefault(event.rank, (event, at))
+            if before.clock != at.clock or before.at_s < at.at_s:  # it had joined again
+                life.lost[event.rank] = event, at
             return
         if isinstance(event, events.TrainerDied):
-            life.died[event.rank] = event, head.time_s
+            life.died[event.rank] = event, at
             life.done(event.step)
             return
         life.timeline.take(event, at)
+        life.first[head.by_host] = min(at, life.first.get(head.by_host, at))
         first_s, last_s = life.moments.get(head.by_host, (math.inf, 0.0))
         life.moments[head.by_host] = min(first_s, head.time_s), max(last_s, head.time_s)
         match event:
@@ -119,11 +127,12 @@ class Lives:
         life = self._lives.get(incarnation)
         return "" if life is None else life.ranks.get(rank, "")
 
-    def starts(self) -> tuple[Start, ...]:
+    def starts(self, common: CommonClock) -> tuple[Start, ...]:
         """Returns the starts in their order, those of which a rank's beginning was recorded."""
         numbers = [number for number, life in sorted(self._lives.items()) if life.ranks]
         before = [None, *numbers]
-        return tuple(self._start(each, last) for each, last in zip(numbers, before, strict=False))
+        pairs = zip(numbers, before, strict=False)
+        return tuple(self._start(each, last, common) for each, last in pairs)
 
     def clock(self) -> CommonClock:
         """Returns the clock that all moments are brought to."""
@@ -143,7 +152,7 @@ class Lives:
 
     def interrupted(self, common: CommonClock) -> list[Interrupted]:
         """Returns the starts that did not close and were followed by another."""
-        starts = self.starts()
+        starts = self.starts(common)
         return [
             self._interrupted(before, after, common)
             for before, after in pairwise(starts)
@@ -177,7 +186,7 @@ class Lives:
         each = (life.timeline.median_step_s(common) for _, life in sorted(self._lives.items()))
         return next((s for s in reversed(list(each)) if s is not None), None)
 
-    def _start(self, number: int, last: int | None) -> Start:
+    def _start(self, number: int, last: int | None, common: CommonClock) -> Start:
         life = self._lives[number]
         unclosed = tuple(sorted(life.ranks.keys() - life.outcomes.keys()))
         outcomes = set(life.outcomes.values())
@@ -186,10 +195,10 @@ class Lives:
             incarnation=number,
             world=life.world,
             hosts=tuple(sorted(life.hosts)),
-            time_s=min(first_s for first_s, _ in life.moments.values()),
+            time_s=min(map(common.seconds, life.first.values())),
             ended=ended,
             open_ranks=unclosed,
-            lost=_in_order(one for one in life.dead() if one.rank in unclosed),
+            lost=_in_order(one for one in life.dead(common) if one.rank in unclosed),
             newest_step=life.newest_step,
             down_s=None if last is None else _pause_s(self._lives[last], life),
             lost_steps=None if last is None else self._lost_steps(number, last),

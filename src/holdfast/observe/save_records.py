@@ -93,7 +93,6 @@ class _SaveParts:
 
     phases: dict[str, PhaseRollup] = field(default_factory=dict)
     even: dict[str, PhaseRollup] = field(default_factory=dict)
-    time_s: float = math.inf
     asked_bytes: int = 0
     image_bytes: int = 0
     open: _OpenRanks | None = None
@@ -116,9 +115,9 @@ class _SaveParts:
     ring_bytes: int = 0
 
     def done(self, incarnation: int, step: int, common: CommonClock) -> Save:
-        late_s, late_rank = self._last_to_come(common)
+        time_s, late_s, late_rank = self._calls(common)
         return Save(
-            time_s=self.time_s if math.isfinite(self.time_s) else None,
+            time_s=time_s,
             late_s=late_s,
             late_rank=late_rank,
             even={name: phase.spread() for name, phase in self.even.items()},
@@ -168,7 +167,7 @@ class _SaveParts:
     def _called_at_s(self, clock: int) -> float:
         return self.called_at_s[clock] if clock < len(self.called_at_s) else math.inf
 
-    def _note_call(self, clock: int, at_s: float, rank: int) -> None:
+    def _note_call(self, clock: int, at_s: float, rank: int, *, is_own_clock: bool) -> None:
         calls = self.called_at_s
         if clock >= len(calls):
             more = clock + 1 - len(calls)
@@ -176,21 +175,28 @@ class _SaveParts:
             self.called_last_s.extend([-math.inf] * more)
             self.called_last_by.extend([-1] * more)
         calls[clock] = min(calls[clock], at_s)
-        if at_s > self.called_last_s[clock]:
+        # Older records may be by the wall clocks of any hosts.
+        if is_own_clock and at_s > self.called_last_s[clock]:
             self.called_last_s[clock], self.called_last_by[clock] = at_s, rank
 
-    def _last_to_come(self, common: CommonClock) -> tuple[float | None, int]:
-        """Returns how long after the first rank the last one called ``save``, and which it was."""
+    def _calls(self, common: CommonClock) -> tuple[float | None, float | None, int]:
+        """Returns when ``save`` was first called, how much later it was last, and by which rank."""
         clocks = [c for c, at_s in enumerate(self.called_at_s) if math.isfinite(at_s)]
-        first = [common.micros(Moment(c, self.called_at_s[c])) for c in clocks]
-        last = [
-            (common.micros(Moment(c, self.called_last_s[c])), self.called_last_by[c])
-            for c in clocks
-        ]
-        if len(clocks) < 2 and not any(us > first[0] for us, _ in last):
-            return None, -1  # one rank alone, or nothing of any
-        at_us, rank = max(last)
-        return (at_us - min(first)) / 1e6, rank
+        if not clocks:
+            return None, None, -1
+        first_us = min(common.micros(Moment(c, self.called_at_s[c])) for c in clocks)
+        own = [c for c in clocks if math.isfinite(self.called_last_s[c])]
+        last_us, rank = max(
+            (
+                (common.micros(Moment(c, self.called_last_s[c])), self.called_last_by[c])
+                for c in own
+            ),
+            default=(first_us, -1),
+        )
+        time_s = max(0, first_us) / 1e6
+        if len(own) < 2 and last_us == first_us:
+            return time_s, None, -1  # one rank alone
+        return time_s, (last_us - first_us) / 1e6, rank
 
     def _state(self) -> str:
         # The manifest decides: a durable generation was captured, even if a record says missed.
@@ -231,9 +237,9 @@ class _SaveParts:
                 ranks.add("describe_s", event.rank, event.describe_s)
                 ranks.add("volatile_s", event.rank, event.volatile_s)
                 ranks.add("wait_previous_s", event.rank, event.wait_previous_s)
-                self.time_s = min(self.time_s, max(0.0, head.time_s - event.held_s))
-                if head.mono_s is not None:
-                    self._note_call(clock, head.mono_s - event.held_s, event.rank)
+                is_own = head.mono_s is not None
+                at_s = head.time_s if head.mono_s is None else head.mono_s
+                self._note_call(clock, at_s - event.held_s, event.rank, is_own_clock=is_own)
                 ranks.asked_bytes[event.rank] = event.size_bytes
             case events.FenceWaited():
                 ranks.add("fence_s", event.rank, event.held_s)

@@ -14,7 +14,7 @@ from holdfast.observe.findings import Finding
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.reliability import Exposure, Interruption, Reliability
 from holdfast.observe.report import Report, Start
-from holdfast.observe.text import count_text, moment_text, seconds_text
+from holdfast.observe.text import count_text, moment_text, on_one_line, seconds_text
 
 #: category -> (its name for people, its sign in a bar)
 PARTS = {
@@ -98,7 +98,7 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     """Yields two lines for each finding: what, and what to do."""
     for one in findings:
         since = f" (since {moment_text(one.since_s)})" if one.since_s else ""
-        yield f"{one.severity} {one.cause}: {one.evidence}{since}"
+        yield on_one_line(f"{one.severity} {one.cause}: {one.evidence}{since}")
         yield f"    {one.remedy}"
 
 

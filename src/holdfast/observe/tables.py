@@ -53,7 +53,7 @@ def render(report: Report, console: Console, *, last: int = 20) -> None:
         for line in reliability_lines(reliability):
             console.print(line, markup=False)
     for line in finding_lines(findings):
-        console.print(_shortened(on_one_line(line)), style="yellow", markup=False)
+        console.print(_shortened(line), style="yellow", markup=False)
     if reliability is not None and reliability.interruptions:
         interruptions = reliability.interruptions
         console.print(interruption_table(interruptions[-last:] if last else interruptions))
