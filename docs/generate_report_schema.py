@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import msgspec
 
-from holdfast.observe.findings import Finding
+from holdfast.observe.findings import RunFinding
 from holdfast.observe.report import Figures, Report
 
 PAGE = Path(__file__).parent / "format" / "report-v1.schema.json"
@@ -24,12 +24,12 @@ _NUMBER_OR_NULL = {"anyOf": [{"type": "number"}, {"type": "null"}], "default": N
 
 def document() -> dict[str, Any]:
     """Returns the schema: that of the report's classes, and what is computed from them."""
-    _, parts = msgspec.json.schema_components([Report, Finding, Figures], ref_template=_REF)
+    _, parts = msgspec.json.schema_components([Report, RunFinding, Figures], ref_template=_REF)
     parts["Save"]["properties"]["throughput_bytes_per_s"] = _NUMBER_OR_NULL
     for name in ("goodput", "ettr"):
         parts["Ledger"]["properties"][name] = {"type": "number"}
     report = parts.pop("Report")
-    report["properties"]["findings"] = _array_of("Finding")
+    report["properties"]["findings"] = _array_of("RunFinding")
     report["properties"]["figures"] = {
         "type": "object",
         "additionalProperties": {"$ref": _REF.format(name="Figures")},

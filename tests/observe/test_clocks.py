@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.observe.clocks import HostClocks, Moment
+from holdfast.observe.clocks import HostClocks, HostMoment
 
 AHEAD = st.floats(-1.6e9, 1.6e9)
 
@@ -23,7 +23,7 @@ def test_moments_of_all_hosts_come_to_the_clock_of_the_first(
     clocks = HostClocks()
     moments = {}
 
-    def at(host: str, true_s: float) -> Moment:
+    def at(host: str, true_s: float) -> HostMoment:
         wall_s = 2e9 + true_s + hosts[host]
         return clocks.take(host, "boot", wall_s, true_s + 5000 + ord(host))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.observe.ledger import LifeTimes, RankTimes, account
-from holdfast.observe.reliability import Exposure, Interrupted, Pace, measure, poisson_interval
+from holdfast.observe.reliability import Exposure, Interrupted, SavePace, measure, poisson_interval
 
 S = 1_000_000
 
@@ -47,7 +47,7 @@ def lives() -> dict[int, LifeTimes]:
 def test_coming_back_is_divided_and_the_lost_work_is_that_of_the_ledger() -> None:
     ledger = account(lives())
     told = Interrupted(1, 1, "b", "training", "killed", 3, 155 * S)
-    found = measure(ledger, lives(), [told], Pace(10.0, 1.0, 0.5))
+    found = measure(ledger, lives(), [told], SavePace(10.0, 1.0, 0.5))
     one = found.interruptions[0]
     assert (one.detect_s, one.restart_s, one.restore_s, one.repeat_s) == (4, 18, 3, 30)
     assert (one.at_s, one.back_after_s, one.source) == (100, 25, "memory")
@@ -64,7 +64,7 @@ def test_coming_back_is_divided_and_the_lost_work_is_that_of_the_ledger() -> Non
 def test_without_interruptions_only_the_least_time_to_one_is_known() -> None:
     alone = {1: lives()[1]}
     exposure = (Exposure("a process", "1-9", 0, 1.0),)
-    found = measure(account(alone), alone, [], Pace(exposure=exposure))
+    found = measure(account(alone), alone, [], SavePace(exposure=exposure))
     assert (found.failures, found.mtti_s, found.mtti_high_s, found.mttr_s) == (0, None, None, {})
     assert found.mtti_low_s == pytest.approx(104 / 2.9957, rel=1e-3)
     assert found.predicted_ettr is None and found.exposure == exposure

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Moment(NamedTuple):
+class HostMoment(NamedTuple):
     """A moment by one of the clocks of ``HostClocks``."""
 
     clock: int
@@ -43,7 +43,7 @@ class HostClocks:
         """Of each clock the earliest moment, and what is to be added for the wall clock."""
         self._meetings: dict[Hashable, dict[int, float]] = defaultdict(dict)
 
-    def take(self, host: str, boot: str, time_s: float, mono_s: float | None) -> Moment:
+    def take(self, host: str, boot: str, time_s: float, mono_s: float | None) -> HostMoment:
         """Returns the moment of a record."""
         key = host, boot if mono_s is not None else "wall"
         clock = self._indices.setdefault(key, len(self._hosts))
@@ -53,9 +53,9 @@ class HostClocks:
             self._origins.append((at_s, time_s - at_s))
         elif at_s < self._origins[clock][0]:
             self._origins[clock] = at_s, time_s - at_s
-        return Moment(clock, at_s)
+        return HostMoment(clock, at_s)
 
-    def meet(self, meeting: Hashable, moment: Moment) -> None:
+    def meet(self, meeting: Hashable, moment: HostMoment) -> None:
         """Takes when a host returned from a meeting of all."""
         ends = self._meetings[meeting]
         ends[moment.clock] = min(moment.at_s, ends.get(moment.clock, moment.at_s))
@@ -97,10 +97,10 @@ class CommonClock:
         self._added_s = added_s
         self.offsets, self.unknown = offsets, unknown
 
-    def micros(self, moment: Moment) -> int:
+    def micros(self, moment: HostMoment) -> int:
         """Returns a moment in whole microseconds."""
         return round((moment.at_s + self._added_s[moment.clock]) * 1e6)
 
-    def seconds(self, moment: Moment) -> float:
+    def seconds(self, moment: HostMoment) -> float:
         """Returns a moment in seconds since 1970, to the microsecond."""
         return max(0, self.micros(moment)) / 1e6

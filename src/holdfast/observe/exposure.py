@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
-from holdfast.observe.reliability import Exposure, Pace
+from holdfast.observe.reliability import Exposure, SavePace
 from holdfast.observe.report import Save
 
 #: What a generation must be to survive a loss.
@@ -19,7 +19,7 @@ SURVIVES = {
 }
 
 
-def pace_of(saves: Sequence[Save], step_s: float | None, now_s: float) -> Pace:
+def pace_of(saves: Sequence[Save], step_s: float | None, now_s: float) -> SavePace:
     """Returns the pace of the newest start, from saves in the order of their generations.
 
     ``now_s``: the newest moment of any record.
@@ -27,7 +27,7 @@ def pace_of(saves: Sequence[Save], step_s: float | None, now_s: float) -> Pace:
     newest = [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
     gaps = [b.step - a.step for a, b in pairwise(newest) if b.step > a.step]
     costs_s = [(s.held_s or 0.0) + (s.fence_s or 0.0) for s in saves if s.held_s is not None]
-    return Pace(
+    return SavePace(
         step_s=step_s,
         save_every_steps=statistics.median(gaps) if gaps else None,
         save_cost_s=statistics.median(costs_s) if costs_s else None,

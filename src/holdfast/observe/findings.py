@@ -38,7 +38,7 @@ class Evidence(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RunRule:
     """One rule. ``when``: what it finds. ``remedy``: what to do. ``check``: finds it in a report;
     it is handed the present moment, or None for a report of what was.
     """
@@ -52,7 +52,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """One thing that is wrong with a run. ``cause``: the name of the rule."""
 
     cause: str
@@ -62,20 +62,20 @@ class Finding:
     remedy: str
 
 
-def find(report: Report, now_s: float | None = None) -> tuple[Finding, ...]:
+def find(report: Report, now_s: float | None = None) -> tuple[RunFinding, ...]:
     """Returns what is wrong with a run, the worst first.
 
     ``now_s``: the present moment, in seconds since 1970, for a run that trains; None for a report
     of what was, which cannot be silent.
     """
     return tuple(
-        Finding(rule.name, rule.severity, text, since_s, rule.remedy)
+        RunFinding(rule.name, rule.severity, text, since_s, rule.remedy)
         for rule in RULES
         for text, since_s in rule.check(report, now_s)
     )
 
 
-def to_plain(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def to_plain(findings: Sequence[RunFinding]) -> list[dict[str, Any]]:
     """Returns findings as plain values, for JSON."""
     return [asdict(one) for one in findings]
 
@@ -297,7 +297,7 @@ def _held(report: Report, _: float | None) -> Iterator[Evidence]:
 
 #: The worst first: in this order they are shown.
 RULES = (
-    Rule(
+    RunRule(
         "no_sign_of_life",
         "critical",
         "a run that did not close has no record for 10 median steps, and for a minute",
@@ -305,7 +305,7 @@ RULES = (
         "and where PyTorch's Flight Recorder left dumps, torchfrtrace reads them.",
         _silent,
     ),
-    Rule(
+    RunRule(
         "restart_loop",
         "critical",
         "three starts in a row came no further than the one before them",
@@ -313,7 +313,7 @@ RULES = (
         "or restore an earlier generation by name.",
         _restart_loop,
     ),
-    Rule(
+    RunRule(
         "no_durable",
         "critical",
         "the newest durable generation is three times as old as they usually are apart",
@@ -321,14 +321,14 @@ RULES = (
         "loss of all hosts.",
         _not_durable,
     ),
-    Rule(
+    RunRule(
         "no_protected",
         "critical",
         "the newest protected generation is three times as old as they usually are apart",
         "Look at what is said of parity, and at the network between the hosts.",
         _not_protected,
     ),
-    Rule(
+    RunRule(
         "saves_missed",
         "critical",
         "the last three saves, or more, gave no generation",
@@ -336,7 +336,7 @@ RULES = (
         "word.",
         _missed,
     ),
-    Rule(
+    RunRule(
         "damage",
         "critical",
         "sealed bytes changed in the memory of a host",
@@ -344,7 +344,7 @@ RULES = (
         "this.",
         _corrupt,
     ),
-    Rule(
+    RunRule(
         "replicas_differ",
         "critical",
         "a leaf that several ranks hold was not the same on all of them",
@@ -352,21 +352,21 @@ RULES = (
         "faulty device.",
         _replicas,
     ),
-    Rule(
+    RunRule(
         "storage_trouble",
         "critical",
         "a snapshot could not be made durable",
         "The reason names the error of the storage: room, rights or network.",
         _storage_trouble,
     ),
-    Rule(
+    RunRule(
         "same_host_dies",
         "warning",
         "a host was the first to go in two interruptions, and in more than half of all",
         "Take the host out of the job, and look at its kernel log.",
         _same_host,
     ),
-    Rule(
+    RunRule(
         "source_dropped",
         "warning",
         "a source of a restore failed or did not verify, and another was used",
@@ -374,21 +374,21 @@ RULES = (
         "from a copy.",
         _dropped,
     ),
-    Rule(
+    RunRule(
         "protection_lower",
         "warning",
         "hosts cannot protect each other as was asked",
         "docs/operations/choosing-parity.md says what it takes.",
         _weaker,
     ),
-    Rule(
+    RunRule(
         "keeper_lost",
         "warning",
         "a keeper went away; snapshots in memory of its host stayed, saves meanwhile did not",
         "Look whether it was killed (kernel log: out of memory) or left a trace in keeper.log.",
         _keeper_lost,
     ),
-    Rule(
+    RunRule(
         "keeper_restarts",
         "warning",
         "a keeper was started three times or more",
@@ -396,21 +396,21 @@ RULES = (
         "new one.",
         _held,
     ),
-    Rule(
+    RunRule(
         "late_host",
         "warning",
         "the others waited for a host at a save, and gave up",
         "Look at what its ranks do in a step that others do not, and at its load.",
         _late_host,
     ),
-    Rule(
+    RunRule(
         "slow_place",
         "warning",
         "a rank, a host or all of them are slow in three of the last five saves",
         "The sentence says where to look first.",
         _slow_place,
     ),
-    Rule(
+    RunRule(
         "storage_slow",
         "warning",
         "three of the last saves were not durable when the next was asked for",
@@ -418,14 +418,14 @@ RULES = (
         "host takes the peaks.",
         _storage_slow,
     ),
-    Rule(
+    RunRule(
         "throughput_down",
         "warning",
         "the last five saves went to storage at less than 70 % of the speed of those before",
         "Look at what else uses the storage, and at how full it is.",
         _throughput_down,
     ),
-    Rule(
+    RunRule(
         "stalled",
         "warning",
         "steps of more than ten medians took more than 1 % of the run",
@@ -433,21 +433,21 @@ RULES = (
         "knows of is not counted.",
         _stalled,
     ),
-    Rule(
+    RunRule(
         "clocks_apart",
         "warning",
         "the clock of a host differs by more than a second from the first host's",
         "Let the host follow a time server; the report has taken the difference out.",
         _clocks_apart,
     ),
-    Rule(
+    RunRule(
         "no_room",
         "notice",
         "shared memory has no room for whole images",
         "Give the arena more room: docs/sizing.md.",
         _no_room,
     ),
-    Rule(
+    RunRule(
         "records_lost",
         "notice",
         "records of events are lost, invalid or cannot be read",

@@ -126,7 +126,7 @@ def account(lives: Mapping[int, LifeTimes]) -> Ledger:
         window = now_us, max(now_us, life.over_us)
         gap = "away" if before is not None and before.is_closed else "restart"
         kept_us = kept_until.get(number, -1)
-        _Window(life, window, gap, kept_us, most).divide(wall, ranks)
+        _LedgerWindow(life, window, gap, kept_us, most).divide(wall, ranks)
         now_us, before = window[1], life
     elapsed_us = now_us - first_us
     return Ledger(
@@ -190,7 +190,7 @@ class _Sums:
         return {name: us / 1e6 for name, us in self.us.items()}
 
 
-class _Window:
+class _LedgerWindow:
     """The time from the end of one start to the end of the next, which is divided."""
 
     def __init__(

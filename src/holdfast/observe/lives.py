@@ -15,12 +15,12 @@ from itertools import pairwise
 
 from holdfast import events
 from holdfast.events import AnyEvent
-from holdfast.observe.clocks import CommonClock, HostClocks, Moment
+from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.ledger import LifeTimes
 from holdfast.observe.records import RecordHead
 from holdfast.observe.reliability import Interrupted
 from holdfast.observe.report import LostTrainer, Start
-from holdfast.observe.timeline import Timeline
+from holdfast.observe.timeline import StartTimeline
 
 #: The records that a trainer makes of itself. Those of a keeper, which outlives it, may be about a
 #: rank as well, and are no sign of its life.
@@ -48,14 +48,14 @@ class _Life:
     #: host -> the first and the last moment of a trainer's record, by that host's wall clock
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
-    lost: dict[int, tuple[events.TrainerLost, Moment]] = field(default_factory=dict)
-    died: dict[int, tuple[events.TrainerDied, Moment]] = field(default_factory=dict)
+    lost: dict[int, tuple[events.TrainerLost, HostMoment]] = field(default_factory=dict)
+    died: dict[int, tuple[events.TrainerDied, HostMoment]] = field(default_factory=dict)
     #: host -> the first moment of a trainer's record
-    first: dict[str, Moment] = field(default_factory=dict)
+    first: dict[str, HostMoment] = field(default_factory=dict)
     newest_step: int | None = None
     #: The generation from which it went on.
     parent: tuple[int, int] | None = None
-    timeline: Timeline = field(default_factory=Timeline)
+    timeline: StartTimeline = field(default_factory=StartTimeline)
 
     def done(self, step: int) -> None:
         """Takes that a rank has done a step."""

@@ -18,7 +18,7 @@ _OUTSIDE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Interruption:
+class RunInterruption:
     """A start that did not close and was followed by another, and what that cost.
 
     ``incarnation``: the start that was interrupted. ``at_s``: when its first rank was gone, in
@@ -73,7 +73,7 @@ class Reliability:
     mttr_s: dict[str, float]
     lost_steps: int
     lost_rank_hours: float
-    interruptions: tuple[Interruption, ...]
+    interruptions: tuple[RunInterruption, ...]
     exposure: tuple[Exposure, ...]
     recovery_s: dict[str, float]
     step_s: float | None = None
@@ -99,7 +99,7 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class SavePace:
     """The usual step, the distance of saves in steps, and what a save of kept steps costs."""
 
     step_s: float | None = None
@@ -109,7 +109,7 @@ class Pace:
 
 
 def measure(
-    ledger: Ledger, lives: Mapping[int, LifeTimes], known: Sequence[Interrupted], pace: Pace
+    ledger: Ledger, lives: Mapping[int, LifeTimes], known: Sequence[Interrupted], pace: SavePace
 ) -> Reliability:
     """Returns the figures of a run.
 
@@ -150,7 +150,7 @@ def measure(
 
 def _interruption(
     lives: Mapping[int, LifeTimes], one: Interrupted, after: Mapping[int, int]
-) -> Interruption:
+) -> RunInterruption:
     life, following = lives[one.incarnation], lives[after[one.incarnation]]
     deaths = [rank.died_us for rank in life.ranks.values() if rank.died_us is not None]
     gone_us = min(deaths, default=life.over_us)
@@ -163,7 +163,7 @@ def _interruption(
         work_us = rank.restored[1] if rank.restored else rank.began_us
         since_us = max(work_us, kept_us) if is_parent and kept_us is not None else work_us
         lost_us += max(0, gone_us - since_us)
-    return Interruption(
+    return RunInterruption(
         incarnation=one.incarnation,
         at_s=gone_us / 1e6,
         rank=one.rank,
@@ -182,7 +182,7 @@ def _interruption(
     )
 
 
-def _mean_parts(found: Sequence[Interruption]) -> dict[str, float]:
+def _mean_parts(found: Sequence[RunInterruption]) -> dict[str, float]:
     if not found:
         return {}
     means = {

@@ -14,7 +14,7 @@ from typing import assert_never, cast, get_args
 
 from holdfast import events
 from holdfast.events import AnyEvent
-from holdfast.observe.clocks import CommonClock, Moment
+from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.exposure import pace_of
 from holdfast.observe.ledger import account
 from holdfast.observe.lives import Lives
@@ -79,10 +79,10 @@ class _Fold:
         self._pruned = 0
         self._lives = Lives()
         self._saves = SaveRecords(self._lives.clocks)
-        self._ends: dict[int, Moment] = {}
-        self._restored: dict[tuple[int, int, int], list[tuple[events.Restored, Moment]]]
+        self._ends: dict[int, HostMoment] = {}
+        self._restored: dict[tuple[int, int, int], list[tuple[events.Restored, HostMoment]]]
         self._restored = defaultdict(list)
-        self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, Moment]]]
+        self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, HostMoment]]]
         self._lost = defaultdict(list)
         self._hosts: dict[str, _HostSoFar] = defaultdict(_HostSoFar)
         self._pinned: dict[int, PinnedMemory] = {}
@@ -94,7 +94,7 @@ class _Fold:
         self._values: list[str] = []
         self._warned: list[str] = []
         self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        self._damages: list[tuple[events.DamageFound, Moment]] = []
+        self._damages: list[tuple[events.DamageFound, HostMoment]] = []
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record."""
@@ -106,7 +106,7 @@ class _Fold:
         else:
             self._take_other(event, head, at)
 
-    def _take_other(self, event: AnyEvent, head: RecordHead, at: Moment) -> None:
+    def _take_other(self, event: AnyEvent, head: RecordHead, at: HostMoment) -> None:
         match event:
             case (
                 events.RunStarted()
@@ -150,7 +150,7 @@ class _Fold:
             case _:
                 self._saves.take(event, head)
 
-    def _keeper_event(self, event: _KeeperEvent, head: RecordHead, at: Moment) -> None:
+    def _keeper_event(self, event: _KeeperEvent, head: RecordHead, at: HostMoment) -> None:
         match event:
             case events.KeeperStarted():
                 host = self._hosts[head.by_host]
@@ -260,7 +260,7 @@ def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
     )
 
 
-def _restore(records: list[tuple[events.Restored, Moment]], common: CommonClock) -> Restore:
+def _restore(records: list[tuple[events.Restored, HostMoment]], common: CommonClock) -> Restore:
     first = records[0][0]
     return Restore(
         incarnation=first.incarnation,
@@ -278,7 +278,7 @@ def _restore(records: list[tuple[events.Restored, Moment]], common: CommonClock)
 
 
 def _damages(
-    found: list[tuple[events.DamageFound, Moment]], common: CommonClock
+    found: list[tuple[events.DamageFound, HostMoment]], common: CommonClock
 ) -> tuple[Damage, ...]:
     damages = (
         Damage(

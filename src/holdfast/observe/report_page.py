@@ -14,7 +14,7 @@ import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from holdfast.observe.findings import Finding
+from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.report import Report, Save
 from holdfast.observe.save_view import PHASES, host_by_rank
@@ -60,7 +60,7 @@ fieldset{display:none}}
 """
 
 
-def render_page(report: Report, findings: Sequence[Finding]) -> str:
+def render_page(report: Report, findings: Sequence[RunFinding]) -> str:
     """Returns the page."""
     maps = [phase for phase in PHASES if any(phase in save.phases for save in report.saves)]
     style = _STYLE + "".join(
@@ -86,7 +86,7 @@ def escaped(text: object) -> str:
     return html.escape(shown, quote=True)
 
 
-def _body(report: Report, findings: Sequence[Finding], maps: Sequence[str]) -> Iterator[str]:
+def _body(report: Report, findings: Sequence[RunFinding], maps: Sequence[str]) -> Iterator[str]:
     severity = findings[0].severity if findings else "healthy"
     yield f"<h1>{escaped(report.root)}</h1>"
     yield f'<p class="{severity}">{escaped(health_text(report, findings))}</p>'
@@ -168,7 +168,7 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) 
     return f'<div class="scroll" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def _findings(findings: Sequence[Finding]) -> str:
+def _findings(findings: Sequence[RunFinding]) -> str:
     if not findings:
         return "<p>Nothing is wrong.</p>"
     items = (

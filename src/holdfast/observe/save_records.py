@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
 from holdfast import events
-from holdfast.observe.clocks import CommonClock, HostClocks, Moment
+from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Save
 from holdfast.observe.rollups import PhaseRollup
@@ -184,11 +184,11 @@ class _SaveParts:
         clocks = [c for c, at_s in enumerate(self.called_at_s) if math.isfinite(at_s)]
         if not clocks:
             return None, None, -1
-        first_us = min(common.micros(Moment(c, self.called_at_s[c])) for c in clocks)
+        first_us = min(common.micros(HostMoment(c, self.called_at_s[c])) for c in clocks)
         own = [c for c in clocks if math.isfinite(self.called_last_s[c])]
         last_us, rank = max(
             (
-                (common.micros(Moment(c, self.called_last_s[c])), self.called_last_by[c])
+                (common.micros(HostMoment(c, self.called_last_s[c])), self.called_last_by[c])
                 for c in own
             ),
             default=(first_us, -1),

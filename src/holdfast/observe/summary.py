@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from holdfast.observe.findings import Finding
+from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
-from holdfast.observe.reliability import Exposure, Interruption, Reliability
+from holdfast.observe.reliability import Exposure, Reliability, RunInterruption
 from holdfast.observe.report import Report, Start
 from holdfast.observe.text import count_text, moment_text, on_one_line, seconds_text
 
@@ -41,7 +41,7 @@ _VERDICTS = {
 }
 
 
-def health_text(report: Report, findings: Sequence[Finding]) -> str:
+def health_text(report: Report, findings: Sequence[RunFinding]) -> str:
     """Formats how the run is, in a line."""
     verdict = _VERDICTS[findings[0].severity] if findings else "healthy"
     return "; ".join([verdict, *_standing(report), *_record(report.reliability)])
@@ -94,7 +94,7 @@ def parts_text(ledger: Ledger) -> str:
     return f"of {seconds_text(ledger.elapsed_s)}: {', '.join(shown)}"
 
 
-def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def finding_lines(findings: Sequence[RunFinding]) -> Iterator[str]:
     """Yields two lines for each finding: what, and what to do."""
     for one in findings:
         since = f" (since {moment_text(one.since_s)})" if one.since_s else ""
@@ -102,7 +102,7 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
         yield f"    {one.remedy}"
 
 
-def interruption_table(interruptions: Sequence[Interruption]) -> Table:
+def interruption_table(interruptions: Sequence[RunInterruption]) -> Table:
     """Returns what each interruption was, and what it cost."""
     table = Table(title="Interruptions", title_justify="left")
     for name in ("when", "who", "doing"):

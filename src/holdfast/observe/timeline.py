@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast import events
 from holdfast.events import AnyEvent
-from holdfast.observe.clocks import CommonClock, Moment
+from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.ledger import LifeTimes, RankTimes, Span
 
 #: A step is a stall that takes so many medians, and this much longer than one.
@@ -21,18 +21,18 @@ _STILL_THERE_US = 500_000
 
 @dataclass(slots=True)
 class _RankMoments:
-    began: Moment | None = None
+    began: HostMoment | None = None
     process_s: float = 0.0
     joined_s: float = 0.0
-    last: Moment | None = None
-    restored: Moment | None = None
+    last: HostMoment | None = None
+    restored: HostMoment | None = None
     restore_s: float = 0.0
-    died: Moment | None = None
-    ended: Moment | None = None
+    died: HostMoment | None = None
+    ended: HostMoment | None = None
 
 
 class _StepRecord(NamedTuple):
-    ended: Moment
+    ended: HostMoment
     step: int
     steps: int
     elapsed_s: float
@@ -41,7 +41,7 @@ class _StepRecord(NamedTuple):
 
 
 @dataclass(slots=True)
-class Timeline:
+class StartTimeline:
     """The moments of one start; steps, phases and when saves returned are of rank 0."""
 
     world: int = 0
@@ -50,14 +50,14 @@ class Timeline:
     tokens: int = 0
     _ranks: dict[int, _RankMoments] = field(default_factory=lambda: defaultdict(_RankMoments))
     _sources: Counter[str] = field(default_factory=Counter)
-    _saved: dict[int, Moment] = field(default_factory=dict)
-    _blocked: list[tuple[Moment, float]] = field(default_factory=list)
+    _saved: dict[int, HostMoment] = field(default_factory=dict)
+    _blocked: list[tuple[HostMoment, float]] = field(default_factory=list)
     _blocked_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    _declared: list[tuple[str, Moment, float]] = field(default_factory=list)
+    _declared: list[tuple[str, HostMoment, float]] = field(default_factory=list)
     _short_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _steps: list[_StepRecord] = field(default_factory=list)
 
-    def take(self, event: AnyEvent, at: Moment) -> None:
+    def take(self, event: AnyEvent, at: HostMoment) -> None:
         """Takes a record that a trainer made of itself."""
         rank = self._ranks[event.rank]
         # A rank's moments are of one host; what another boot of it says is later.
@@ -87,7 +87,7 @@ class Timeline:
             case _:
                 pass
 
-    def _take_training(self, event: events.StepsDone | events.PhaseEnded, at: Moment) -> None:
+    def _take_training(self, event: events.StepsDone | events.PhaseEnded, at: HostMoment) -> None:
         if isinstance(event, events.StepsDone):
             self.tokens += event.tokens
             each = event.step, event.steps, event.elapsed_s, event.longest_s, event.is_first
@@ -97,13 +97,13 @@ class Timeline:
         else:
             self._short_s[event.name] += event.elapsed_s
 
-    def _block(self, rank: int, step: int, at: Moment, elapsed_s: float) -> None:
+    def _block(self, rank: int, step: int, at: HostMoment, elapsed_s: float) -> None:
         if elapsed_s > 0:
             self._blocked_s[step] += elapsed_s
             if rank == 0:
                 self._blocked.append((at, elapsed_s))
 
-    def take_death(self, rank: int, at: Moment) -> None:
+    def take_death(self, rank: int, at: HostMoment) -> None:
         """Takes that a rank was seen to be gone; of several such moments the last counts."""
         seen = self._ranks[rank]
         if seen.died is None or seen.died.at_s < at.at_s or seen.died.clock != at.clock:
@@ -114,7 +114,7 @@ class Timeline:
         """True if the start of some rank was recorded."""
         return any(rank.began is not None for rank in self._ranks.values())
 
-    def meetings(self) -> dict[str, list[Moment]]:
+    def meetings(self) -> dict[str, list[HostMoment]]:
         """Returns the moments at which ranks returned from what all of them agree on."""
         ranks = self._ranks.values()
         return {
