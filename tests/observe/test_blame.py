@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast import events
-from holdfast.observe.blame import NEEDED, Blame, find_slow
+from holdfast.observe.blame import Blame, find_slow
 from holdfast.observe.clocks import HostClocks
 from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
@@ -126,7 +126,7 @@ def test_it_takes_three_of_the_last_five_saves(times: int) -> None:
         is_slow = rank == 2 and step in (19, 15, 17, 18, 16)[:times]
         does["copy_s"] = 1.5 if is_slow else 0.3
 
-    assert bool(blamed(now_and_then, 1)) == (times >= NEEDED)
+    assert bool(blamed(now_and_then, 1)) == (times >= 3)
 
 
 def test_the_sentence_has_place_cause_figures_since_when_and_where_to_look() -> None:
@@ -138,9 +138,9 @@ def test_the_sentence_has_place_cause_figures_since_when_and_where_to_look() -> 
 
 
 def test_who_waits_is_never_blamed() -> None:
-    """All but one wait at the fence, for longer than anything else takes."""
+    """Some wait at the fence, for longer than anything else takes."""
 
     def wait(step: int, rank: int, does: dict[str, float]) -> None:
-        does["fence_s"] = 0.0 if rank == 0 else 5.0
+        does["fence_s"] = 5.0 if rank in (1, 2, 5) else 0.0
 
     assert blamed(wait, 1) == ()
