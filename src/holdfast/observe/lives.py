@@ -6,7 +6,6 @@ shared memory when it died.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -35,6 +34,8 @@ _OF_TRAINERS = (
     events.ImagePassed,
     events.RunEnded,
 )
+_OF_DEATHS = frozenset({events.TrainerLost, events.TrainerDied})
+_OF_TRAINING = frozenset({*_OF_TRAINERS, *_OF_DEATHS})
 
 
 @dataclass(slots=True)
@@ -86,28 +87,29 @@ class Lives:
         self._lives: dict[int, _Life] = defaultdict(_Life)
         self.clocks = HostClocks()
 
-    def take(self, event: AnyEvent, head: RecordHead) -> None:
-        """Takes a record; others than those of trainers say nothing of training."""
-        if event.rank < 0 or event.incarnation < 1:
-            return
-        if not isinstance(event, (events.TrainerLost, events.TrainerDied, *_OF_TRAINERS)):
+    def take(self, event: AnyEvent, head: RecordHead, at: HostMoment | None = None) -> None:
+        """Takes a record; others than those of trainers say nothing of training.
+
+        ``at``: its moment, where that is known already.
+        """
+        if event.rank < 0 or event.incarnation < 1 or type(event) not in _OF_TRAINING:
             return
         life = self._lives[event.incarnation]
-        at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
-        if isinstance(event, events.TrainerLost):
-            life.timeline.take_death(event.rank, at)
-            _, before = life.lost.setdefault(event.rank, (event, at))
-            if before.clock != at.clock or before.at_s < at.at_s:  # it had joined again
-                life.lost[event.rank] = event, at
-            return
-        if isinstance(event, events.TrainerDied):
-            life.died[event.rank] = event, at
-            life.done(event.step)
+        if at is None:
+            at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        if type(event) in _OF_DEATHS:
+            self._take_death(life, event, at)
             return
         life.timeline.take(event, at)
-        life.first[head.by_host] = min(at, life.first.get(head.by_host, at))
-        first_s, last_s = life.moments.get(head.by_host, (math.inf, 0.0))
-        life.moments[head.by_host] = min(first_s, head.time_s), max(last_s, head.time_s)
+        first = life.first.get(head.by_host)
+        if first is None or at < first:
+            life.first[head.by_host] = at
+        moments = life.moments.get(head.by_host)
+        if moments is None:
+            life.moments[head.by_host] = head.time_s, head.time_s
+        elif not moments[0] <= head.time_s <= moments[1]:
+            first_s, last_s = moments
+            life.moments[head.by_host] = min(first_s, head.time_s), max(last_s, head.time_s)
         match event:
             case events.SaveReturned() | events.StepsDone():
                 life.done(event.step)
@@ -121,6 +123,17 @@ class Lives:
                 life.parent = (event.parent_incarnation, event.step)
             case _:
                 pass
+
+    @staticmethod
+    def _take_death(life: _Life, event: AnyEvent, at: HostMoment) -> None:
+        if isinstance(event, events.TrainerDied):
+            life.died[event.rank] = event, at
+            life.done(event.step)
+        elif isinstance(event, events.TrainerLost):
+            life.timeline.take_death(event.rank, at)
+            _, before = life.lost.setdefault(event.rank, (event, at))
+            if before.clock != at.clock or before.at_s < at.at_s:  # it had joined again
+                life.lost[event.rank] = event, at
 
     def host_of(self, incarnation: int, rank: int) -> str:
         """Returns the host of a rank; "" where its start was not recorded."""

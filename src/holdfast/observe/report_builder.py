@@ -99,10 +99,12 @@ class _Fold:
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record."""
         at = self._lives.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
-        self._ends[at.clock] = max(at, self._ends.get(at.clock, at))
-        self._lives.take(event, head)
+        end = self._ends.get(at.clock)
+        if end is None or end.at_s < at.at_s:
+            self._ends[at.clock] = at
+        self._lives.take(event, head, at)
         if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
-            self._saves.take(cast(SaveEvent, event), head)
+            self._saves.take(cast(SaveEvent, event), head, at)
         else:
             self._take_other(event, head, at)
 
@@ -148,7 +150,7 @@ class _Fold:
             ):
                 self._keeper_event(event, head, at)
             case _:
-                self._saves.take(event, head)
+                self._saves.take(event, head, at)
 
     def _keeper_event(self, event: _KeeperEvent, head: RecordHead, at: HostMoment) -> None:
         match event:

@@ -288,9 +288,11 @@ class SaveRecords:
         #: Those of which the values of ranks are kept apart, the last that had a record last.
         self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
 
-    def take(self, event: SaveEvent, head: RecordHead) -> None:
-        """Takes a record of a save."""
-        clock = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s).clock
+    def take(self, event: SaveEvent, head: RecordHead, at: HostMoment | None = None) -> None:
+        """Takes a record of a save; ``at``: its moment, where that is known already."""
+        if at is None:
+            at = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        clock = at.clock
         key = event.incarnation, event.step
         save = self._saves[key]
         if isinstance(event, _RankEvent):

@@ -63,7 +63,15 @@ class StartTimeline:
         # A rank's moments are of one host; what another boot of it says is later.
         if rank.last is None or at.clock != rank.last.clock or at.at_s > rank.last.at_s:
             rank.last = at
-        match event:
+        match event:  # the frequent ones first
+            case events.ImageCaptured() | events.ImagePassed():
+                pass
+            case events.SaveReturned():
+                self._block(event.rank, event.step, at, event.held_s)
+                if event.rank == 0:
+                    self._saved.setdefault(event.step, at)
+            case events.FenceWaited():
+                self._block(event.rank, event.step, at, event.held_s)
             case events.RunStarted():
                 rank.began, rank.process_s, rank.joined_s = at, event.process_s, event.joined_s
                 self.world = max(self.world, event.world)
@@ -75,12 +83,6 @@ class StartTimeline:
                 rank.ended = at
                 self.outcomes[event.rank] = event.outcome
                 self._block(event.rank, -1, at, event.closing_s)
-            case events.SaveReturned():
-                self._block(event.rank, event.step, at, event.held_s)
-                if event.rank == 0:
-                    self._saved.setdefault(event.step, at)
-            case events.FenceWaited():
-                self._block(event.rank, event.step, at, event.held_s)
             case events.StepsDone() | events.PhaseEnded():
                 if event.rank == 0:
                     self._take_training(event, at)
