@@ -70,7 +70,7 @@ LIFE = st.tuples(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(LIFE, min_size=1, max_size=6), st.randoms())
 def test_every_second_is_where_the_model_saw_it_pass(history: list[Any], random: Any) -> None:
     records: Records = []
@@ -157,7 +157,7 @@ def micros(seconds: dict[str, float]) -> int:
     return sum(round(part * 1e6) for part in seconds.values())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.dictionaries(st.integers(1, 6), ANY_LIFE, min_size=1, max_size=5))
 def test_whatever_was_recorded_no_part_is_negative_and_they_sum_up_exactly(
     lives: dict[int, LifeTimes],
