@@ -121,12 +121,14 @@ format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## what is generated of the documents: errors, faults, code map, reference, changes, mutants
+docs: $(READY) ## what is generated of the documents: alerts, errors, faults, code map, reference, changes, mutants
 	$(BIN)/python docs/generate_errors.py
+	$(BIN)/python docs/generate_alerts.py
 	$(BIN)/python docs/generate_faults.py
 	$(BIN)/python docs/generate_code_map.py
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
+	$(BIN)/python docs/generate_report_schema.py
 	$(BIN)/python docs/generate_changelog.py
 	$(BIN)/python tests/support/project/mutants.py --write
 

@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -27,12 +28,12 @@ from holdfast.errors import (
     UnsupportedState,
     UsageError,
 )
-from holdfast.events import RunEnded, RunStarted, Warned, emit
+from holdfast.events import RunStarted, Warned, emit
 from holdfast.format.manifest import Generation
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
-from holdfast.observe.run_events import check_settings, follow_run
-from holdfast.observe.text import restart_warning
+from holdfast.observe.run_events import check_settings, follow_run, process_age_s
+from holdfast.observe.training import RESTORING, SAVING, TRAINING
 from holdfast.policy.arguments import (
     check_policies,
     claim,
@@ -171,27 +172,23 @@ class Checkpointer:
             if terms.grace_s is None
             else Preemption(terms.grace_s, self._saver, is_alone=self.world.size == 1)
         )
-        self._stop_tracing = follow_run(self.root, run.arena, self.world.rank, host_id())
+        started = RunStarted(
+            incarnation=self.incarnation,
+            rank=self.world.rank,
+            run_id=run.run_id,
+            world=self.world.size,
+            host=host_id(),
+            pid=self._process,
+            process_s=process_age_s(),
+            joined_s=time.monotonic() - now_s,
+        )
+        self._training, self._stop_tracing = follow_run(
+            self.root, run.arena, started, torch.__version__
+        )
         # For a Checkpointer that nobody closes; its Saver ends by itself as well. The garbage
         # collector may run this on any thread, which must not wait.
         weakref.finalize(self, self._stop_tracing, 0.0).atexit = False
-        self._report_start(run.run_id)
         listeners.add(self._saver)
-
-    def _report_start(self, run_id: str) -> None:
-        emit(
-            RunStarted(
-                incarnation=self.incarnation,
-                rank=self.world.rank,
-                run_id=run_id,
-                world=self.world.size,
-                host=host_id(),
-                pid=os.getpid(),
-            )
-        )
-        warning = restart_warning(torch.__version__, os.environ)
-        if warning and self.world.rank == 0:
-            emit(Warned(message=warning))
 
     @property
     def state(self) -> State:
@@ -242,6 +239,7 @@ class Checkpointer:
                 "restore() comes before the first save: make a new Checkpointer to go back, so "
                 "that steps saved again are told apart from the old ones"
             )
+        self._training.enter(RESTORING)
         try:
             candidates = self._offers.first(self.world, step, timeout_s=self.timeout_s)
             restored = restore_first(
@@ -275,6 +273,7 @@ class Checkpointer:
         self._offers.forget()
         self._is_adopted, self._restored = True, restored
         self._restored_step = None if restored is None else restored.step
+        self._training.begin()
         return restored
 
     def _begin_anew(self) -> None:
@@ -297,7 +296,7 @@ class Checkpointer:
 
     # ── saving ───────────────────────────────────────────────────────────────────────────
 
-    def step(self, step: int) -> SaveHandle | None:
+    def step(self, step: int, *, tokens: int = 0) -> SaveHandle | None:
         """Call after each optimizer step, on all ranks; saves when a policy says so.
 
         Returns the save's handle, None when none was due. Never waits for storage, and never raises
@@ -306,7 +305,8 @@ class Checkpointer:
         is saved already, so not due. From a hook of an optimizer's step: what is due is saved at
         the end of that step.
 
-        ``step``: the number of the optimizer step that has just ended.
+        ``step``: the number of the optimizer step that has just ended. ``tokens``: how many this
+        rank trained on in it, for the report's throughput.
         """
         self._check_usable()
         step = step_number(step)
@@ -314,6 +314,7 @@ class Checkpointer:
             self._warn_of_restored_step(step)
             return None
         require_beyond(self._restored_step, step)
+        self._training.step(step, tokens)
         self._pace.learn(step, time.monotonic())
         preemption = self._preemption
         is_last = preemption is not None and preemption.is_last(step, self._pace.step_s)
@@ -327,9 +328,18 @@ class Checkpointer:
             if not (durable or in_memory or is_last):
                 return None
             handle = self._promised.decline(step, durable=durable or is_last, error=error)
+        finally:
+            self._training.enter(TRAINING)
         if is_last and not self._saver.turns.why_not_here():
             self._leave(step, handle)
         return handle
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """``with ckpt.phase("evaluation"):`` tells the report what time is no training.
+
+        ``name``: what the report calls it, such as "evaluation" or "data".
+        """
+        return self._training.phase(name)
 
     def _warn_of_restored_step(self, step: int) -> None:
         """Once: a loop may call ``step`` several times for one step, or do that step again."""
@@ -534,6 +544,7 @@ class Checkpointer:
             return
         self._saver.turns.refuse_here("close()")
         started_s = time.monotonic()
+        self._training.enter(SAVING)
         self._saver.turns.wait_empty(started_s + timeout_s)
         timeout_s = max(0.0, timeout_s - (time.monotonic() - started_s))
         try:
@@ -559,8 +570,7 @@ class Checkpointer:
             self._saver.close(timeout_s=timeout_s, say_goodbye=say_goodbye)
         finally:
             outcome = "closed" if say_goodbye else "failed"
-            ended = RunEnded(incarnation=self.incarnation, rank=self.world.rank, outcome=outcome)
-            emit(ended)
+            emit(self._training.ended(outcome))
             self._stop_tracing(events_s)
             self.world.close()
 

@@ -50,15 +50,67 @@ class RunStarted(Event, frozen=True, kw_only=True):
     world: Count
     host: str
     pid: Count
+    process_s: Seconds = 0.0
+    """Since the process began; 0 where that is not known."""
+    joined_s: Seconds = 0.0
+    """The part of it that joining the run took. The last rank to come waits for nobody in it."""
 
 
 class RunEnded(Event, frozen=True, kw_only=True):
     """A trainer let go of its run by its own will: whoever left none was killed, or still trains.
 
-    ``outcome``: "closed", or "failed" where an error ended the ``with`` block.
+    ``outcome``: "closed", or "failed" where an error ended the ``with`` block. ``closing_s``: how
+    long ``close`` waited for what was promised.
     """
 
     outcome: str
+    closing_s: Seconds = 0.0
+
+
+class StepsDone(Event, frozen=True, kw_only=True):
+    """Training steps ended, ``step`` the newest: all since the last such record of this rank.
+
+    One rank of each host reports them, at most once a second, and at once the first of a start and
+    one that took much longer than those before.
+
+    ``steps``: how many. ``elapsed_s``: the time from the end of the step before to the end of the
+    newest; of the first, since the restore. ``longest_s``: the longest of them. ``tokens``: those
+    that were given to ``step``, of this rank. ``is_first``: no step of this start was before.
+    """
+
+    steps: Count
+    elapsed_s: Seconds
+    longest_s: Seconds
+    tokens: Count = 0
+    is_first: bool = False
+
+
+class PhaseEnded(Event, frozen=True, kw_only=True):
+    """A phase that the program declared with ``Checkpointer.phase`` has ended.
+
+    Of phases of less than 0.1 s the sum since the last record of steps is reported.
+
+    ``name``: what the program calls it. ``elapsed_s``: the time it took. ``times``: how many there
+    were in that time.
+    """
+
+    name: str
+    elapsed_s: Seconds
+    times: Count = 1
+
+
+class TrainerDied(Event, frozen=True, kw_only=True):
+    """The process of ``rank`` is gone and let go of nothing: ``step`` is the last that it ended.
+
+    Reported by whoever reads what the process left in shared memory, which may be much later.
+
+    ``host``: its host. ``phase``: what it was doing: "starting", "restoring", "training", "saving",
+    or a phase that the program declared. ``quiet_s``: the time since it began to.
+    """
+
+    host: str
+    phase: str
+    quiet_s: Seconds
 
 
 class SaveReturned(Event, frozen=True, kw_only=True):
@@ -461,6 +513,9 @@ class Warned(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted
     | RunEnded
+    | StepsDone
+    | PhaseEnded
+    | TrainerDied
     | SaveReturned
     | FenceWaited
     | ImageCaptured

@@ -9,6 +9,7 @@ import msgspec
 from holdfast import events
 from holdfast.cli import main
 from support.checkpoints.commands import Out, json_of, text_of
+from support.runs.told import tell_sick_run
 
 
 def test_report_prints_a_runs_saves(tmp_path: Path, capsys: Out) -> None:
@@ -24,3 +25,52 @@ def test_report_prints_a_runs_saves(tmp_path: Path, capsys: Out) -> None:
 def test_report_of_a_run_without_events_is_not_found(tmp_path: Path, capsys: Out) -> None:
     assert main(["report", str(tmp_path)]) == 3
     assert "no events" in capsys.readouterr().err
+
+
+def test_the_first_lines_are_the_verdict_then_where_the_time_went(
+    tmp_path: Path, capsys: Out
+) -> None:
+    lines = text_of(capsys, "report", tell_sick_run(tmp_path)).splitlines()
+    assert "IN DANGER; open at step 24; newest durable 3-24" in lines[0]
+    assert "2 interruptions, 3 steps lost" in lines[0]
+    assert lines[1][0] == "[" and set("#x-ur") <= set(lines[1])
+    assert "# " in lines[2] and "x " in lines[2] and "lost work" in lines[2]
+    worst = next(n for n, line in enumerate(lines) if line.startswith("critical "))
+    assert worst < 8 and lines[worst + 1].startswith("    ")
+    text = "\n".join(lines)
+    assert text.index("Interruptions") < text.index("All saves") < text.index("Restores")
+    assert "rank 3 on b" in text and "│ eval" in text
+
+
+def test_one_save_is_shown_across_its_ranks_with_what_it_waited_for(
+    tmp_path: Path, capsys: Out
+) -> None:
+    root = tell_sick_run(tmp_path)
+    text = text_of(capsys, "report", root, "--save", "3-20")
+    assert "save 3-20 of" in text and "durable, 4.00 MB" in text
+    assert "rank 3 on b was last in writing, 2.20 s" in text
+    assert "rank 3 on b, rank 2 on b, rank 0 on a" in text
+    assert json_of(capsys, "report", root, "--save", "20")["step"] == 20
+    assert main(["report", str(root), "--save", "99"]) == 3
+    assert "no save 99" in capsys.readouterr().err
+
+
+def test_saves_are_shown_by_host_and_rank(tmp_path: Path, capsys: Out) -> None:
+    root = tell_sick_run(tmp_path)
+    lines = text_of(capsys, "report", root, "--by", "rank", "--last", "1").splitlines()
+    rows = [line for line in lines if line.startswith("│ rank")]
+    assert len(rows) == 1 and rows[0].startswith("│ rank 0 on a") and "3 more" in lines[-1]
+    text = text_of(capsys, "report", root, "--by", "host", "--since", "120s")
+    assert "│ b " in text and "2.20 s" in text
+
+
+def test_since_leaves_out_what_was_before(tmp_path: Path, capsys: Out) -> None:
+    root = tell_sick_run(tmp_path)
+    whole = json_of(capsys, "report", root)
+    recent = json_of(capsys, "report", root, "--since", "150s")
+    assert len(whole["saves"]) > len(recent["saves"]) > 0
+    assert recent["ledger"] == whole["ledger"]
+    assert json_of(capsys, "report", root, "--since", "2099-01-01")["restores"] == []
+    for wrong in ("yesterday", "5", "-3h", "9" * 400 + "d"):
+        assert main(["report", str(root), f"--since={wrong}"]) == 2
+        assert "--since" in capsys.readouterr().err

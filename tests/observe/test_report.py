@@ -19,6 +19,7 @@ from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.observe.lives import Lives
 from holdfast.observe.log import Divergence, read_events
+from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Figures, RefusedAtDoor, Report, Save, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.sinks import JsonlSink
@@ -143,11 +144,14 @@ def test_a_save_takes_as_long_as_its_slowest_rank(run: Path) -> None:
     assert save.phases.keys() == save.slowest.keys()
     assert save.phases["held_s"].slowest == ((1, 0.020), (0, 0.010))
     assert save.phases["held_s"].median_s == pytest.approx(0.010, rel=0.01)
-    assert dataclasses.replace(save, phases={}) == Save(
+    assert dataclasses.replace(save, phases={}, even={}) == Save(
         incarnation=1,
         step=0,
         state="durable",
         ranks=2,
+        time_s=1000.98,
+        late_s=0.01,
+        late_rank=0,
         held_s=0.020,
         fence_s=0.75,  # two optimizers on one rank: their waits add up
         captured_s=4.02,  # from the first call of `save` to the first record of it
@@ -547,11 +551,13 @@ def test_lost_steps_are_those_that_left_the_ancestry(
     """Against a plain model: the ancestry as a list of the steps themselves."""
     lives = Lives()
 
+    def at(number: int) -> RecordHead:
+        return RecordHead(time_s=float(number), by_host="a")
+
     def begin(number: int, parent: tuple[int, int] | None) -> None:
         lives.take(
             events.RunStarted(incarnation=number, rank=0, run_id="r", world=1, host="a", pid=1),
-            float(number),
-            "a",
+            at(number),
         )
         if parent is not None:
             restored = events.Restored(
@@ -565,11 +571,11 @@ def test_lost_steps_are_those_that_left_the_ancestry(
                 world=1,
                 parent_incarnation=parent[0],
             )
-            lives.take(restored, float(number), "a")
+            lives.take(restored, at(number))
 
     def train(number: int, steps: range) -> None:
         for step in steps:
-            lives.take(returned(step, 0, 0.0, number), float(number), "a")
+            lives.take(returned(step, 0, 0.0, number), at(number))
             line.append((number, step))
 
     line: list[tuple[int, int]] = []
@@ -582,7 +588,7 @@ def test_lost_steps_are_those_that_left_the_ancestry(
         del line[keep:]
         begin(number, line[-1])
         train(number, range(line[-1][1] + 1, line[-1][1] + 1 + count))
-    assert [start.lost_steps for start in lives.starts()] == expected
+    assert [start.lost_steps for start in lives.starts(lives.clock())] == expected
 
 
 def test_records_that_are_in_no_file_are_counted(tmp_path: Path) -> None:

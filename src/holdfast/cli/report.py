@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from pathlib import Path
 
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
-from holdfast.errors import UsageError
-from holdfast.observe.report import to_json
+from holdfast.errors import StorageError, UsageError
+from holdfast.observe.findings import find, to_plain
+from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.save_view import find_save, render_by, render_save
+from holdfast.observe.since import moment_of, since
 from holdfast.observe.tables import render
 
 
@@ -17,9 +22,11 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     command = add_command(
         commands,
         "report",
-        "show what each save cost, and what was restored, from a run's events",
+        "show how a run is: where its time went, what is wrong, what each save cost",
         "holdfast report runs/gpt",
-        "holdfast report runs/gpt --last 50",
+        "holdfast report runs/gpt --save 2-1200",
+        "holdfast report runs/gpt --by host --since 2h",
+        "holdfast report runs/gpt --html report.html",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
     command.add_argument(
@@ -29,6 +36,15 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         default=20,
         help="show the last N saves one by one (default 20; 0: all); sums are over all",
     )
+    command.add_argument("--save", metavar="STEP", help="show one save across its ranks")
+    command.add_argument("--by", choices=("rank", "host"), help="show the saves by rank or host")
+    command.add_argument(
+        "--since",
+        metavar="WHEN",
+        help="only what was since then: 90s, 30m, 2h or 3d before the newest record, or a date "
+        "such as 2026-05-17T08:00; the division of time is always of the whole run",
+    )
+    command.add_argument("--html", metavar="FILE", help="write one page that needs nothing else")
     command.set_defaults(run=run)
 
 
@@ -38,8 +54,29 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--last {args.last}: give a number of saves, or 0 for all")
     with SlowProgress("reading events") as progress:
         report = read_report(args.root, progress=progress)
-    if args.json:
-        print_json(to_json(report))
+    if args.since is not None:
+        report = since(report, moment_of(args.since, report.last_s))
+    if args.html is not None:
+        _write_page(report, Path(args.html))
+    elif args.save is not None:
+        save = find_save(report, args.save)
+        if args.json:
+            print_json(to_json(replace(report, saves=(save,)))["saves"][0])
+        else:
+            render_save(report, save, stdout())
+    elif args.json:
+        print_json(to_json(report) | {"findings": to_plain(find(report))})
+    elif args.by is not None:
+        render_by(report, args.by, stdout(), last=args.last)
     else:
         render(report, stdout(), last=args.last)
     return 0
+
+
+def _write_page(report: Report, path: Path) -> None:
+    from holdfast.observe.report_page import render_page
+
+    try:
+        path.write_text(render_page(report, find(report)), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from error

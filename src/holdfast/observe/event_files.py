@@ -212,6 +212,13 @@ def encode_record(
     return msgspec.json.encode(record) + b"\n"
 
 
+def encode_alone(record: dict[str, Any], mono_s: float, host: str, boot: str) -> bytes:
+    """Returns a record as a line that no process counts: one about a process that is gone."""
+    record["mono_s"], record["by_host"], record["boot"] = round(mono_s, 6), host, boot
+    record["version"] = VERSION
+    return msgspec.json.encode(record) + b"\n"
+
+
 def encode_event(event: Event, time_s: float) -> bytes:
     """Returns an event as a line that no process counts: one about the records themselves."""
     return msgspec.json.encode(events.to_record(event, time_s)) + b"\n"

@@ -60,6 +60,11 @@ SHORT_AREA = Area(HEADER_BYTES, 4096, 256, head=1, tail=2)
 LONG_AREA = Area(HEADER_BYTES + 4096 * 256, 64, 8192, head=3, tail=4)
 RING_BYTES = LONG_AREA.start + LONG_AREA.slots * LONG_AREA.slot_bytes
 _DROPPED, _REPORTED, _META_BYTES, _META_SUM, _META = 5, 6, 7, 8, 128
+#: What the process is doing: phase, step + 1, incarnation, since when; then the phase's name.
+_PHASE, _STEP, _INCARNATION, _SINCE_NS, _NAME = 9, 10, 11, 12, 13
+_NAME_AT, _NAME_END = 8 * _NAME, _META
+#: The phases of a process, by number; the last is one that the program declared.
+PHASES = ("", "starting", "restoring", "training", "saving", "ended", "declared")
 
 
 class RingOwner(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +75,15 @@ class RingOwner(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     boot: str
     table: Schema
+
+
+class Doing(NamedTuple):
+    """What a process is doing, or was when it died: the last step that it ended, -1 before one."""
+
+    phase: str
+    step: int
+    incarnation: int
+    since_s: float
 
 
 class RingFile:
@@ -116,8 +130,9 @@ class RingFile:
         """Makes a ring with the same records. Raises as ``create``."""
         made = RingFile.create(directory, self.owner())
         made.map[HEADER_BYTES:] = self.map[HEADER_BYTES:]
-        for cell in range(SHORT_AREA.head, _REPORTED + 1):
+        for cell in (*range(SHORT_AREA.head, _REPORTED + 1), *range(_PHASE, _NAME)):
             made.cells[cell] = self.cells[cell]
+        made.map[_NAME_AT:_NAME_END] = self.map[_NAME_AT:_NAME_END]
         return made
 
     @classmethod
@@ -159,6 +174,26 @@ class RingFile:
     def undelivered_drops(self) -> int:
         """Returns how many events were dropped since ``drops_reported``."""
         return max(0, self.cells[_DROPPED] - self.cells[_REPORTED])
+
+    def note_doing(self, phase: int, step: int, incarnation: int, name: bytes = b"") -> None:
+        """Notes what the process is doing from now on; ``phase`` is an index of ``PHASES``."""
+        cells = self.cells
+        if name:
+            room = _NAME_END - _NAME_AT
+            self.map[_NAME_AT:_NAME_END] = name[:room].ljust(room, b"\0")
+        cells[_SINCE_NS] = time.monotonic_ns()
+        cells[_STEP], cells[_INCARNATION], cells[_PHASE] = step + 1, incarnation, phase
+
+    def doing(self) -> Doing | None:
+        """Returns what the process was last noted to do; None for nothing, or its end."""
+        cells = self.cells
+        index = cells[_PHASE]
+        if not 0 < index < len(PHASES) or PHASES[index] == "ended":
+            return None
+        phase = PHASES[index]
+        if phase == "declared":
+            phase = bytes(self.map[_NAME_AT:_NAME_END]).rstrip(b" \0").decode(errors="ignore")
+        return Doing(phase, cells[_STEP] - 1, cells[_INCARNATION], cells[_SINCE_NS] / 1e9)
 
     def count_dropped(self, total: int) -> None:
         """Notes how many events were dropped in all."""

@@ -1,33 +1,41 @@
 """Computes the starts of a run from its records: how each ended, and the work that each one lost.
 
-Training steps are not recorded, so a lost step is one up to the newest that a rank saved, or tried
-to: with a save at every step these are all of them.
+A lost step is one up to the newest that a rank ended, as it saved it, reported it, or left it in
+shared memory when it died.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from holdfast import events
 from holdfast.events import AnyEvent
-from holdfast.observe.ledger import Ledger, LifeTimes, account
+from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
+from holdfast.observe.ledger import LifeTimes
+from holdfast.observe.records import RecordHead
+from holdfast.observe.reliability import Interrupted
 from holdfast.observe.report import LostTrainer, Start
+from holdfast.observe.timeline import StartTimeline
 
 #: The records that a trainer makes of itself. Those of a keeper, which outlives it, may be about a
 #: rank as well, and are no sign of its life.
 _OF_TRAINERS = (
     events.RunStarted,
     events.Restored,
+    events.StepsDone,
+    events.PhaseEnded,
     events.SaveReturned,
     events.FenceWaited,
     events.ImageCaptured,
     events.ImagePassed,
     events.RunEnded,
 )
+_OF_DEATHS = frozenset({events.TrainerLost, events.TrainerDied})
+_OF_TRAINING = frozenset({*_OF_TRAINERS, *_OF_DEATHS})
 
 
 @dataclass(slots=True)
@@ -41,11 +49,35 @@ class _Life:
     #: host -> the first and the last moment of a trainer's record, by that host's wall clock
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
-    lost: dict[int, LostTrainer] = field(default_factory=dict)
+    lost: dict[int, tuple[events.TrainerLost, HostMoment]] = field(default_factory=dict)
+    died: dict[int, tuple[events.TrainerDied, HostMoment]] = field(default_factory=dict)
+    #: host -> the first moment of a trainer's record
+    first: dict[str, HostMoment] = field(default_factory=dict)
     newest_step: int | None = None
     #: The generation from which it went on.
     parent: tuple[int, int] | None = None
-    times: LifeTimes = field(default_factory=LifeTimes)
+    timeline: StartTimeline = field(default_factory=StartTimeline)
+
+    def done(self, step: int) -> None:
+        """Takes that a rank has done a step."""
+        if step >= 0:
+            self.newest_step = step if self.newest_step is None else max(step, self.newest_step)
+
+    def dead(self, common: CommonClock) -> Iterable[LostTrainer]:
+        """Yields the ranks that were seen to go away, or found to be gone, and at what."""
+        for rank in self.lost.keys() | self.died.keys():
+            if rank in self.lost:
+                lost, at = self.lost[rank]
+                seen = LostTrainer(rank, lost.host, lost.pid, common.seconds(at))
+            else:
+                died, found = self.died[rank]
+                seen = LostTrainer(
+                    rank, died.host, 0, max(0.0, common.seconds(found) - died.quiet_s)
+                )
+            if rank in self.died:
+                died, _ = self.died[rank]
+                seen = replace(seen, phase=died.phase, step=died.step)
+            yield seen
 
 
 class Lives:
@@ -53,28 +85,34 @@ class Lives:
 
     def __init__(self) -> None:
         self._lives: dict[int, _Life] = defaultdict(_Life)
+        self.clocks = HostClocks()
 
-    def take(self, event: AnyEvent, time_s: float, by_host: str) -> None:
-        """Takes a record; others than those of trainers say nothing of training."""
-        if event.rank < 0 or event.incarnation < 1:
+    def take(self, event: AnyEvent, head: RecordHead, at: HostMoment | None = None) -> None:
+        """Takes a record; others than those of trainers say nothing of training.
+
+        ``at``: its moment, where that is known already.
+        """
+        if event.rank < 0 or event.incarnation < 1 or type(event) not in _OF_TRAINING:
             return
         life = self._lives[event.incarnation]
-        if isinstance(event, events.TrainerLost):
-            lost = LostTrainer(event.rank, event.host, event.pid, time_s)
-            before = life.lost.setdefault(event.rank, lost)
-            if before.time_s < time_s:  # it had joined again
-                life.lost[event.rank] = lost
+        if at is None:
+            at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        if type(event) in _OF_DEATHS:
+            self._take_death(life, event, at)
             return
-        if not isinstance(event, _OF_TRAINERS):
-            return
-        if event.rank == 0:
-            life.times.take(event, time_s, by_host)
-        first_s, last_s = life.moments.get(by_host, (math.inf, 0.0))
-        life.moments[by_host] = min(first_s, time_s), max(last_s, time_s)
+        life.timeline.take(event, at)
+        first = life.first.get(head.by_host)
+        if first is None or at < first:
+            life.first[head.by_host] = at
+        moments = life.moments.get(head.by_host)
+        if moments is None:
+            life.moments[head.by_host] = head.time_s, head.time_s
+        elif not moments[0] <= head.time_s <= moments[1]:
+            first_s, last_s = moments
+            life.moments[head.by_host] = min(first_s, head.time_s), max(last_s, head.time_s)
         match event:
-            case events.SaveReturned():
-                newest = -1 if life.newest_step is None else life.newest_step
-                life.newest_step = max(event.step, newest)
+            case events.SaveReturned() | events.StepsDone():
+                life.done(event.step)
             case events.RunStarted():
                 life.world = max(life.world, event.world)
                 life.ranks[event.rank] = event.host
@@ -86,28 +124,82 @@ class Lives:
             case _:
                 pass
 
+    @staticmethod
+    def _take_death(life: _Life, event: AnyEvent, at: HostMoment) -> None:
+        if isinstance(event, events.TrainerDied):
+            life.died[event.rank] = event, at
+            life.done(event.step)
+        elif isinstance(event, events.TrainerLost):
+            life.timeline.take_death(event.rank, at)
+            _, before = life.lost.setdefault(event.rank, (event, at))
+            if before.clock != at.clock or before.at_s < at.at_s:  # it had joined again
+                life.lost[event.rank] = event, at
+
     def host_of(self, incarnation: int, rank: int) -> str:
         """Returns the host of a rank; "" where its start was not recorded."""
         life = self._lives.get(incarnation)
         return "" if life is None else life.ranks.get(rank, "")
 
-    def starts(self) -> tuple[Start, ...]:
+    def starts(self, common: CommonClock) -> tuple[Start, ...]:
         """Returns the starts in their order, those of which a rank's beginning was recorded."""
         numbers = [number for number, life in sorted(self._lives.items()) if life.ranks]
         before = [None, *numbers]
-        return tuple(self._start(each, last) for each, last in zip(numbers, before, strict=False))
+        pairs = zip(numbers, before, strict=False)
+        return tuple(self._start(each, last, common) for each, last in pairs)
 
-    def ledger(self, held_s: Mapping[tuple[int, int], float]) -> Ledger | None:
-        """Returns where the time of the run went; None without a start.
+    def clock(self) -> CommonClock:
+        """Returns the clock that all moments are brought to."""
+        for number, life in self._lives.items():
+            for name, moments in life.timeline.meetings().items():
+                for moment in moments:
+                    self.clocks.meet((number, name), moment)
+        return self.clocks.solve()
 
-        ``held_s``: how long each save held the training threads, by its generation.
-        """
-        lives = {number: life for number, life in sorted(self._lives.items()) if life.ranks}
-        times = {number: life.times for number, life in lives.items() if life.times.is_known}
-        parents = {number: life.parent for number, life in lives.items()}
-        return account(times, parents, held_s) if times else None
+    def times(self, common: CommonClock) -> dict[int, LifeTimes]:
+        """Returns the times of every start of which some rank's beginning is known."""
+        lives = {n: each.timeline for n, each in sorted(self._lives.items())}
+        known = {number: line for number, line in lives.items() if line.is_known}
+        steps_s = [line.median_step_s(common) for line in known.values()]
+        usual_s = statistics.median([s for s in steps_s if s is not None] or [0.0])
+        return {number: line.times(common, usual_s) for number, line in known.items()}
 
-    def _start(self, number: int, last: int | None) -> Start:
+    def interrupted(self, common: CommonClock) -> list[Interrupted]:
+        """Returns the starts that did not close and were followed by another."""
+        starts = self.starts(common)
+        return [
+            self._interrupted(before, after, common)
+            for before, after in pairwise(starts)
+            if before.ended != "closed"
+        ]
+
+    def _interrupted(self, before: Start, after: Start, common: CommonClock) -> Interrupted:
+        first = before.lost[0] if before.lost else None
+        line = self._lives[after.incarnation].timeline
+        newest = before.newest_step
+        return Interrupted(
+            incarnation=before.incarnation,
+            rank=-1 if first is None else first.rank,
+            host="" if first is None else first.host,
+            phase="" if first is None else first.phase,
+            cause="failed" if before.ended == "failed" else "killed",
+            lost_steps=after.lost_steps,
+            done_again_us=None if newest is None else line.moment_of(newest, common),
+        )
+
+    def newest_ranks(self) -> dict[str, tuple[int, ...]]:
+        """Returns the ranks of the newest start by their host."""
+        known = [life for _, life in sorted(self._lives.items()) if life.ranks]
+        found: dict[str, list[int]] = defaultdict(list)
+        for rank, host in sorted(known[-1].ranks.items()) if known else ():
+            found[host].append(rank)
+        return {host: tuple(ranks) for host, ranks in found.items()}
+
+    def step_s(self, common: CommonClock) -> float | None:
+        """Returns what a step takes in the newest start that tells."""
+        each = (life.timeline.median_step_s(common) for _, life in sorted(self._lives.items()))
+        return next((s for s in reversed(list(each)) if s is not None), None)
+
+    def _start(self, number: int, last: int | None, common: CommonClock) -> Start:
         life = self._lives[number]
         unclosed = tuple(sorted(life.ranks.keys() - life.outcomes.keys()))
         outcomes = set(life.outcomes.values())
@@ -116,10 +208,10 @@ class Lives:
             incarnation=number,
             world=life.world,
             hosts=tuple(sorted(life.hosts)),
-            time_s=min(first_s for first_s, _ in life.moments.values()),
+            time_s=min(map(common.seconds, life.first.values())),
             ended=ended,
             open_ranks=unclosed,
-            lost=_in_order(one for one in life.lost.values() if one.rank in unclosed),
+            lost=_in_order(one for one in life.dead(common) if one.rank in unclosed),
             newest_step=life.newest_step,
             down_s=None if last is None else _pause_s(self._lives[last], life),
             lost_steps=None if last is None else self._lost_steps(number, last),

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.log import Divergence
+from holdfast.observe.reliability import Reliability
 from holdfast.observe.rollups import PhaseSpread
 
 
@@ -26,6 +28,10 @@ class LostTrainer:
     host: str
     pid: int
     time_s: float
+    phase: str = ""
+    """What it was doing, where its memory was found: training, saving, a phase of the program."""
+    step: int = -1
+    """The last step that it had ended, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,14 @@ class Save:
     """Bytes of the rings through which its images went to storage, if memory kept none of them."""
     phases: dict[str, PhaseSpread] = field(default_factory=dict)
     """Each phase over the ranks: quantiles to 1 %, and the slowest 16 by name."""
+    even: dict[str, PhaseSpread] = field(default_factory=dict)
+    """Those that grow with the bytes, as if all ranks had the same."""
+    time_s: float | None = None
+    """When the first rank called ``save``, by the wall clock of its host."""
+    late_s: float | None = None
+    """How long after the first rank the last one called ``save``, by one clock for all hosts."""
+    late_rank: int = -1
+    """The last rank to call it."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
@@ -267,6 +281,16 @@ class Report:
     """The starts and orderly ends of keepers, by host."""
     ledger: Ledger | None = None
     """Where the time of the run went; None where no start was recorded."""
+    reliability: Reliability | None = None
+    """What interruptions cost, and what a loss would cost now."""
+    clocks: tuple[ClockOffset, ...] = ()
+    """How far the clocks of hosts are ahead of the first host's."""
+    unplaced_hosts: tuple[str, ...] = ()
+    """Hosts whose clock could not be compared with the others."""
+    ranks_by_host: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of the newest start."""
+    last_s: float = 0.0
+    """The newest moment in any record."""
     pinned: tuple[PinnedMemory, ...] = ()
     """The slowest pinning of shared memory on each rank."""
 
@@ -326,11 +350,15 @@ def _percentile(ordered: list[float], percent: int) -> float:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Returns the report as plain values, with its sums, for ``--json``."""
+    """Returns the report as plain values, with its sums, for ``--json``.
+
+    ``docs/format/report-v1.schema.json`` describes them.
+    """
     document = dataclasses.asdict(report)
     for record, save in zip(document["saves"], report.saves, strict=True):
         record["throughput_bytes_per_s"] = save.throughput_bytes_per_s
     if report.ledger is not None:
         document["ledger"]["goodput"] = report.ledger.goodput
+        document["ledger"]["ettr"] = report.ledger.ettr
     document["figures"] = {name: dataclasses.asdict(f) for name, f in report.figures.items()}
     return document

@@ -16,9 +16,13 @@ import msgspec
 
 from holdfast import events
 from holdfast.events import AnyEvent
+from holdfast.observe.clocks import CommonClock, HostMoment
+from holdfast.observe.exposure import pace_of
+from holdfast.observe.ledger import account
 from holdfast.observe.lives import Lives
 from holdfast.observe.log import divergence_of
 from holdfast.observe.records import Progress, RecordHead, RecordReader
+from holdfast.observe.reliability import measure
 from holdfast.observe.report import (
     Damage,
     KeeperLife,
@@ -92,10 +96,11 @@ class _Fold:
     def __init__(self) -> None:
         self._pruned = 0
         self._lives = Lives()
-        self._saves = SaveRecords()
-        self._restored: dict[tuple[int, int, int], list[tuple[events.Restored, float]]]
+        self._saves = SaveRecords(self._lives.clocks)
+        self._ends: dict[int, HostMoment] = {}
+        self._restored: dict[tuple[int, int, int], list[tuple[events.Restored, HostMoment]]]
         self._restored = defaultdict(list)
-        self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, float]]]
+        self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, HostMoment]]]
         self._lost = defaultdict(list)
         self._hosts: dict[str, _HostSoFar] = defaultdict(_HostSoFar)
         self._pinned: dict[int, PinnedMemory] = {}
@@ -107,23 +112,34 @@ class _Fold:
         self._values: list[str] = []
         self._warned: list[str] = []
         self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        self._damages: list[Damage] = []
+        self._damages: list[tuple[events.DamageFound, HostMoment]] = []
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record."""
-        self._lives.take(event, head.time_s, head.by_host)
+        at = self._lives.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        end = self._ends.get(at.clock)
+        if end is None or end.at_s < at.at_s:
+            self._ends[at.clock] = at
+        self._lives.take(event, head, at)
         if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
-            self._saves.take(cast(SaveEvent, event), head)
+            self._saves.take(cast(SaveEvent, event), head, at)
         else:
-            self._take_other(event, head)
+            self._take_other(event, head, at)
 
-    def _take_other(self, event: AnyEvent, head: RecordHead) -> None:
+    def _take_other(self, event: AnyEvent, head: RecordHead, at: HostMoment) -> None:
         match event:
-            case events.RunStarted() | events.RunEnded() | events.TrainerLost():
+            case (
+                events.RunStarted()
+                | events.RunEnded()
+                | events.StepsDone()
+                | events.PhaseEnded()
+                | events.TrainerLost()
+                | events.TrainerDied()
+            ):
                 pass  # `Lives` has them
             case events.Restored():
                 key = (event.incarnation, event.parent_incarnation, event.step)
-                self._restored[key].append((event, head.time_s))
+                self._restored[key].append((event, at))
             case events.SourceDropped():
                 self._dropped.append(f"{event.source}: {event.reason}")
             case events.ValuesDiffer():
@@ -151,11 +167,11 @@ class _Fold:
                 | events.ImageRebuilt()
                 | events.MemoryPinned()
             ):
-                self._keeper_event(event, head)
+                self._keeper_event(event, head, at)
             case _:
-                self._saves.take(event, head)
+                self._saves.take(event, head, at)
 
-    def _keeper_event(self, event: _KeeperEvent, head: RecordHead) -> None:
+    def _keeper_event(self, event: _KeeperEvent, head: RecordHead, at: HostMoment) -> None:
         match event:
             case events.KeeperStarted():
                 host = self._hosts[head.by_host]
@@ -170,27 +186,15 @@ class _Fold:
             case events.HostSampled():
                 self._hosts[event.host].sample(event)
             case events.KeeperLost():
-                self._lost[event.incarnation, event.rank].append((event, head.time_s))
+                self._lost[event.incarnation, event.rank].append((event, at))
             case events.RequestsRefused():
                 self._refused[event.host, event.door].update(event.counts)
             case events.DamageFound():
-                self._damages.append(
-                    Damage(
-                        event.incarnation,
-                        event.step,
-                        event.host,
-                        event.what,
-                        event.name,
-                        event.size_bytes,
-                        event.outcome,
-                        event.reason,
-                        head.time_s,
-                    )
-                )
+                self._damages.append((event, at))
             case events.ImageRebuilt():
-                at = (event.incarnation, event.step, event.rank)
+                of = (event.incarnation, event.step, event.rank)
                 self._rebuilt.append(
-                    RebuiltImage(*at, event.host, event.elapsed_s, event.size_bytes)
+                    RebuiltImage(*of, event.host, event.elapsed_s, event.size_bytes)
                 )
             case events.MemoryPinned():
                 before = self._pinned.get(event.rank)
@@ -203,8 +207,11 @@ class _Fold:
 
     def report(self, root: str, records: RecordReader) -> Report:
         """Returns the report, when every record was taken."""
-        saves = self._saves.saves()
-        held_s = {(s.incarnation, s.step): (s.held_s or 0.0) + (s.fence_s or 0.0) for s in saves}
+        common = self._lives.clock()
+        saves = self._saves.saves(common)
+        times = self._lives.times(common)
+        ledger = account(times) if times else None
+        last_s = max(map(common.seconds, self._ends.values()), default=0.0)
         return Report(
             root=root,
             files=records.files,
@@ -213,11 +220,25 @@ class _Fold:
             invalid_lines=records.invalid_lines,
             lost_records=records.lost_records,
             unreadable=records.unreadable,
-            starts=self._lives.starts(),
+            starts=self._lives.starts(common),
             saves=saves,
-            ledger=self._lives.ledger(held_s),
-            restores=tuple(_restore(records) for _, records in sorted(self._restored.items())),
-            keeper_losses=self._keeper_losses(),
+            ledger=ledger,
+            reliability=None
+            if ledger is None
+            else measure(
+                ledger,
+                times,
+                self._lives.interrupted(common),
+                pace_of(saves, self._lives.step_s(common), last_s),
+            ),
+            clocks=common.offsets,
+            unplaced_hosts=tuple(host for host in common.unknown if host),
+            ranks_by_host=self._lives.newest_ranks(),
+            last_s=last_s,
+            restores=tuple(
+                _restore(records, common) for _, records in sorted(self._restored.items())
+            ),
+            keeper_losses=self._keeper_losses(common),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),
             pinned=tuple(one for _, one in sorted(self._pinned.items())),
             rebuilt=tuple(self._rebuilt),
@@ -235,19 +256,21 @@ class _Fold:
                 RefusedAtDoor(*where, dict(counts))
                 for where, counts in sorted(self._refused.items())
             ),
-            damages=tuple(sorted(self._damages, key=lambda one: one.time_s)),
+            damages=_damages(self._damages, common),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
             late_hosts=self._saves.late_hosts(),
         )
 
-    def _keeper_losses(self) -> tuple[KeeperLoss, ...]:
+    def _keeper_losses(self, common: CommonClock) -> tuple[KeeperLoss, ...]:
         """Each rank of a host notices each loss once: the rank that noticed most has all of
         them.
         """
         most: dict[tuple[int, str], list[KeeperLoss]] = {}
         for (incarnation, rank), records in self._lost.items():
             host = self._lives.host_of(incarnation, rank)
-            losses = [KeeperLoss(incarnation, host, e.reason, t) for e, t in records]
+            losses = [
+                KeeperLoss(incarnation, host, e.reason, common.seconds(at)) for e, at in records
+            ]
             if len(losses) > len(most.get((incarnation, host), ())):
                 most[incarnation, host] = losses
         every = (loss for losses in most.values() for loss in losses)
@@ -271,7 +294,7 @@ def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
     )
 
 
-def _restore(records: list[tuple[events.Restored, float]]) -> Restore:
+def _restore(records: list[tuple[events.Restored, HostMoment]], common: CommonClock) -> Restore:
     first = records[0][0]
     return Restore(
         incarnation=first.incarnation,
@@ -282,7 +305,27 @@ def _restore(records: list[tuple[events.Restored, float]]) -> Restore:
         size_bytes=sum({event.rank: event.size_bytes for event, _ in records}.values()),
         saved_world=first.saved_world,
         world=first.world,
-        time_s=max(time_s for _, time_s in records),
+        time_s=max(common.seconds(at) for _, at in records),
         read_bytes=sum({event.rank: event.read_bytes for event, _ in records}.values()),
         received_bytes=sum({event.rank: event.received_bytes for event, _ in records}.values()),
     )
+
+
+def _damages(
+    found: list[tuple[events.DamageFound, HostMoment]], common: CommonClock
+) -> tuple[Damage, ...]:
+    damages = (
+        Damage(
+            event.incarnation,
+            event.step,
+            event.host,
+            event.what,
+            event.name,
+            event.size_bytes,
+            event.outcome,
+            event.reason,
+            common.seconds(at),
+        )
+        for event, at in found
+    )
+    return tuple(sorted(damages, key=lambda one: one.time_s))

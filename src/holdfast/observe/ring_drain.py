@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from holdfast.events import Warned, emit
-from holdfast.observe.event_files import EventFile, encode_event, encode_record
+from holdfast.events import TrainerDied, Warned, emit, to_record
+from holdfast.observe.event_files import EventFile, encode_alone, encode_event, encode_record
 from holdfast.observe.event_ring import (
     DRAIN_LOCK,
     LONG_AREA,
@@ -178,7 +178,7 @@ class RingDrain:
         if is_idle and one.polls % _IDLE_POLLS and not one.ring.undelivered_drops():
             return False
         is_over = one.ring.try_lock()  # before: what a dead writer put is there by now
-        return self._take_all(one, is_over=is_over) and is_over
+        return self._take_all(one, is_over=is_over) and is_over and self._tell_death(one)
 
     def _take_all(self, one: _OpenRing, *, is_over: bool = False) -> bool:
         """Takes what is there; True if all of it could be written."""
@@ -240,6 +240,23 @@ class RingDrain:
         event["time_s"] = round(at.time_s, 6)
         line = encode_record(event, at.mono_s, owner.host, owner.writer, at.number, owner.boot)
         return line, event
+
+    def _tell_death(self, one: _OpenRing) -> bool:
+        """Writes what a trainer was doing when it died; True if it ended in order, too."""
+        doing, owner = one.ring.doing(), one.owner
+        if doing is None or owner.rank < 0:
+            return True
+        now_s = time.monotonic()
+        died = TrainerDied(
+            incarnation=doing.incarnation,
+            step=doing.step,
+            rank=owner.rank,
+            host=owner.host,
+            phase=doing.phase,
+            quiet_s=max(0.0, now_s - doing.since_s),
+        )
+        record = to_record(died, time.time())
+        return self.file.append([encode_alone(record, now_s, owner.host, owner.boot)]) == 1
 
     def _tell_drops(self, one: _OpenRing) -> bool:
         dropped = one.ring.undelivered_drops()

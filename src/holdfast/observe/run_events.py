@@ -5,11 +5,14 @@ Where the arena has no room for a ring, the process writes its events itself, fr
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events import subscribe, to_record
+from holdfast.events import RunStarted, Warned, emit, subscribe, to_record
 from holdfast.observe.event_files import (
     BUDGET_BYTES,
     SEGMENT_BYTES,
@@ -23,6 +26,8 @@ from holdfast.observe.event_ring import RINGS, EventRing
 from holdfast.observe.metrics_port import require_metrics
 from holdfast.observe.ring_drain import RingDrain, RingDrainer, Watch, end_ring_alone
 from holdfast.observe.sinks import JsonlSink
+from holdfast.observe.text import restart_warning
+from holdfast.observe.training import ENDED, TrainingRecorder
 from holdfast.protocol.arena import boot_id
 
 
@@ -32,27 +37,51 @@ def check_settings() -> None:
     require_metrics()
 
 
-def follow_run(root: str, arena: Path, rank: int, host: str) -> Callable[[float], None]:
-    """Subscribes ring and log; returns a function that stops them, given how many seconds to wait
-    for writing.
+def follow_run(
+    root: str, arena: Path, started: RunStarted, torch_version: str
+) -> tuple[TrainingRecorder, Callable[[float], None]]:
+    """Subscribes ring and log, and reports the start.
 
-    Raises UsageError for an invalid setting.
+
+    Returns the recorder of training, and a function that stops everything, given how many seconds
+    to wait for writing. Raises UsageError for an invalid setting.
     """
     from holdfast.observe.log import log_sink_from_environment  # a keeper writes no such lines
 
+    rank, host = started.rank, started.host
     log = log_sink_from_environment(rank)
     event_budget()
     place = event_place(root)
     sink = _sink(place, arena, f"rank-{rank:05d}", rank, host)
     drain = RingDrain(arena, EventFile(_path(place, host), only_beside=place.only_beside))
     stops = [subscribe(each) for each in (sink, log) if each is not None]
+    emit(started)
+    warning = restart_warning(torch_version, os.environ)
+    if warning and rank == 0:
+        emit(Warned(message=warning))
+    training = TrainingRecorder(
+        rank,
+        started.incarnation,
+        is_reporting=rank == 0 or os.environ.get("LOCAL_RANK", "0") == "0",
+        ring=sink if isinstance(sink, EventRing) else None,
+    )
 
     def stop(deadline_s: float) -> None:
         for unsubscribe in stops:
             unsubscribe()
+        training.enter(ENDED)
         _close(sink, drain, deadline_s)
 
-    return stop
+    return training, stop
+
+
+def process_age_s() -> float:
+    """Returns the seconds since this process began; 0.0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+    return 0.0
 
 
 def follow_keeper(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
 from holdfast import events
+from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Save
 from holdfast.observe.rollups import PhaseRollup
@@ -56,12 +57,24 @@ _OPEN_SAVES = 64
 class _OpenRanks:
     """The values of ranks in one save, kept apart while its records pass."""
 
-    __slots__ = ("asked_bytes", "image_bytes", "seconds")
+    __slots__ = ("asked_bytes", "image_bytes", "seconds", "written_bytes")
 
     def __init__(self) -> None:
         self.seconds: dict[str, dict[int, float]] = {}
         self.asked_bytes: dict[int, int] = {}
         self.image_bytes: dict[int, int] = {}
+        self.written_bytes: dict[int, int] = {}
+
+    def even(self) -> dict[str, dict[int, float]]:
+        """Returns the phases that grow with the bytes, as if all ranks had the same."""
+        found = {}
+        for phase, sizes in (("copy_s", self.image_bytes), ("write_s", self.written_bytes)):
+            seconds = self.seconds.get(phase, {})
+            if not (total := sum(sizes.values())):
+                continue
+            usual = total / len(sizes)
+            found[phase] = {r: s * usual / sizes[r] for r, s in seconds.items() if sizes.get(r)}
+        return {phase: ranks for phase, ranks in found.items() if ranks}
 
     def add(self, phase: str, rank: int, elapsed_s: float) -> None:
         """What a rank reports several times in one save adds up."""
@@ -79,6 +92,7 @@ class _SaveParts:
     """The data of a generation while its records come in, in any order."""
 
     phases: dict[str, PhaseRollup] = field(default_factory=dict)
+    even: dict[str, PhaseRollup] = field(default_factory=dict)
     asked_bytes: int = 0
     image_bytes: int = 0
     open: _OpenRanks | None = None
@@ -86,6 +100,9 @@ class _SaveParts:
     has_images: bool = False
     #: The first call of ``save`` by each clock, in the order of ``SaveRecords``; infinite if none.
     called_at_s: array[float] = field(default_factory=lambda: array("d"))
+    #: The last call by each clock, and the rank that made it.
+    called_last_s: array[float] = field(default_factory=lambda: array("d"))
+    called_last_by: array[int] = field(default_factory=lambda: array("q"))
     captured: _ReachedState | None = None
     protect_s: float | None = None
     is_cached: bool = False
@@ -97,8 +114,13 @@ class _SaveParts:
     unprotected: list[str] = field(default_factory=list)
     ring_bytes: int = 0
 
-    def done(self, incarnation: int, step: int) -> Save:
+    def done(self, incarnation: int, step: int, common: CommonClock) -> Save:
+        time_s, late_s, late_rank = self._calls(common)
         return Save(
+            time_s=time_s,
+            late_s=late_s,
+            late_rank=late_rank,
+            even={name: phase.spread() for name, phase in self.even.items()},
             incarnation=incarnation,
             step=step,
             state=self._state(),
@@ -145,11 +167,36 @@ class _SaveParts:
     def _called_at_s(self, clock: int) -> float:
         return self.called_at_s[clock] if clock < len(self.called_at_s) else math.inf
 
-    def _note_call(self, clock: int, at_s: float) -> None:
+    def _note_call(self, clock: int, at_s: float, rank: int, *, is_own_clock: bool) -> None:
         calls = self.called_at_s
         if clock >= len(calls):
-            calls.extend([math.inf] * (clock + 1 - len(calls)))
+            more = clock + 1 - len(calls)
+            calls.extend([math.inf] * more)
+            self.called_last_s.extend([-math.inf] * more)
+            self.called_last_by.extend([-1] * more)
         calls[clock] = min(calls[clock], at_s)
+        # Older records may be by the wall clocks of any hosts.
+        if is_own_clock and at_s > self.called_last_s[clock]:
+            self.called_last_s[clock], self.called_last_by[clock] = at_s, rank
+
+    def _calls(self, common: CommonClock) -> tuple[float | None, float | None, int]:
+        """Returns when ``save`` was first called, how much later it was last, and by which rank."""
+        clocks = [c for c, at_s in enumerate(self.called_at_s) if math.isfinite(at_s)]
+        if not clocks:
+            return None, None, -1
+        first_us = min(common.micros(HostMoment(c, self.called_at_s[c])) for c in clocks)
+        own = [c for c in clocks if math.isfinite(self.called_last_s[c])]
+        last_us, rank = max(
+            (
+                (common.micros(HostMoment(c, self.called_last_s[c])), self.called_last_by[c])
+                for c in own
+            ),
+            default=(first_us, -1),
+        )
+        time_s = max(0, first_us) / 1e6
+        if len(own) < 2 and last_us == first_us:
+            return time_s, None, -1  # one rank alone
+        return time_s, (last_us - first_us) / 1e6, rank
 
     def _state(self) -> str:
         # The manifest decides: a durable generation was captured, even if a record says missed.
@@ -175,6 +222,8 @@ class _SaveParts:
             return
         for phase, seconds in ranks.seconds.items():
             self.phases.setdefault(phase, PhaseRollup()).add(seconds)
+        for phase, seconds in ranks.even().items():
+            self.even.setdefault(phase, PhaseRollup()).add(seconds)
         self.asked_bytes += sum(ranks.asked_bytes.values())
         self.image_bytes += sum(ranks.image_bytes.values())
         self.has_images = self.has_images or bool(ranks.image_bytes)
@@ -188,8 +237,9 @@ class _SaveParts:
                 ranks.add("describe_s", event.rank, event.describe_s)
                 ranks.add("volatile_s", event.rank, event.volatile_s)
                 ranks.add("wait_previous_s", event.rank, event.wait_previous_s)
-                if head.mono_s is not None:
-                    self._note_call(clock, head.mono_s - event.held_s)
+                is_own = head.mono_s is not None
+                at_s = head.time_s if head.mono_s is None else head.mono_s
+                self._note_call(clock, at_s - event.held_s, event.rank, is_own_clock=is_own)
                 ranks.asked_bytes[event.rank] = event.size_bytes
             case events.FenceWaited():
                 ranks.add("fence_s", event.rank, event.held_s)
@@ -202,6 +252,7 @@ class _SaveParts:
                 self.ring_bytes = max(self.ring_bytes, event.ring_bytes)
             case events.ImageDurable():
                 ranks.add_longest("write_s", event.rank, event.elapsed_s)
+                ranks.written_bytes[event.rank] = event.size_bytes
             case _:
                 assert_never(event)
 
@@ -229,18 +280,19 @@ class _SaveParts:
 
 
 class SaveRecords:
-    """All saves of a run by their generation."""
+    """All saves of a run by their generation. ``clocks``: those that moments are of."""
 
-    def __init__(self) -> None:
+    def __init__(self, clocks: HostClocks | None = None) -> None:
         self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(_SaveParts)
-        self._clocks: dict[tuple[str, str], int] = {}
+        self._clocks = HostClocks() if clocks is None else clocks
         #: Those of which the values of ranks are kept apart, the last that had a record last.
         self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
 
-    def take(self, event: SaveEvent, head: RecordHead) -> None:
-        """Takes a record of a save."""
-        # A host's own clock begins anew with each boot.
-        clock = self._clocks.setdefault((head.by_host, head.boot), len(self._clocks))
+    def take(self, event: SaveEvent, head: RecordHead, at: HostMoment | None = None) -> None:
+        """Takes a record of a save; ``at``: its moment, where that is known already."""
+        if at is None:
+            at = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        clock = at.clock
         key = event.incarnation, event.step
         save = self._saves[key]
         if isinstance(event, _RankEvent):
@@ -257,12 +309,13 @@ class SaveRecords:
         if len(self._open) > _OPEN_SAVES:
             self._open.popitem(last=False)[1].close_ranks()
 
-    def saves(self) -> tuple[Save, ...]:
+    def saves(self, common: CommonClock | None = None) -> tuple[Save, ...]:
         """Returns the saves in the order of their generations."""
         for save in self._open.values():
             save.close_ranks()
         self._open.clear()
-        return tuple(save.done(*key) for key, save in sorted(self._saves.items()))
+        common = self._clocks.solve() if common is None else common
+        return tuple(save.done(*key, common) for key, save in sorted(self._saves.items()))
 
     def unprotected(self) -> tuple[str, ...]:
         """Returns the generations of which no parity could be made, with the reason."""

@@ -11,9 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from holdfast.observe.ledger import Ledger
+from holdfast.observe.findings import find
 from holdfast.observe.log import lines_of
 from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
+from holdfast.observe.summary import (
+    bar_text,
+    finding_lines,
+    health_text,
+    interruption_table,
+    parts_text,
+    reliability_lines,
+)
 from holdfast.observe.text import (
     count_text,
     counts_text,
@@ -33,10 +41,31 @@ _LONG_QUEUED_S = 60.0
 
 
 def render(report: Report, console: Console, *, last: int = 20) -> None:
-    """Prints the report as tables; only the ``last`` saves one by one, all of them for 0."""
+    """Prints the report: first how the run is, then its tables.
+
+    Only the ``last`` saves are shown one by one, all of them for 0.
+    """
+    findings = find(report)
+    console.print(f"{report.root}: {health_text(report, findings)}", markup=False)
+    ledger, reliability = report.ledger, report.reliability
+    if ledger is not None and ledger.elapsed_s > 0:
+        console.print(bar_text(ledger), markup=False)
+        console.print(parts_text(ledger), markup=False)
+    if reliability is not None:
+        for line in reliability_lines(reliability):
+            console.print(line, markup=False)
+    for line in finding_lines(findings):
+        console.print(_shortened(line), style="yellow", markup=False)
+    if reliability is not None and reliability.interruptions:
+        interruptions = reliability.interruptions
+        console.print(interruption_table(interruptions[-last:] if last else interruptions))
+    if report.saves:
+        console.print(_figure_table(report.figures))
+    _render_details(report, console, last)
+
+
+def _render_details(report: Report, console: Console, last: int) -> None:
     console.print(_heading(report), markup=False)
-    if report.ledger is not None and report.ledger.elapsed_s > 0:
-        console.print(_ledger_text(report.ledger), markup=False)
     for line in _start_lines(report):
         console.print(line, markup=False)
     if report.protection:
@@ -50,7 +79,6 @@ def render(report: Report, console: Console, *, last: int = 20) -> None:
         hidden = len(report.saves) - last if last else 0
         if hidden > 0:
             console.print(f"{hidden} earlier saves are in the sums only")
-        console.print(_figure_table(report.figures))
     if report.restores:
         console.print(_restore_table(report.restores))
     for line in _troubles(report):
@@ -70,31 +98,7 @@ def _heading(report: Report) -> str:
     )
     starts = count_text(len(report.starts), "incarnation")
     saves = count_text(len(states), "save")
-    return f"{report.root}: {starts}, {saves} ({', '.join(counts) or 'none'})"
-
-
-#: category -> its name for people
-_PARTS = {
-    "blocking": "held by saves",
-    "lost_work": "lost work",
-    "down": "down",
-    "start_up": "starting up",
-    "restore": "restoring",
-    "unknown": "unknown",
-}
-
-
-def _ledger_text(ledger: Ledger) -> str:
-    """Formats ``of 34.5 s 44.0 % productive; 37.0 % down, 9.0 % lost work``: the largest first."""
-    parts = sorted(_PARTS, key=lambda name: -ledger.seconds[name])
-    shown = [
-        f"{100 * ledger.seconds[name] / ledger.elapsed_s:.1f} % {_PARTS[name]}"
-        for name in parts
-        if ledger.seconds[name] > 0
-    ]
-    productive = f"of {seconds_text(ledger.elapsed_s)} {100 * ledger.goodput:.1f} % productive"
-    clocks = f" (by {ledger.clocks} hosts' clocks)" if ledger.clocks > 1 else ""
-    return "; ".join([productive, *filter(None, [", ".join(shown)])]) + clocks
+    return f"{starts}, {saves} ({', '.join(counts) or 'none'})"
 
 
 def _start_lines(report: Report) -> Iterator[str]:

@@ -158,7 +158,7 @@ def send_traces(found: RunSpans, endpoint: str) -> SentTraces:
             traces.update(span.trace_id for span in batch)
             count += len(batch)
     finally:
-        exporter.shutdown()
+        exporter.shutdown()  # type: ignore[no-untyped-call]
     return SentTraces(len(traces), count)
 
 

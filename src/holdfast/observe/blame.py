@@ -1,0 +1,246 @@
+"""PURE. Says who is slow, and why, in one sentence with figures.
+
+A rank is compared with the median of all, and all together with their own past. Only phases that
+work are compared, as if every rank had the same bytes: a wait is the last one's to answer for. One
+slow save is chance; three of the last five are not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.observe.report import Save
+from holdfast.observe.text import seconds_text
+
+#: The score under which a rank is suspect: the median of the others by its own time.
+SUSPECT = 0.75
+WINDOW, NEEDED = 5, 3
+#: What is faster than this above the others is chance.
+LEAST_S = 0.05
+#: Saves that a change of all ranks is measured against.
+PAST = 10
+
+#: phase -> (what it does, what is slow of a rank, of a host, of all, where to look)
+_PHASES = {
+    "describe_s": ("describing the state", "CPU", "CPU", "describing", "what else runs there"),
+    "volatile_s": ("copying what cannot wait", "CPU", "memory", "copying", "what else runs there"),
+    "copy_s": (
+        "copying to shared memory",
+        "link of its device, or CPU",
+        "memory",
+        "copying",
+        "other work on the memory of the host, and the links of its devices",
+    ),
+    "write_s": (
+        "writing an image",
+        "its writing",
+        "disk",
+        "storage",
+        "the disk and what else writes to it (iostat -x), or the service's own limits",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """One slow place: a rank, a host, or all of them.
+
+    ``place``: "rank 3 on c", "host c" or "all ranks". ``cause``: slow | bytes | late. ``phase``:
+    the phase that is slow, "" for a late rank. ``value_s``, ``usual_s``: what it takes there, the
+    median of the last five saves, and what it takes elsewhere, or took before. ``since``: the
+    generation that it began with. ``saves``: in how many of the last ``WINDOW``.
+    """
+
+    place: str
+    cause: str
+    phase: str
+    ranks: tuple[int, ...]
+    value_s: float
+    usual_s: float
+    since: str
+    saves: int
+    sentence: str
+
+    @property
+    def score(self) -> float:
+        """Returns what it should take by what it takes, from 0 to 1; under 0.75 is suspect."""
+        return self.usual_s / self.value_s if self.value_s > 0 else 1.0
+
+
+def find_slow(
+    saves: Sequence[Save],
+    ranks_by_host: Mapping[str, Sequence[int]],
+    *,
+    clock_error_s: float = 0.0,
+) -> tuple[Blame, ...]:
+    """Returns who is slow in the last saves of the newest start, the worst first.
+
+    ``saves``: in the order of their generations. ``clock_error_s``: the bound of the error of
+    moments of different hosts.
+    """
+    newest = [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
+    finder = _Finder(newest, ranks_by_host)
+    found = [one for phase in _PHASES for one in finder.of_phase(phase)]
+    found += finder.late(max(LEAST_S, 4 * clock_error_s))
+    return tuple(sorted(found, key=lambda one: one.usual_s - one.value_s))
+
+
+class _Finder:
+    def __init__(self, saves: Sequence[Save], ranks_by_host: Mapping[str, Sequence[int]]) -> None:
+        self._saves = saves
+        self._by_host = ranks_by_host
+        self._host_of = {rank: host for host, ranks in ranks_by_host.items() for rank in ranks}
+
+    def of_phase(self, phase: str) -> Iterator[Blame]:
+        """Yields who is slow in a phase."""
+        saves = [save for save in self._saves if phase in save.phases]
+        slow = {id(save): _slow_ranks(save, phase) for save in saves}
+        counts = Counter(rank for save in saves[-WINDOW:] for rank in slow[id(save)])
+        suspects = {rank for rank, times in counts.items() if times >= NEEDED}
+        for place, ranks in self._places(suspects):
+            yield self._slow(place, ranks, phase, saves, slow)
+        heavy = {id(save): _heavy_ranks(save, phase) for save in saves}
+        counts = Counter(rank for save in saves[-WINDOW:] for rank in heavy[id(save)])
+        for rank in sorted(rank for rank, n in counts.items() if n >= NEEDED):
+            yield self._heavy(rank, phase, saves, heavy)
+        if not suspects:
+            yield from self._all(phase, saves)
+
+    def _places(self, ranks: set[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields hosts all of whose ranks are slow, then the ranks that are left."""
+        left = set(ranks)
+        for host, own in sorted(self._by_host.items()):
+            if len(self._by_host) > 1 and set(own) <= left:
+                yield f"host {host}", tuple(own)
+                left -= set(own)
+        for rank in sorted(left):
+            yield self._name(rank), (rank,)
+
+    def _name(self, rank: int) -> str:
+        host = self._host_of.get(rank, "")
+        return f"rank {rank}" + (f" on {host}" if host else "")
+
+    def _slow(
+        self,
+        place: str,
+        ranks: tuple[int, ...],
+        phase: str,
+        saves: Sequence[Save],
+        slow: Mapping[int, Mapping[int, float]],
+    ) -> Blame:
+        last = [save for save in saves[-WINDOW:] if slow[id(save)].keys() & set(ranks)]
+        value_s = statistics.median(
+            max(slow[id(save)].get(rank, 0.0) for rank in ranks) for save in last
+        )
+        usual_s = statistics.median(_spread_median(save, phase) for save in last)
+        does, of_rank, of_host, _, look = _PHASES[phase]
+        what = of_host if place.startswith("host") else of_rank
+        since = _since(saves, lambda save: bool(slow[id(save)].keys() & set(ranks)))
+        later = ""
+        if phase == "write_s":
+            later = f"; saves are durable {seconds_text(value_s - usual_s)} later"
+        sentence = (
+            f"{place}, {what}: {does} takes {seconds_text(value_s)} where others take "
+            f"{seconds_text(usual_s)}, since {since}{later}; look at {look}"
+        )
+        return Blame(place, "slow", phase, ranks, value_s, usual_s, since, len(last), sentence)
+
+    def _heavy(
+        self, rank: int, phase: str, saves: Sequence[Save], heavy: Mapping[int, Mapping[int, float]]
+    ) -> Blame:
+        last = [save for save in saves[-WINDOW:] if rank in heavy[id(save)]]
+        value_s = statistics.median(heavy[id(save)][rank] for save in last)
+        usual_s = statistics.median(save.phases[phase].median_s for save in last)
+        since = _since(saves, lambda save: rank in heavy[id(save)])
+        place = self._name(rank)
+        sentence = (
+            f"{place} has more bytes than the others: {_PHASES[phase][0]} takes "
+            f"{seconds_text(value_s)} where others take {seconds_text(usual_s)}, since {since}, "
+            "and as long a byte as they; look at how the state is divided over ranks"
+        )
+        return Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, len(last), sentence)
+
+    def _all(self, phase: str, saves: Sequence[Save]) -> Iterator[Blame]:
+        """Yields that all ranks are slower than they were."""
+        if len(saves) < WINDOW + PAST:
+            return
+        past_s = statistics.median(save.phases[phase].median_s for save in saves[:-WINDOW])
+        slow = [save for save in saves[-WINDOW:] if _is_slow(save.phases[phase].median_s, past_s)]
+        if len(slow) < NEEDED:
+            return
+        value_s = statistics.median(save.phases[phase].median_s for save in slow)
+        since = _since(saves, lambda save: _is_slow(save.phases[phase].median_s, past_s))
+        does, _, _, of_all, look = _PHASES[phase]
+        place = f"all {len(self._by_host)} hosts" if len(self._by_host) > 1 else "all ranks"
+        ranks = tuple(sorted(self._host_of))
+        sentence = (
+            f"{place}, {of_all}: {does} takes {seconds_text(value_s)} where it took "
+            f"{seconds_text(past_s)} before, since {since}, for all alike; look at {look}"
+        )
+        yield Blame(place, "slow", phase, ranks, value_s, past_s, since, len(slow), sentence)
+
+    def late(self, least_s: float) -> Iterator[Blame]:
+        """Yields the rank that all others wait for at a save."""
+        saves = [save for save in self._saves if save.late_s is not None and save.late_rank >= 0]
+
+        def is_late(save: Save, rank: int) -> bool:
+            return save.late_rank == rank and (save.late_s or 0.0) > least_s
+
+        last = saves[-WINDOW:]
+        counts = Counter(save.late_rank for save in last if is_late(save, save.late_rank))
+        for rank, times in counts.items():
+            if times < NEEDED:
+                continue
+            late = [save.late_s or 0.0 for save in last if is_late(save, rank)]
+            value_s = statistics.median(late)
+            since = _since(saves, partial(is_late, rank=rank))
+            place = self._name(rank)
+            sentence = (
+                f"{place} comes to save {seconds_text(value_s)} after the first, since {since}: "
+                "the others wait for it; look at what it does in a step that others do not"
+            )
+            yield Blame(place, "late", "", (rank,), value_s, 0.0, since, times, sentence)
+
+
+def _is_slow(value_s: float, usual_s: float) -> bool:
+    return value_s - usual_s > LEAST_S and usual_s < SUSPECT * value_s
+
+
+def _spread_median(save: Save, phase: str) -> float:
+    return save.even.get(phase, save.phases[phase]).median_s
+
+
+def _slow_ranks(save: Save, phase: str) -> dict[int, float]:
+    """Returns the ranks that take longer than the median of all, for the same bytes."""
+    spread = save.even.get(phase, save.phases[phase])
+    if spread.ranks < 2:
+        return {}
+    return {rank: s for rank, s in spread.slowest if _is_slow(s, spread.median_s)}
+
+
+def _heavy_ranks(save: Save, phase: str) -> dict[int, float]:
+    """Returns the ranks that take longer, and do not for the same bytes."""
+    if phase not in save.even or save.phases[phase].ranks < 2:
+        return {}
+    raw = save.phases[phase]
+    slow = {rank: s for rank, s in raw.slowest if _is_slow(s, raw.median_s)}
+    even = _slow_ranks(save, phase)
+    return {rank: s for rank, s in slow.items() if rank not in even}
+
+
+def _since(saves: Sequence[Save], is_so: Callable[[Save], bool]) -> str:
+    """Returns the generation since which it is so in most of any five saves."""
+    first = saves[-1]
+    recent: list[bool] = []
+    for save in reversed(saves):
+        so = is_so(save)
+        recent = [*recent[1 - WINDOW :], so]
+        if len(recent) == WINDOW and sum(recent) < NEEDED:
+            break
+        if so:
+            first = save
+    return f"{first.incarnation}-{first.step}"

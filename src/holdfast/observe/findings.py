@@ -1,0 +1,457 @@
+"""PURE. The rules by which a run is judged: one set of them, for every view of a run.
+
+``find`` applies them to a report; ``docs/operations/alerts.md`` is generated from ``RULES``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from holdfast.observe.blame import find_slow
+from holdfast.observe.report import Report, Save
+from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
+
+#: Distances of saves, or medians of a step, after which a thing is missing.
+TIMES = 3
+#: Saves in a row, and how many of the newest are looked at.
+ROW, NEWEST = 3, 5
+#: What throughput may lose against its own past.
+DOWN = 0.7
+#: Seconds that clocks of hosts may be apart.
+APART_S = 1.0
+#: Seconds without a record after which a run that did not close is silent.
+SILENT_S, SILENT_STEPS = 60.0, 10
+#: Starts of a keeper that are more than chance, and starts without progress.
+KEEPERS, LOOPS, DEATHS = 3, 3, 2
+
+
+class Evidence(NamedTuple):
+    """What a rule found: in words, and since when, in seconds since 1970 (None: not known)."""
+
+    text: str
+    since_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRule:
+    """One rule. ``when``: what it finds. ``remedy``: what to do. ``check``: finds it in a report;
+    it is handed the present moment, or None for a report of what was.
+    """
+
+    name: str
+    severity: str
+    """critical (what was promised is at risk) | warning (it costs time) | notice"""
+    when: str
+    remedy: str
+    check: Callable[[Report, float | None], Iterator[Evidence]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinding:
+    """One thing that is wrong with a run. ``cause``: the name of the rule."""
+
+    cause: str
+    severity: str
+    evidence: str
+    since_s: float | None
+    remedy: str
+
+
+def find(report: Report, now_s: float | None = None) -> tuple[RunFinding, ...]:
+    """Returns what is wrong with a run, the worst first.
+
+    ``now_s``: the present moment, in seconds since 1970, for a run that trains; None for a report
+    of what was, which cannot be silent.
+    """
+    return tuple(
+        RunFinding(rule.name, rule.severity, text, since_s, rule.remedy)
+        for rule in RULES
+        for text, since_s in rule.check(report, now_s)
+    )
+
+
+def to_plain(findings: Sequence[RunFinding]) -> list[dict[str, Any]]:
+    """Returns findings as plain values, for JSON."""
+    return [asdict(one) for one in findings]
+
+
+def _newest(report: Report) -> list[Save]:
+    """Returns the saves of the newest start."""
+    saves = report.saves
+    return [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
+
+
+def _overdue(saves: list[Save], state: set[str], what: str) -> Iterator[Evidence]:
+    """Yields that no save has reached a state for several times the usual distance."""
+    reached = [save for save in saves if save.state in state]
+    gaps = [b.step - a.step for a, b in pairwise(reached)]
+    if not gaps:
+        return
+    behind, usual = saves[-1].step - reached[-1].step, statistics.median(gaps)
+    if behind > TIMES * max(1.0, usual):
+        newest = reached[-1]
+        yield Evidence(
+            f"the newest {what} generation is {newest.incarnation}-{newest.step}, {behind} steps "
+            f"old, where one came every {usual:.0f} steps",
+            newest.time_s,
+        )
+
+
+def _not_durable(report: Report, _: float | None) -> Iterator[Evidence]:
+    yield from _overdue(_newest(report), {"durable"}, "durable")
+
+
+def _not_protected(report: Report, _: float | None) -> Iterator[Evidence]:
+    saves = _newest(report)
+    if saves and any(
+        one.parity > 0 and one.incarnation == saves[-1].incarnation for one in report.protection
+    ):
+        yield from _overdue(saves, {"protected", "durable"}, "protected")
+
+
+def _missed(report: Report, _: float | None) -> Iterator[Evidence]:
+    row: list[Save] = []
+    for save in reversed(_newest(report)):
+        if save.state == "missed":
+            row.append(save)
+        elif save.state != "unfinished":
+            break
+    if len(row) >= ROW:
+        why = Counter(save.reason for save in row).most_common(1)[0][0]
+        text = f"{len(row)} saves in a row gave nothing, the last: {why}"
+        yield Evidence(text, row[-1].time_s)
+
+
+def _storage_slow(report: Report, _: float | None) -> Iterator[Evidence]:
+    durable = [
+        (save.durable_s, save.time_s)
+        for save in _newest(report)
+        if save.durable_s is not None and save.time_s is not None
+    ]
+    gaps = [
+        (took_s, next_s - called_s, called_s)
+        for (took_s, called_s), (_, next_s) in pairwise(durable)
+    ]
+    late = [one for one in gaps[-NEWEST:] if one[0] > one[1]]
+    if len(late) >= ROW:
+        took_s = statistics.median(took_s for took_s, *_ in late)
+        apart_s = statistics.median(gap_s for _, gap_s, _ in late)
+        yield Evidence(
+            f"a save takes {seconds_text(took_s)} to be durable, and the next is asked for after "
+            f"{seconds_text(apart_s)}",
+            late[0][2],
+        )
+
+
+def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
+    saves = [save for save in report.saves if save.throughput_bytes_per_s and save.size_bytes]
+    if len(saves) < NEWEST + 2 * NEWEST:
+        return
+    rates = [save.throughput_bytes_per_s or 0.0 for save in saves]
+    now, before = statistics.median(rates[-NEWEST:]), statistics.median(rates[:-NEWEST])
+    if now < DOWN * before:
+        text = f"saves go to storage at {rate_text(now)}, where they went at {rate_text(before)}"
+        yield Evidence(text, saves[-NEWEST].time_s)
+
+
+def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
+    errors = [one.error_s or 0.0 for one in report.clocks]
+    at = {f"{save.incarnation}-{save.step}": save.time_s for save in report.saves}
+    blames = find_slow(report.saves, report.ranks_by_host, clock_error_s=max(errors, default=0.0))
+    for one in blames:
+        yield Evidence(one.sentence, at.get(one.since))
+
+
+def _late_host(report: Report, _: float | None) -> Iterator[Evidence]:
+    for host, saves in report.late_hosts.items():
+        yield Evidence(f"the others waited in vain for {host} at {count_text(saves, 'save')}")
+
+
+def _keeper_lost(report: Report, _: float | None) -> Iterator[Evidence]:
+    by_host = Counter(loss.host for loss in report.keeper_losses)
+    for host, losses in by_host.items():
+        own = [loss for loss in report.keeper_losses if loss.host == host]
+        where = f" of {host}" if host else ""
+        yield Evidence(
+            f"the keeper{where} was lost {count_text(losses, 'time')}, the last: {own[-1].reason}",
+            own[0].time_s,
+        )
+
+
+def _restart_loop(report: Report, _: float | None) -> Iterator[Evidence]:
+    furthest, idle = -1, 0
+    for before, start in pairwise((None, *report.starts)):
+        newest = -1 if start is None or start.newest_step is None else start.newest_step
+        is_idle = before is not None and before.ended != "closed" and newest <= furthest
+        idle = idle + 1 if is_idle else 0
+        furthest = max(furthest, newest)
+    if idle >= LOOPS:
+        at = "the first step" if furthest < 0 else f"step {furthest}"
+        text = f"{idle} starts in a row came no further than {at}"
+        yield Evidence(text, report.starts[-idle].time_s)
+
+
+def _same_host(report: Report, _: float | None) -> Iterator[Evidence]:
+    if report.reliability is None:
+        return
+    hosts = Counter(one.host for one in report.reliability.interruptions if one.host)
+    several = {host for start in report.starts for host in start.hosts}
+    for host, times in hosts.items():
+        if times >= DEATHS and len(several) > 1 and 2 * times > hosts.total():
+            first = next(one for one in report.reliability.interruptions if one.host == host)
+            yield Evidence(
+                f"{times} of {hosts.total()} interruptions began with a rank on {host}", first.at_s
+            )
+
+
+def _stalled(report: Report, _: float | None) -> Iterator[Evidence]:
+    ledger = report.ledger
+    if ledger is not None and ledger.seconds["stall"] > 0.01 * ledger.elapsed_s:
+        stalled = seconds_text(ledger.seconds["stall"])
+        part = ledger.seconds["stall"] / ledger.elapsed_s
+        yield Evidence(f"steps that hung took {stalled} in all, {100 * part:.1f} % of the run")
+
+
+def _silent(report: Report, now_s: float | None) -> Iterator[Evidence]:
+    if now_s is None or not report.starts or report.starts[-1].ended != "open":
+        return
+    step_s = None if report.reliability is None else report.reliability.step_s
+    limit_s = max(SILENT_S, SILENT_STEPS * (step_s or 0.0))
+    if now_s - report.last_s > limit_s:
+        quiet = seconds_text(now_s - report.last_s)
+        start = report.starts[-1]
+        at = "before a step" if start.newest_step is None else f"after step {start.newest_step}"
+        yield Evidence(f"no sign of life for {quiet}, {at}", report.last_s)
+
+
+def _clocks_apart(report: Report, _: float | None) -> Iterator[Evidence]:
+    for one in report.clocks:
+        if abs(one.ahead_s) > max(APART_S, 3 * (one.error_s or 0.0)):
+            side = "ahead" if one.ahead_s > 0 else "behind"
+            yield Evidence(f"clock of host {one.host} is {seconds_text(abs(one.ahead_s))} {side}")
+
+
+def _corrupt(report: Report, _: float | None) -> Iterator[Evidence]:
+    for one in report.damages:
+        text = f"{one.what} {one.name} of {one.incarnation}-{one.step} changed in memory of "
+        yield Evidence(f"{text}{one.host}: {one.outcome}", one.time_s)
+
+
+def _dropped(report: Report, _: float | None) -> Iterator[Evidence]:
+    for dropped in report.dropped_sources:
+        yield Evidence(f"a restore went on without {dropped}")
+
+
+def _replicas(report: Report, _: float | None) -> Iterator[Evidence]:
+    if report.divergences:
+        one = min(report.divergences, key=lambda each: each.first)
+        more = len(report.divergences) - 1
+        others = f", and {count_text(more, 'leaf')} more".replace("leafs", "leaves") if more else ""
+        saves, first = count_text(one.saves, "save"), f"{one.first[0]}-{one.first[1]}"
+        yield Evidence(
+            f"{one.leaf} was not the same on all ranks in {saves}, since {first}{others}"
+        )
+
+
+def _weaker(report: Report, _: float | None) -> Iterator[Evidence]:
+    for missing in report.protection[-1].missing if report.protection else ():
+        yield Evidence(missing)
+
+
+def _storage_trouble(report: Report, _: float | None) -> Iterator[Evidence]:
+    if report.persist_failures:
+        count = count_text(len(report.persist_failures), "save")
+        yield Evidence(f"{count} could not be stored, the last {report.persist_failures[-1]}")
+
+
+def _no_room(report: Report, _: float | None) -> Iterator[Evidence]:
+    saves = _newest(report)
+    if saves and saves[-1].ring_bytes:
+        yield Evidence(
+            "shared memory had no room for whole images: saves are durable or nothing",
+            saves[-1].time_s,
+        )
+
+
+def _events_dropped(report: Report, _: float | None) -> Iterator[Evidence]:
+    counts = {
+        "lost": report.lost_records,
+        "invalid": report.invalid_lines,
+        "unreadable file": len(report.unreadable),
+    }
+    counts = {name: count for name, count in counts.items() if count}
+    if counts:
+        yield Evidence(f"of the records of this run there are {counts_text(counts)}")
+
+
+def _held(report: Report, _: float | None) -> Iterator[Evidence]:
+    for one in report.keepers:
+        if one.starts >= KEEPERS:
+            yield Evidence(f"the keeper of {one.host} was started {one.starts} times")
+
+
+#: The worst first: in this order they are shown.
+RULES = (
+    RunRule(
+        "no_sign_of_life",
+        "critical",
+        "a run that did not close has no record for 10 median steps, and for a minute",
+        "Look whether its processes live; where they do, py-spy dump --pid shows where they wait, "
+        "and where PyTorch's Flight Recorder left dumps, torchfrtrace reads them.",
+        _silent,
+    ),
+    RunRule(
+        "restart_loop",
+        "critical",
+        "three starts in a row came no further than the one before them",
+        "The same step fails each time: read torchrun's error file of the rank that was the first, "
+        "or restore an earlier generation by name.",
+        _restart_loop,
+    ),
+    RunRule(
+        "no_durable",
+        "critical",
+        "the newest durable generation is three times as old as they usually are apart",
+        "Look at the other findings of storage and at the keeper's log; nothing newer survives the "
+        "loss of all hosts.",
+        _not_durable,
+    ),
+    RunRule(
+        "no_protected",
+        "critical",
+        "the newest protected generation is three times as old as they usually are apart",
+        "Look at what is said of parity, and at the network between the hosts.",
+        _not_protected,
+    ),
+    RunRule(
+        "saves_missed",
+        "critical",
+        "the last three saves, or more, gave no generation",
+        "The reason names what is in the way; docs/operations/troubleshooting.md has it word by "
+        "word.",
+        _missed,
+    ),
+    RunRule(
+        "damage",
+        "critical",
+        "sealed bytes changed in the memory of a host",
+        "Take the host out and test its memory: nothing but a fault of it, or a stray write, does "
+        "this.",
+        _corrupt,
+    ),
+    RunRule(
+        "replicas_differ",
+        "critical",
+        "a leaf that several ranks hold was not the same on all of them",
+        "Training has diverged: look for a rank with another seed, a collective left out, or a "
+        "faulty device.",
+        _replicas,
+    ),
+    RunRule(
+        "storage_trouble",
+        "critical",
+        "a snapshot could not be made durable",
+        "The reason names the error of the storage: room, rights or network.",
+        _storage_trouble,
+    ),
+    RunRule(
+        "same_host_dies",
+        "warning",
+        "a host was the first to go in two interruptions, and in more than half of all",
+        "Take the host out of the job, and look at its kernel log.",
+        _same_host,
+    ),
+    RunRule(
+        "source_dropped",
+        "warning",
+        "a source of a restore failed or did not verify, and another was used",
+        "`holdfast verify --deep` finds what is damaged in storage, `holdfast repair` mends it "
+        "from a copy.",
+        _dropped,
+    ),
+    RunRule(
+        "protection_lower",
+        "warning",
+        "hosts cannot protect each other as was asked",
+        "docs/operations/choosing-parity.md says what it takes.",
+        _weaker,
+    ),
+    RunRule(
+        "keeper_lost",
+        "warning",
+        "a keeper went away; snapshots in memory of its host stayed, saves meanwhile did not",
+        "Look whether it was killed (kernel log: out of memory) or left a trace in keeper.log.",
+        _keeper_lost,
+    ),
+    RunRule(
+        "keeper_restarts",
+        "warning",
+        "a keeper was started three times or more",
+        "Its log says why it ended; each start of a run that was killed with its keeper makes a "
+        "new one.",
+        _held,
+    ),
+    RunRule(
+        "late_host",
+        "warning",
+        "the others waited for a host at a save, and gave up",
+        "Look at what its ranks do in a step that others do not, and at its load.",
+        _late_host,
+    ),
+    RunRule(
+        "slow_place",
+        "warning",
+        "a rank, a host or all of them are slow in three of the last five saves",
+        "The sentence says where to look first.",
+        _slow_place,
+    ),
+    RunRule(
+        "storage_slow",
+        "warning",
+        "three of the last saves were not durable when the next was asked for",
+        "Make fewer saves durable (storage=Every(...)), or use faster storage; a cache= on each "
+        "host takes the peaks.",
+        _storage_slow,
+    ),
+    RunRule(
+        "throughput_down",
+        "warning",
+        "the last five saves went to storage at less than 70 % of the speed of those before",
+        "Look at what else uses the storage, and at how full it is.",
+        _throughput_down,
+    ),
+    RunRule(
+        "stalled",
+        "warning",
+        "steps of more than ten medians took more than 1 % of the run",
+        "Look at the data and the network at these moments; with ckpt.phase(...) what the program "
+        "knows of is not counted.",
+        _stalled,
+    ),
+    RunRule(
+        "clocks_apart",
+        "warning",
+        "the clock of a host differs by more than a second from the first host's",
+        "Let the host follow a time server; the report has taken the difference out.",
+        _clocks_apart,
+    ),
+    RunRule(
+        "no_room",
+        "notice",
+        "shared memory has no room for whole images",
+        "Give the arena more room: docs/sizing.md.",
+        _no_room,
+    ),
+    RunRule(
+        "records_lost",
+        "notice",
+        "records of events are lost, invalid or cannot be read",
+        "What is shown may lack something; look at the room of the disk and of /dev/shm.",
+        _events_dropped,
+    ),
+)

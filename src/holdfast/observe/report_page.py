@@ -1,0 +1,342 @@
+"""Writes a report as one page of HTML that needs nothing else: no request, no script.
+
+What comes out of records is escaped, in text and in attributes alike, with characters that act made
+visible. Charts are drawings in the page; which phase a heat map shows is chosen by radio buttons,
+so that mouse and keyboard do it without a script. Colour never stands alone: a title, a sign or a
+figure says the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from holdfast.observe.findings import RunFinding
+from holdfast.observe.ledger import Ledger
+from holdfast.observe.report import Report, Save
+from holdfast.observe.save_view import PHASES, host_by_rank
+from holdfast.observe.summary import PARTS, health_text, parts_text, reliability_lines
+from holdfast.observe.text import (
+    moment_text,
+    on_one_line,
+    printable,
+    rate_text,
+    seconds_text,
+    size_text,
+)
+
+#: Saves of a chart, and rows of a heat map; of more the newest and the slowest are shown.
+MOST_SAVES, MOST_ROWS, MOST_LINES = 240, 64, 200
+#: Characters of a text from a record.
+MOST_TEXT = 400
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 220, 70, 24
+
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1b1f24;--soft:#57606a;--paper:#fff;--line:#d0d7de;
+--bad:#b42318;--warn:#8a5300;--a:#0b62c4;--b:#a3431f;--h:11,98,196}
+@media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9ba5b0;--paper:#0d1117;
+--line:#30363d;--bad:#ff8d80;--warn:#f0b35e;--a:#6cb2ff;--b:#ff9d76;--h:108,178,255}}
+*{box-sizing:border-box}body{margin:0 auto;max-width:1000px;padding:16px;background:var(--paper);
+color:var(--ink);font:15px/1.45 system-ui,sans-serif;overflow-wrap:anywhere}
+h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 8px}
+table{border-collapse:collapse;width:100%;font-size:13px}th,td{border-bottom:1px solid var(--line);
+padding:3px 6px;text-align:left;vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
+.soft{color:var(--soft)}.critical{color:var(--bad);font-weight:600}.warning{color:var(--warn);
+font-weight:600}.scroll{overflow-x:auto}.grid{stroke:var(--line)}.axis{stroke:var(--soft)}
+.a{stroke:var(--a);fill:var(--a)}.b{stroke:var(--b);fill:var(--b)}.cell{fill:rgb(var(--h))}
+.none{fill:none;stroke:var(--line)}.map{display:none}fieldset{border:1px solid var(--line);
+margin:0 0 8px;padding:4px 8px}label{margin-right:12px;white-space:nowrap}
+:focus-visible{outline:2px solid var(--a);outline-offset:2px}
+.productive{fill:#2da44e}.blocking{fill:#8250df}.first_step{fill:#b8860b}.stall{fill:#cf222e}
+.declared{fill:#0598bc}.lost_work{fill:#e16f24}.detection{fill:#bf3989}.restart{fill:#6e7781}
+.start_up{fill:#57a0d3}.waiting{fill:#a475f9}.restore{fill:#1f6feb}.absent{fill:#444c56}
+.away{fill:#8b949e}.unknown{fill:#767676}.bar text{fill:#fff;font-weight:700}
+@media print{body{max-width:none;font-size:11px}h2{break-after:avoid}svg,table{break-inside:avoid}
+fieldset{display:none}}
+"""
+
+
+def render_page(report: Report, findings: Sequence[RunFinding]) -> str:
+    """Returns the page."""
+    maps = [phase for phase in PHASES if any(phase in save.phases for save in report.saves)]
+    style = _STYLE + "".join(
+        f"main:has(#map-{phase}:checked) .map-{phase}{{display:block}}" for phase in maps
+    )
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    body = "\n".join(_body(report, findings, maps))
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\">\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escaped(report.root)}: report</title>\n<style>{style}</style></head>\n"
+        f"<body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+def escaped(text: object) -> str:
+    """Returns text that is nothing but text in HTML, wherever it stands."""
+    shown = printable(on_one_line(str(text)))
+    if len(shown) > MOST_TEXT:
+        shown = shown[:MOST_TEXT] + " ... (whole in --json)"
+    return html.escape(shown, quote=True)
+
+
+def _body(report: Report, findings: Sequence[RunFinding], maps: Sequence[str]) -> Iterator[str]:
+    severity = findings[0].severity if findings else "healthy"
+    yield f"<h1>{escaped(report.root)}</h1>"
+    yield f'<p class="{severity}">{escaped(health_text(report, findings))}</p>'
+    if report.ledger is not None and report.ledger.elapsed_s > 0:
+        yield "<h2>Where the time went</h2>"
+        yield _ledger_bar(report.ledger)
+        yield f'<p class="soft">{escaped(parts_text(report.ledger))}</p>'
+        yield _ledger_table(report.ledger)
+    if report.reliability is not None:
+        yield from (f"<p>{escaped(line)}</p>" for line in reliability_lines(report.reliability))
+    yield "<h2>Findings</h2>"
+    yield _findings(findings)
+    yield "<h2>Interruptions</h2>"
+    yield _timeline(report)
+    yield _interruptions(report)
+    saves = report.saves[-MOST_SAVES:]
+    if saves:
+        yield "<h2>Saves over time</h2>"
+        yield _chart(saves)
+        yield "<h2>Ranks by saves</h2>"
+        yield _heat_maps(report, saves, maps)
+        yield "<h2>Saves</h2>"
+        yield _save_table(report, saves[-MOST_LINES:])
+
+
+def _svg(height: float, title: str, parts: Iterable[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escaped(title)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _ledger_bar(ledger: Ledger) -> str:
+    at, parts = 0.0, []
+    for name, (label, sign) in PARTS.items():
+        width = _WIDTH * ledger.seconds[name] / ledger.elapsed_s
+        if width <= 0:
+            continue
+        title = f"{label}: {seconds_text(ledger.seconds[name])}"
+        parts.append(
+            f'<g><title>{escaped(title)}</title><rect class="{name}" x="{at:.2f}" y="0" '
+            f'width="{max(width, 0.5):.2f}" height="36"/>'
+        )
+        if width > 14:
+            parts.append(f'<text x="{at + 4:.1f}" y="22">{escaped(sign)}</text>')
+        parts.append("</g>")
+        at += width
+    drawn = _svg(36, "the run's time by what it went into", parts)
+    return f'<div class="bar">{drawn}</div>'
+
+
+def _ledger_table(ledger: Ledger) -> str:
+    whole = ledger.elapsed_s * ledger.ranks
+    rows = [
+        (
+            f"{sign} {label}",
+            seconds_text(ledger.seconds[name]),
+            f"{100 * ledger.seconds[name] / ledger.elapsed_s:.1f} %",
+            seconds_text(ledger.rank_seconds[name]),
+            f"{100 * ledger.rank_seconds[name] / whole:.1f} %",
+        )
+        for name, (label, sign) in PARTS.items()
+        if ledger.seconds[name] or ledger.rank_seconds[name]
+    ]
+    return _table(("part", "on the wall", "", "over ranks", ""), rows)
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Returns a table; all columns but the first ``texts`` are of numbers."""
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{'' if at < texts else ' class=n'}>{escaped(value)}</{tag}>"
+            for at, value in enumerate(values)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    head = f"<thead><tr>{cells('th', names)}</tr></thead>"
+    return f'<div class="scroll" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _findings(findings: Sequence[RunFinding]) -> str:
+    if not findings:
+        return "<p>Nothing is wrong.</p>"
+    items = (
+        f'<li><span class="{one.severity}">{escaped(one.severity)} {escaped(one.cause)}</span>: '
+        f"{escaped(one.evidence)}"
+        + (f" (since {escaped(moment_text(one.since_s))})" if one.since_s else "")
+        + f'<br><span class="soft">{escaped(one.remedy)}</span></li>'
+        for one in findings[:MOST_LINES]
+    )
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def _timeline(report: Report) -> str:
+    """Draws the starts of a run one after the other, and where each was interrupted."""
+    starts = report.starts
+    if not starts or report.last_s <= starts[0].time_s:
+        return ""
+    first_s, span_s = starts[0].time_s, report.last_s - starts[0].time_s
+    ends = [start.time_s - (start.down_s or 0.0) for start in starts[1:]] + [report.last_s]
+    parts = []
+    for start, end_s in zip(starts, ends, strict=True):
+        at = _WIDTH * (start.time_s - first_s) / span_s
+        width = max(1.0, _WIDTH * (end_s - start.time_s) / span_s - 2)
+        title = f"start {start.incarnation}: {start.world} ranks, {start.ended}"
+        parts.append(
+            f'<g><title>{escaped(title)}</title><rect class="start_up" x="{at:.1f}" y="4" '
+            f'width="{width:.1f}" height="20"/><text x="{at + 3:.1f}" y="40">'
+            f"{start.incarnation}</text></g>"
+        )
+    for one in report.reliability.interruptions if report.reliability is not None else ():
+        at = min(_WIDTH - 2, max(2.0, _WIDTH * (one.at_s - first_s) / span_s))
+        who = f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen who"
+        title = f"{moment_text(one.at_s)}: {who}, {one.lost_steps} steps lost"
+        parts.append(
+            f'<g><title>{escaped(title)}</title><path class="stall" '
+            f'd="M{at - 5:.1f} 0h10l-5 12z"/></g>'
+        )
+    return _svg(46, "starts and interruptions over time", parts)
+
+
+def _interruptions(report: Report) -> str:
+    found = report.reliability.interruptions if report.reliability is not None else ()
+    if not found:
+        return "<p>None.</p>"
+    rows = [
+        (
+            moment_text(one.at_s),
+            f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen",
+            one.phase or one.cause,
+            "-" if one.lost_steps is None else str(one.lost_steps),
+            *map(seconds_text, (one.back_after_s, one.detect_s, one.restart_s, one.restore_s)),
+            seconds_text(one.repeat_s),
+            one.source or "-",
+        )
+        for one in found[-MOST_LINES:]
+    ]
+    names = ("when", "who", "doing", "steps lost", "back after", "stop", "start", "restore", "redo")
+    return _table((*names, "from"), rows, texts=3)
+
+
+def _chart(saves: Sequence[Save]) -> str:
+    """Draws the time to captured and to durable of each save, on one scale of powers of ten."""
+    series = {
+        "captured": ("a", [(i, s.captured_s) for i, s in enumerate(saves) if s.captured_s]),
+        "durable": ("b", [(i, s.durable_s) for i, s in enumerate(saves) if s.durable_s]),
+    }
+    values = [value for _, points in series.values() for _, value in points if value]
+    if not values:
+        return "<p>No times were recorded.</p>"
+    low = math.floor(math.log10(max(1e-6, min(values))))
+    high = max(low + 1, math.ceil(math.log10(max(values))))
+
+    def y(value: float) -> float:
+        part = (math.log10(max(1e-6, value)) - low) / (high - low)
+        return 8 + (_HEIGHT - _BOTTOM - 8) * (1 - part)
+
+    def x(at: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 10) * (at + 0.5) / len(saves)
+
+    parts = []
+    for power in range(low, high + 1):
+        line = y(10.0**power)
+        parts.append(
+            f'<path class="grid" d="M{_LEFT} {line:.1f}H{_WIDTH}"/><text x="4" y="{line + 4:.1f}">'
+            f"{escaped(seconds_text(10.0**power))}</text>"
+        )
+    for name, (style, points) in series.items():
+        for at, value in points:
+            save = saves[at]
+            title = f"{save.incarnation}-{save.step} {name} after {seconds_text(value)}"
+            place = x(at), y(value or low)
+            mark = (
+                f'<circle class="{style}" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="3"/>'
+                if style == "a"
+                else f'<rect class="{style}" x="{place[0] - 3:.1f}" y="{place[1] - 3:.1f}" '
+                'width="6" height="6"/>'
+            )
+            parts.append(f"<g><title>{escaped(title)}</title>{mark}</g>")
+    ends = (saves[0], _LEFT), (saves[-1], _WIDTH - 60)
+    for save, at in ends:
+        label = f"{save.incarnation}-{save.step}"
+        parts.append(f'<text x="{at}" y="{_HEIGHT - 6}">{label}</text>')
+    key = '<p class="soft">&#9679; captured, &#9632; durable, since the call of save</p>'
+    return key + _svg(_HEIGHT, "seconds to captured and durable, by save", parts)
+
+
+def _heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str]) -> str:
+    buttons = "".join(
+        f'<label><input type="radio" name="map" id="map-{phase}"'
+        f"{' checked' if at == 0 else ''}> {escaped(PHASES[phase])}</label>"
+        for at, phase in enumerate(sorted(maps, key=lambda name: name != "copy_s"))
+    )
+    host_of = host_by_rank(report.ranks_by_host)
+    drawn = "".join(
+        f'<div class="map map-{phase}">{_heat_map(saves, phase, host_of)}</div>' for phase in maps
+    )
+    note = "Of each save the 16 slowest ranks are known; an empty cell is a rank that was not one."
+    return f"<fieldset><legend>phase</legend>{buttons}</fieldset>{drawn}<p class=soft>{note}</p>"
+
+
+def _heat_map(saves: Sequence[Save], phase: str, host_of: Mapping[int, str]) -> str:
+    columns = [dict(save.phases[phase].slowest) if phase in save.phases else {} for save in saves]
+    totals: dict[int, float] = {}
+    for column in columns:
+        for rank, value in column.items():
+            totals[rank] = totals.get(rank, 0.0) + value
+    rows = sorted(sorted(totals, key=lambda rank: -totals[rank])[:MOST_ROWS])
+    largest = max((value for column in columns for value in column.values()), default=0.0)
+    width, height = (_WIDTH - 120) / max(1, len(saves)), 14
+    parts = []
+    for line, rank in enumerate(rows):
+        host = host_of.get(rank, "")
+        name = f"{rank} {host}"[:18]
+        parts.append(f'<text x="0" y="{line * height + 11}">{escaped(name)}</text>')
+        for at, column in enumerate(columns):
+            place = f'x="{120 + at * width:.2f}" y="{line * height}"'
+            size = f'width="{max(0.5, width - 0.5):.2f}" height="{height - 1}"'
+            if rank not in column:
+                continue
+            part = math.sqrt(column[rank] / largest) if largest > 0 else 0.0
+            save = saves[at]
+            title = f"rank {rank} at {save.incarnation}-{save.step}: {seconds_text(column[rank])}"
+            parts.append(
+                f'<rect class="cell" {place} {size} fill-opacity="{0.06 + 0.94 * part:.2f}">'
+                f"<title>{escaped(title)}</title></rect>"
+            )
+    label = f"{PHASES[phase]} by rank and save; darkest {seconds_text(largest)}"
+    return f'<p class="soft">{escaped(label)}</p>' + _svg(max(1, len(rows)) * height, label, parts)
+
+
+def _save_table(report: Report, saves: Sequence[Save]) -> str:
+    host_of = host_by_rank(report.ranks_by_host)
+
+    def slowest(save: Save, phase: str) -> str:
+        rank = save.slowest.get(phase, -1)
+        return "" if rank < 0 else f"rank {rank} {host_of.get(rank, '')}".rstrip()
+
+    rows = [
+        (
+            f"{save.incarnation}-{save.step}",
+            save.state + (f": {save.reason}" if save.reason else ""),
+            slowest(save, "copy_s"),
+            slowest(save, "write_s"),
+            *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
+            size_text(save.size_bytes),
+            rate_text(save.throughput_bytes_per_s),
+        )
+        for save in reversed(saves)
+    ]
+    names = ("generation", "state", "slowest to copy", "to write", "held", "fence", "captured")
+    return _table((*names, "durable", "size", "throughput"), rows, texts=4)

@@ -1,0 +1,151 @@
+"""Prints one save across its ranks, and all saves by rank or host."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.errors import NotFound
+from holdfast.observe.report import Report, Save
+from holdfast.observe.text import moment_text, rate_text, seconds_text, size_text
+
+#: phase -> its name for people, in the order in which they happen
+PHASES = {
+    "describe_s": "describing",
+    "volatile_s": "volatile leaves",
+    "wait_previous_s": "waiting for the save before",
+    "held_s": "in save, altogether",
+    "copy_s": "copying",
+    "fence_s": "at the fence",
+    "write_s": "writing",
+}
+_NAMED_RANKS = 4
+
+
+def find_save(report: Report, generation: str) -> Save:
+    """Returns a save by its step, the newest of several, or by "incarnation-step".
+
+    Raises NotFound.
+    """
+    for save in reversed(report.saves):
+        if generation in (str(save.step), f"{save.incarnation}-{save.step}"):
+            return save
+    few = ", ".join(f"{save.incarnation}-{save.step}" for save in report.saves[-3:])
+    raise NotFound(
+        f"no save {generation} in the events of {report.root}: the newest are {few or 'none'}",
+        root=report.root,
+    )
+
+
+def render_save(report: Report, save: Save, console: Console) -> None:
+    """Prints a save: its state, its critical path, and each phase over the ranks."""
+    host_of = host_by_rank(report.ranks_by_host)
+    when = moment_text(save.time_s or 0.0)
+    size, speed = size_text(save.size_bytes), rate_text(save.throughput_bytes_per_s)
+    console.print(
+        f"save {save.incarnation}-{save.step} of {when}: {save.state}, {size} at {speed}",
+        markup=False,
+    )
+    if save.reason:
+        console.print(save.reason, markup=False)
+    for line in critical_path(save, host_of):
+        console.print(line, markup=False)
+    table = Table(title="Phases over ranks", title_justify="left")
+    table.add_column("phase")
+    for name in ("ranks", "median", "90 %", "99 %", "largest"):
+        table.add_column(name, justify="right")
+    table.add_column("slowest")
+    for phase, name in PHASES.items():
+        if (spread := save.phases.get(phase)) is None:
+            continue
+        figures = (spread.median_s, spread.p90_s, spread.p99_s, spread.largest_s)
+        slowest = ", ".join(_name(rank, host_of) for rank, _ in spread.slowest[:_NAMED_RANKS])
+        table.add_row(name, str(spread.ranks), *map(seconds_text, figures), escape(slowest))
+    console.print(table)
+
+
+def critical_path(save: Save, host_of: Mapping[int, str]) -> Iterator[str]:
+    """Yields what the save waited for, one after the other."""
+    if save.late_s:
+        who = _name(save.late_rank, host_of)
+        yield f"{who} called save last, {seconds_text(save.late_s)} after the first"
+    if save.captured_s is not None:
+        yield f"captured after {seconds_text(save.captured_s)}{_slowest(save, 'copy_s', host_of)}"
+    if save.protect_s is not None:
+        yield f"protected in {seconds_text(save.protect_s)} from when parity was begun"
+    if save.durable_s is not None:
+        yield f"durable after {seconds_text(save.durable_s)}{_slowest(save, 'write_s', host_of)}"
+
+
+def _slowest(save: Save, phase: str, host_of: Mapping[int, str]) -> str:
+    spread = save.phases.get(phase)
+    if spread is None:
+        return ""
+    rank, elapsed_s = spread.slowest[0]
+    return f": {_name(rank, host_of)} was last in {PHASES[phase]}, {seconds_text(elapsed_s)}"
+
+
+def _name(rank: int, host_of: Mapping[int, str]) -> str:
+    host = host_of.get(rank, "")
+    return f"rank {rank} on {host}" if host else f"rank {rank}"
+
+
+def host_by_rank(ranks_by_host: Mapping[str, Sequence[int]]) -> dict[int, str]:
+    """Returns the host of each rank."""
+    return {rank: host for host, ranks in ranks_by_host.items() for rank in ranks}
+
+
+def values_by(report: Report, by: str) -> dict[str, dict[str, list[float]]]:
+    """Returns the seconds of each phase by rank or by host, those of the 16 slowest in each save.
+
+    ``by``: "rank" or "host". A host has the time of its slowest rank.
+    """
+    host_of = host_by_rank(report.ranks_by_host)
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for save in report.saves:
+        for phase, spread in save.phases.items():
+            seen: dict[str, float] = {}
+            for rank, elapsed_s in spread.slowest:
+                name = _name(rank, host_of) if by == "rank" else host_of.get(rank, "")
+                seen[name] = max(seen.get(name, 0.0), elapsed_s)
+            for name, elapsed_s in seen.items():
+                found[name][phase].append(elapsed_s)
+    return {name: dict(phases) for name, phases in found.items()}
+
+
+def render_by(report: Report, by: str, console: Console, *, last: int = 20) -> None:
+    """Prints the saves by rank or host: the slowest first, ``last`` of them, all for 0."""
+    values = values_by(report, by)
+    host_of = host_by_rank(report.ranks_by_host)
+    times: Counter[str] = Counter()
+    for save in report.saves:
+        for phase in ("copy_s", "write_s"):
+            if spread := save.phases.get(phase):
+                rank = spread.slowest[0][0]
+                times[_name(rank, host_of) if by == "rank" else host_of.get(rank, "")] += 1
+    order = sorted(values, key=lambda name: (-times[name], _work_of(values[name]), name))
+    shown = order[:last] if last else order
+    table = Table(title=f"Saves by {by}: medians, where among the 16 slowest", title_justify="left")
+    table.add_column(by)
+    table.add_column("times slowest", justify="right")
+    for name in PHASES.values():
+        table.add_column(name, justify="right")
+    for name in shown:
+        cells = [seconds_text(_median(values[name].get(phase))) for phase in PHASES]
+        table.add_row(escape(name or "unknown host"), str(times[name]), *cells)
+    console.print(table)
+    if len(shown) < len(order):
+        console.print(f"{len(order) - len(shown)} more: --last 0 shows all")
+
+
+def _work_of(phases: Mapping[str, Sequence[float]]) -> float:
+    return -sum(_median(phases.get(name)) or 0.0 for name in ("copy_s", "write_s"))
+
+
+def _median(values: Sequence[float] | None) -> float | None:
+    return statistics.median(values) if values else None

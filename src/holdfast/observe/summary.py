@@ -1,0 +1,156 @@
+"""Formats the first screen of a report: how the run is, where its time went, what to do.
+
+These are strings, never ``Text``: a command's console makes only strings printable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from holdfast.observe.findings import RunFinding
+from holdfast.observe.ledger import Ledger
+from holdfast.observe.reliability import Exposure, Reliability, RunInterruption
+from holdfast.observe.report import Report, Start
+from holdfast.observe.text import count_text, moment_text, on_one_line, seconds_text
+
+#: category -> (its name for people, its sign in a bar)
+PARTS = {
+    "productive": ("productive", "#"),
+    "blocking": ("held by saves", "s"),
+    "first_step": ("first steps", "f"),
+    "stall": ("stalled", "!"),
+    "declared": ("in phases of the program", "p"),
+    "lost_work": ("lost work", "x"),
+    "detection": ("until stopped", "d"),
+    "restart": ("until started again", "-"),
+    "start_up": ("starting up", "u"),
+    "waiting": ("waiting for ranks", "w"),
+    "restore": ("restoring", "r"),
+    "absent": ("ranks absent", "a"),
+    "away": ("between runs", "."),
+    "unknown": ("unknown", "?"),
+}
+BAR_WIDTH = 60
+_VERDICTS = {
+    "critical": "IN DANGER",
+    "warning": "needs a look",
+    "notice": "healthy, with a notice",
+}
+
+
+def health_text(report: Report, findings: Sequence[RunFinding]) -> str:
+    """Formats how the run is, in a line."""
+    verdict = _VERDICTS[findings[0].severity] if findings else "healthy"
+    return "; ".join([verdict, *_standing(report), *_record(report.reliability)])
+
+
+def _standing(report: Report) -> Iterator[str]:
+    if report.starts:
+        yield _end_of(report.starts[-1])
+    durable = [save for save in report.saves if save.state == "durable"]
+    if durable:
+        yield f"newest durable {durable[-1].incarnation}-{durable[-1].step}"
+    elif report.saves:
+        yield "nothing durable"
+
+
+def _end_of(start: Start) -> str:
+    at = "before the first step" if start.newest_step is None else f"at step {start.newest_step}"
+    ended = {"closed": "closed", "failed": "ended by an error"}.get(start.ended, "open")
+    return f"{ended} {at}"
+
+
+def _record(reliability: Reliability | None) -> Iterator[str]:
+    if reliability is None:
+        return
+    yield f"{100 * reliability.goodput:.1f} % productive"
+    if reliability.failures:
+        lost = count_text(reliability.lost_steps, "step")
+        yield f"{count_text(reliability.failures, 'interruption')}, {lost} lost"
+
+
+def bar_text(ledger: Ledger, width: int = BAR_WIDTH) -> str:
+    """Formats a bar with a sign for each part, which has at least one if it is there at all."""
+    shares = {name: us for name, us in ledger.seconds.items() if us > 0}
+    total = sum(shares.values())
+    cells = {name: max(1, int(width * s / total)) for name, s in shares.items()} if total else {}
+    if cells:
+        largest = max(shares, key=lambda name: shares[name])
+        cells[largest] = max(1, cells[largest] + width - sum(cells.values()))
+    return "[" + "".join(PARTS[name][1] * cells[name] for name in PARTS if name in cells) + "]"
+
+
+def parts_text(ledger: Ledger) -> str:
+    """Formats ``of 34.5 s: # 44.0 % productive, - 37.0 % until started again``, largest first."""
+    others = sorted(PARTS, key=lambda name: (name != "productive", -ledger.seconds[name]))
+    shown = [
+        f"{PARTS[name][1]} {100 * ledger.seconds[name] / ledger.elapsed_s:.1f} % {PARTS[name][0]}"
+        for name in others
+        if ledger.seconds[name] > 0 or name == "productive"
+    ]
+    return f"of {seconds_text(ledger.elapsed_s)}: {', '.join(shown)}"
+
+
+def finding_lines(findings: Sequence[RunFinding]) -> Iterator[str]:
+    """Yields two lines for each finding: what, and what to do."""
+    for one in findings:
+        since = f" (since {moment_text(one.since_s)})" if one.since_s else ""
+        yield on_one_line(f"{one.severity} {one.cause}: {one.evidence}{since}")
+        yield f"    {one.remedy}"
+
+
+def interruption_table(interruptions: Sequence[RunInterruption]) -> Table:
+    """Returns what each interruption was, and what it cost."""
+    table = Table(title="Interruptions", title_justify="left")
+    for name in ("when", "who", "doing"):
+        table.add_column(name)
+    for name in ("steps lost", "back after", "stop", "start", "restore", "redo"):
+        table.add_column(name, justify="right")
+    table.add_column("from")
+    for one in interruptions:
+        who = f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen"
+        table.add_row(
+            moment_text(one.at_s),
+            escape(who),
+            escape(one.phase or one.cause),
+            "-" if one.lost_steps is None else str(one.lost_steps),
+            seconds_text(one.back_after_s),
+            seconds_text(one.detect_s),
+            seconds_text(one.restart_s),
+            seconds_text(one.restore_s),
+            seconds_text(one.repeat_s),
+            escape(one.source or "-"),
+        )
+    return table
+
+
+def reliability_lines(reliability: Reliability) -> Iterator[str]:
+    """Yields the figures of a run's reliability."""
+    low, high = reliability.mtti_low_s, reliability.mtti_high_s
+    upper = "no bound above" if high is None else seconds_text(high)
+    yield (
+        f"ETTR {100 * reliability.ettr:.1f} % of the available time"
+        + _predicted(reliability)
+        + f"; mean time to interrupt {seconds_text(reliability.mtti_s)} "
+        f"(95 %: {seconds_text(low)} to {upper})"
+    )
+    shown = [text for one in reliability.exposure if (text := _exposure_text(one))]
+    if shown:
+        yield f"a loss would cost now: {', '.join(shown)}"
+    if reliability.recovery_s:
+        last = (f"{seconds_text(s)} from {name}" for name, s in reliability.recovery_s.items())
+        yield f"coming back took last: {', '.join(last)}"
+
+
+def _predicted(reliability: Reliability) -> str:
+    predicted = reliability.predicted_ettr
+    return "" if predicted is None else f" (predicted {100 * predicted:.1f} %)"
+
+
+def _exposure_text(one: Exposure) -> str:
+    if one.steps is None:
+        return f"of {one.loss} everything"
+    return f"of {one.loss} {count_text(one.steps, 'step')}"

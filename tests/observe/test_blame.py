@@ -1,0 +1,146 @@
+"""Who is slow, from saves in which a fault was planted at a known place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast import events
+from holdfast.observe.blame import Blame, find_slow
+from holdfast.observe.clocks import HostClocks
+from holdfast.observe.lives import Lives
+from holdfast.observe.records import RecordHead
+from holdfast.observe.save_records import SaveRecords
+
+HOSTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "d": (6, 7)}
+HOST_OF = {rank: host for host, ranks in HOSTS.items() for rank in ranks}
+SAVES = 20
+SIZE = 100_000_000
+#: What a fault makes of what a rank does in a save: the seconds of each phase, and its bytes.
+Fault = Callable[[int, int, dict[str, float]], None]
+
+
+def blamed(fault: Fault, seed: int, *, skew_s: float = 0.0) -> tuple[Blame, ...]:
+    """Who is found in saves with a fault, of hosts whose clocks are apart."""
+    chance = random.Random(seed)
+    clocks = HostClocks()
+    lives, saves = Lives(), SaveRecords(clocks)
+    lives.clocks = clocks
+    ahead_s = {host: chance.uniform(-skew_s, skew_s) for host in HOSTS}
+
+    def tell(event: Any, at_s: float, host: str) -> None:
+        at_s += ahead_s[host]
+        head = RecordHead(time_s=at_s + 1e6, mono_s=at_s, by_host=host, boot="x")
+        lives.take(event, head)
+        if not isinstance(event, events.RunStarted):
+            saves.take(event, head)
+
+    for rank, host in HOST_OF.items():
+        start = events.RunStarted(incarnation=1, rank=rank, run_id="r", world=8, host=host, pid=1)
+        tell(start, 1000 + chance.uniform(0, 0.002), host)
+    for step in range(SAVES):
+        for rank, host in HOST_OF.items():
+            usual = {"volatile_s": 0.01, "copy_s": 0.3, "write_s": 0.4, "late_s": 0.01}
+            does = {name: s * chance.uniform(0.8, 1.25) for name, s in usual.items()}
+            does |= {"bytes": SIZE * chance.uniform(0.98, 1.02), "fence_s": 0.2}
+            fault(step, rank, does)
+            at = 1010 + 10 * step + does["late_s"]
+            who: dict[str, Any] = {"incarnation": 1, "step": step, "rank": rank}
+            size = int(does["bytes"])
+            returned = events.SaveReturned(
+                **who,
+                held_s=does["volatile_s"],
+                describe_s=0.001,
+                volatile_s=does["volatile_s"],
+                wait_previous_s=0.0,
+                leaves=1,
+                size_bytes=size,
+                durable=True,
+            )
+            tell(returned, at + does["volatile_s"], host)
+            tell(events.FenceWaited(**who, held_s=does["fence_s"]), at + 1, host)
+            image: dict[str, Any] = {"size_bytes": size, "elapsed_s": does["copy_s"]}
+            tell(events.ImageCaptured(**who, copy_s=does["copy_s"], **image), at + 2, host)
+            image = {"size_bytes": size, "elapsed_s": does["write_s"], "image": "i"}
+            tell(events.ImageDurable(**who, **image), at + 3, host)
+    return find_slow(saves.saves(lives.clock()), HOSTS, clock_error_s=0.002)
+
+
+def slower(phase: str, *ranks: int, times: float = 4.0, since: int = 3) -> Fault:
+    def act(step: int, rank: int, does: dict[str, float]) -> None:
+        if rank in ranks and step >= since:
+            does[phase] *= times
+
+    return act
+
+
+def heavier(step: int, rank: int, does: dict[str, float]) -> None:
+    if rank == 5:
+        for name in ("bytes", "copy_s", "write_s"):
+            does[name] *= 2.5
+
+
+def late(step: int, rank: int, does: dict[str, float]) -> None:
+    if step >= 3:
+        does["late_s"] += 1.5 if rank == 5 else 0.0
+        does["fence_s"] += 0.0 if rank == 5 else 1.5  # the others wait for it
+
+
+FAULTS: list[tuple[str, Fault, tuple[str, str, str]]] = [
+    ("disk of a host", slower("write_s", 4, 5), ("host c", "slow", "write_s")),
+    ("memory of a host", slower("copy_s", 0, 1), ("host a", "slow", "copy_s")),
+    ("link of a rank", slower("copy_s", 6), ("rank 6 on d", "slow", "copy_s")),
+    ("CPU of a rank", slower("volatile_s", 3, times=20), ("rank 3 on b", "slow", "volatile_s")),
+    ("storage of all", slower("write_s", *range(8), since=14), ("all 4 hosts", "slow", "write_s")),
+    ("twice the bytes", heavier, ("rank 5 on c", "bytes", "copy_s")),
+    ("a late rank", late, ("rank 5 on c", "late", "")),
+]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("fault", "expected"), [each[1:] for each in FAULTS], ids=[each[0] for each in FAULTS]
+)
+def test_the_planted_place_is_named_and_nobody_else(
+    fault: Fault, expected: tuple[str, str, str], seed: int
+) -> None:
+    found = blamed(fault, seed, skew_s=3600.0)
+    assert found, "nobody was blamed"
+    worst = found[0]
+    places = {one.place for one in found}
+    assert (worst.place, worst.cause) == expected[:2] and places == {expected[0]}
+    assert expected[2] in {one.phase for one in found}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_nobody_is_blamed_in_a_healthy_run(seed: int) -> None:
+    assert blamed(lambda *_: None, seed, skew_s=3600.0) == ()
+
+
+@pytest.mark.parametrize("times", range(6))
+def test_it_takes_three_of_the_last_five_saves(times: int) -> None:
+    def now_and_then(step: int, rank: int, does: dict[str, float]) -> None:
+        is_slow = rank == 2 and step in (19, 15, 17, 18, 16)[:times]
+        does["copy_s"] = 1.5 if is_slow else 0.3
+
+    assert bool(blamed(now_and_then, 1)) == (times >= 3)
+
+
+def test_the_sentence_has_place_cause_figures_since_when_and_where_to_look() -> None:
+    (found,) = blamed(slower("write_s", 4, 5), 3)
+    assert found.since == "1-3" and found.saves == 5 and found.score < 0.4
+    assert found.sentence.startswith("host c, disk: writing an image takes 1.")
+    assert "where others take 4" in found.sentence and "since 1-3" in found.sentence
+    assert "durable 1." in found.sentence and "look at the disk" in found.sentence
+
+
+def test_who_waits_is_never_blamed() -> None:
+    """Some wait at the fence, for longer than anything else takes."""
+
+    def wait(step: int, rank: int, does: dict[str, float]) -> None:
+        does["fence_s"] = 5.0 if rank in (1, 2, 5) else 0.0
+
+    assert blamed(wait, 1) == ()

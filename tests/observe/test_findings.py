@@ -1,0 +1,152 @@
+"""Every rule finds what it is for, with figures, and none finds anything in a healthy run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast import events
+from holdfast.observe.clocks import ClockOffset
+from holdfast.observe.findings import RULES, find, to_plain
+from holdfast.observe.report import Report, to_json
+from holdfast.observe.report_builder import read_report
+from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_sick_run, tell_start
+
+
+def healthy(root: Path) -> Told:
+    told = Told(root, {"b": 0.4})
+    tell_start(told, 1, 10.0, RANKS)
+    for step in range(20):
+        tell_save(told, 1, step, 11.0 + 10 * step, RANKS)
+        done = of(events.StepsDone, 1, step=step, steps=1, elapsed_s=10.0, longest_s=10.0)
+        told(done, 11.0 + 10 * step)
+    return told
+
+
+def causes(report: Report, now_s: float | None = None) -> dict[str, str]:
+    return {one.cause: one.evidence for one in find(report, now_s)}
+
+
+def test_nothing_is_found_in_a_healthy_run_that_trains(tmp_path: Path) -> None:
+    report = read_report(healthy(tmp_path).write())
+    assert find(report, report.last_s + 5) == ()
+    for rank, host in RANKS.items():
+        told = healthy(tmp_path)
+        told(of(events.RunEnded, 1, rank, outcome="closed"), 300.0, host)
+    assert find(read_report(told.write())) == ()
+
+
+def test_what_is_wrong_with_a_sick_run_is_found_worst_first(tmp_path: Path) -> None:
+    report = read_report(tell_sick_run(tmp_path))
+    found = find(report)
+    severities = [one.severity for one in found]
+    assert severities == sorted(severities, key=["critical", "warning", "notice"].index)
+    seen = causes(report)
+    assert seen.keys() >= {
+        *("saves_missed", "damage", "replicas_differ", "storage_trouble", "same_host_dies"),
+        *("source_dropped", "protection_lower", "keeper_lost", "keeper_restarts", "late_host"),
+        *("slow_place", "clocks_apart"),
+    }
+    assert seen["same_host_dies"] == "2 of 2 interruptions began with a rank on b"
+    assert seen["slow_place"].startswith("host b, disk: writing an image takes 2.20 s where others")
+    assert seen["clocks_apart"] == "clock of host b is 1 h 00 min ahead"
+    assert seen["saves_missed"] == "4 saves in a row gave nothing, the last: late"
+    assert all(one.remedy for one in found)
+    assert to_plain(found)[0]["cause"] == found[0].cause
+
+
+def stall(told: Told) -> None:
+    slow = of(events.StepsDone, 1, step=20, steps=1, elapsed_s=150.0, longest_s=150.0)
+    told(slow, 360.0)
+
+
+def no_durable(told: Told) -> None:
+    for step in range(20, 25):
+        tell_save(told, 1, step, 211.0 + 10 * step, RANKS, durable=False)
+
+
+def unprotected(told: Told) -> None:
+    told(of(events.ProtectionPlanned, 1, -1, parity=1, hosts=2, survives="one host"), 10.0)
+    no_durable(told)
+
+
+def slower_than_asked(told: Told) -> None:
+    for step in range(20, 26):
+        tell_save(told, 1, step, 211.0 + step, RANKS, persist_s=4.0)
+
+
+def slower_storage(told: Told) -> None:
+    for step in range(20, 25):
+        tell_save(told, 1, step, 11.0 + 10 * step, RANKS, persist_s=2.0)
+
+
+def loop(told: Told) -> None:
+    for number in range(2, 6):
+        tell_death(told, number - 1, 205.0 + 40 * (number - 2), RANKS, "")
+        tell_start(told, number, 220.0 + 40 * (number - 2), RANKS, (1, 19))
+
+
+def ring(told: Told) -> None:
+    for rank, host in RANKS.items():
+        passed = of(events.ImagePassed, 1, rank, step=20, copy_s=0.2, size_bytes=9, ring_bytes=5)
+        told(passed, 212.0, host)
+
+
+@pytest.mark.parametrize(
+    ("rule", "act", "evidence"),
+    [
+        ("stalled", stall, "steps that hung took 140 s in all, 39.7 % of the run"),
+        ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
+        ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
+        ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),
+        ("throughput_down", slower_storage, "go to storage at 2.00 MB/s, where they went at 8.00"),
+        ("restart_loop", loop, "4 starts in a row came no further than step 19"),
+        ("no_room", ring, "shared memory had no room for whole images"),
+    ],
+)
+def test_a_rule_finds_what_it_is_for(
+    tmp_path: Path, rule: str, act: Callable[[Told], None], evidence: str
+) -> None:
+    told = healthy(tmp_path)
+    act(told)
+    report = read_report(told.write())
+    if rule == "restart_loop":  # starts without any step of their own
+        assert [start.newest_step for start in report.starts[1:]] == [None] * 4
+    found = causes(report)
+    assert evidence in found[rule], found
+
+
+def test_a_run_that_did_not_close_and_says_nothing_is_found_while_one_looks(tmp_path: Path) -> None:
+    report = read_report(healthy(tmp_path).write())
+    found = causes(report, report.last_s + 150)
+    assert found == {"no_sign_of_life": "no sign of life for 150 s, after step 19"}
+    assert causes(report, None) == {}
+
+
+def test_records_that_are_lost_are_found(tmp_path: Path) -> None:
+    report = dataclasses.replace(
+        read_report(healthy(tmp_path).write()), lost_records=3, unreadable=("x: why",)
+    )
+    assert causes(report)["records_lost"].endswith("3 lost, 1 unreadable file")
+
+
+def test_every_rule_was_provoked_here() -> None:
+    text = Path(__file__).read_text()
+    assert not [rule.name for rule in RULES if f'"{rule.name}"' not in text]
+
+
+def test_clocks_within_their_error_are_no_finding(tmp_path: Path) -> None:
+    report = read_report(healthy(tmp_path).write())
+    for error_s, is_found in ((1.0, False), (0.1, True), (None, True)):
+        offsets = (ClockOffset("b", 2.0, error_s),)
+        found = causes(dataclasses.replace(report, clocks=offsets))
+        assert ("clocks_apart" in found) == is_found
+
+
+def test_the_hosts_of_a_healthy_run_are_brought_to_one_clock(tmp_path: Path) -> None:
+    (offset,) = read_report(healthy(tmp_path).write()).clocks
+    assert offset.host == "b" and offset.ahead_s == pytest.approx(0.4)
+    assert to_json(read_report(tmp_path))["clocks"][0]["host"] == "b"

@@ -1,0 +1,70 @@
+"""What a run's interruptions cost, and how sure their rate is."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.observe.ledger import LifeTimes, RankTimes, account
+from holdfast.observe.reliability import Exposure, Interrupted, SavePace, measure, poisson_interval
+
+S = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"),
+    # Garwood's table, which half the quantiles of chi-squared give.
+    [(0, 0.0, 2.9957), (1, 0.0253, 5.5716), (2, 0.2422, 7.2247), (10, 4.7954, 18.3904)],
+)
+def test_the_interval_of_a_count_is_garwoods(count: int, low: float, high: float) -> None:
+    assert poisson_interval(count) == pytest.approx((low, high), abs=1e-3)
+
+
+def lives() -> dict[int, LifeTimes]:
+    """Two ranks; rank 1 dies at 100 s, the rest is gone at 104; 3 steps of 10 s are lost."""
+    first = LifeTimes(
+        world=2,
+        ranks={
+            0: RankTimes(0, 100 * S, died_us=104 * S),
+            1: RankTimes(0, 99 * S, died_us=100 * S),
+        },
+        over_us=104 * S,
+        saved_us={step: 10 * S * (step + 1) for step in range(10)},
+    )
+    second = LifeTimes(
+        world=2,
+        ranks={
+            n: RankTimes(120 * S, 170 * S, process_us=6 * S, restored=(122 * S, 125 * S))
+            for n in (0, 1)
+        },
+        over_us=170 * S,
+        parent=(1, 6),
+        source="memory",
+        saved_us={step: (125 + 10 * (step - 6)) * S for step in range(7, 11)},
+    )
+    return {1: first, 2: second}
+
+
+def test_coming_back_is_divided_and_the_lost_work_is_that_of_the_ledger() -> None:
+    ledger = account(lives())
+    told = Interrupted(1, 1, "b", "training", "killed", 3, 155 * S)
+    found = measure(ledger, lives(), [told], SavePace(10.0, 1.0, 0.5))
+    one = found.interruptions[0]
+    assert (one.detect_s, one.restart_s, one.restore_s, one.repeat_s) == (4, 18, 3, 30)
+    assert (one.at_s, one.back_after_s, one.source) == (100, 25, "memory")
+    assert one.rank_hours * 3600 == pytest.approx(60) == ledger.rank_seconds["lost_work"]
+    assert found.mttr_s == {"detect": 4, "restart": 18, "restore": 3, "repeat": 30, "all": 55}
+    assert (found.failures, found.mtti_s, found.lost_steps) == (1, 170, 3)
+    assert found.mtti_low_s == pytest.approx(170 / 5.5716, rel=1e-3)
+    assert found.mtti_high_s == pytest.approx(170 / 0.0253, rel=1e-2)
+    assert found.recovery_s == {"memory": 25}
+    assert found.predicted_ettr == pytest.approx(1 - 0.05 - 30 / 170)
+    assert found.predicted_ettr_bytecheckpoint == pytest.approx(10 / (10 + 0.5 + 5 + 3))
+
+
+def test_without_interruptions_only_the_least_time_to_one_is_known() -> None:
+    alone = {1: lives()[1]}
+    exposure = (Exposure("a process", "1-9", 0, 1.0),)
+    found = measure(account(alone), alone, [], SavePace(exposure=exposure))
+    assert (found.failures, found.mtti_s, found.mtti_high_s, found.mttr_s) == (0, None, None, {})
+    assert found.mtti_low_s == pytest.approx(104 / 2.9957, rel=1e-3)
+    assert found.predicted_ettr is None and found.exposure == exposure

@@ -1,0 +1,136 @@
+"""The page of a report: whole in itself, no request, no script, and all text is only text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import main
+from holdfast.observe.findings import find
+from holdfast.observe.report import Report
+from holdfast.observe.report_builder import read_report
+from holdfast.observe.report_page import escaped, render_page
+from support.runs.told import tell_sick_run
+
+EVIL = (
+    "</script></style></title><script>document.title='owned'</script>\"' onload=alert(1) "
+    "<img src=//evil.example/x>&amp;\x1b[2J\u202egnp" + "x" * 10_000
+)
+CHROMIUM = shutil.which("chromium")
+
+
+class Page(HTMLParser):
+    """What a page has: tags with attributes, text, and every tag closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.seen = ""
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in ("meta", "br", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.seen += data
+
+
+def page_of(report: Report) -> str:
+    return render_page(report, find(report))
+
+
+@pytest.mark.parametrize("evil", ["", EVIL], ids=["plain", "hostile"])
+def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path: Path, evil: str) -> None:
+    text = page_of(read_report(tell_sick_run(tmp_path, evil=evil)))
+    page = Page(text)
+    assert page.open == []
+    assert not {"script", "img", "link", "iframe", "object", "a", "form"} & set(page.tags)
+    asking = {"src", "href", "action", "style", "srcset"}
+    assert not [each for each in page.attributes if each[0] in asking or each[0].startswith("on")]
+    assert text.count("<style>") == 1 and "url(" not in text and "@import" not in text
+    style = text[text.index("<style>") + 7 : text.index("</style>")]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policies = [value for name, value in page.attributes if value.startswith("default-src")]
+    fixed = "base-uri 'none'; form-action 'none'"
+    assert policies == [f"default-src 'none'; style-src 'sha256-{digest}'; {fixed}"]
+    assert "\x1b" not in text and "\u202e" not in text
+    assert len(text) < 300_000
+
+
+def test_hostile_text_is_shown_as_it_was_written_and_cut(tmp_path: Path) -> None:
+    page = Page(page_of(read_report(tell_sick_run(tmp_path, evil=EVIL))))
+    assert "<script>document.title='owned'</script>" in page.seen
+    assert "\\x1b[2J" in page.seen and "(whole in --json)" in page.seen
+    assert "x" * 1000 not in page.seen
+    assert escaped("a\"'<>&\nb") == "a&quot;&#x27;&lt;&gt;&amp; b"
+
+
+def test_every_part_of_the_verdict_is_on_the_page(tmp_path: Path) -> None:
+    report = read_report(tell_sick_run(tmp_path))
+    text = Page(page_of(report)).seen
+    assert report.ledger is not None and report.reliability is not None
+    for one in find(report):
+        assert one.evidence in text and one.remedy in text
+    assert "lost work" in text and "rank 3 on b" in text and "eval" in text
+    assert all(f"{save.incarnation}-{save.step}" in text for save in report.saves)
+    assert page_of(report).count('class="cell"') > 100
+
+
+def test_a_run_of_which_next_to_nothing_is_known_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "host-a.jsonl").write_text("{}\n")
+    assert "<h2>Findings</h2>" in page_of(read_report(tmp_path))
+
+
+def test_the_command_writes_the_page_or_says_why_not(tmp_path: Path) -> None:
+    root = str(tell_sick_run(tmp_path))
+    assert main(["report", root, "--html", str(tmp_path / "r.html")]) == 0
+    assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
+    assert main(["report", root, "--html", str(tmp_path / "none" / "r.html")]) == 5
+
+
+def chromium(*options: str) -> subprocess.CompletedProcess[bytes]:
+    assert CHROMIUM is not None
+    fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
+    return subprocess.run([CHROMIUM, *fixed, *options], capture_output=True, timeout=90)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_draws_it_and_finds_nothing_to_complain_of(tmp_path: Path) -> None:
+    report = read_report(tell_sick_run(tmp_path, evil=EVIL))
+    page, shot = tmp_path / "r.html", tmp_path / "r.png"
+    page.write_text(page_of(report))
+    dumped = chromium("--dump-dom", page.as_uri())
+    dom = dumped.stdout.decode()
+    assert dumped.returncode == 0 and "<h2>Findings</h2>" in dom
+    assert not re.search(r"CONSOLE|Refused to|Content Security Policy", dumped.stderr.decode())
+    assert "<title>owned" not in dom and "<script" not in dom and "<img" not in dom
+    drawn = chromium(f"--screenshot={shot}", "--window-size=1040,2000", page.as_uri())
+    assert drawn.returncode == 0
+    from PIL import Image
+
+    with Image.open(shot) as picture:
+        colours = picture.convert("RGB").getcolors(1 << 24) or []
+    # Productive time is drawn in its colour, on more than a stray pixel.
+    assert sum(count for count, colour in colours if colour == (0x2D, 0xA4, 0x4E)) > 500
