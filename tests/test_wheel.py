@@ -24,7 +24,13 @@ SOURCE = PROJECT / "src" / "holdfast"
 #: Parts of the package that ask for more than it requires, and say so.
 ASKS_FOR_MORE = {
     "demo": {"matplotlib"},
+    # The frameworks, and what these bring themselves.
+    "integrations": {
+        *("accelerate", "deepspeed", "lightning", "megatron", "pyarrow", "ray"),
+        *("torchdata", "torchft", "torchtitan", "transformers", "tyro"),
+    },
     "observe": {"opentelemetry", "perfetto", "prometheus_client", "pyarrow"},
+    "offload": {"triton"},  # where torch has it
     "testing": {"pytest"},
 }
 
