@@ -30,9 +30,9 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 # Tests share no arena, port or file, and run beside each other. Of those that take long `make test`
 # runs as much as this many seconds of one core, by a seed of the day that it prints.
 WORKERS ?= 2
-SAMPLE_S ?= 125
+SAMPLE_S ?= 110
 # The same for the simulated device.
-DEVICE_SAMPLE_S ?= 30
+DEVICE_SAMPLE_S ?= 25
 
 # What reaches the pure modules in short time: next to nothing here starts processes or ranks.
 PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py \

@@ -41,7 +41,7 @@ SECTIONS = (
         "slots",
         "GB/s into a slot, how late it is sealed, how long copies take to enqueue, the fence",
         "copying:slots",
-        65,
+        60,
     ),
     Section("ring", "64 GB through a ring of shared memory", "copying:ring", 45),
     Section(
