@@ -2,7 +2,8 @@
 
 tests/costs.json holds the seconds of every test that takes long. With ``--sample SECONDS`` a run
 leaves out costly tests, at random by a printed seed, until those that stay take that long. Tests
-without an entry are cheap or new and always run; so do those marked ``promise``.
+without an entry are cheap or new and always run; so do those marked ``promise`` that a mutant of
+tests/mutants.toml names. Of those that are left a sample is taken.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import random
 import re
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ import pytest
 
 COSTS = Path(__file__).parents[2] / "costs.json"
 SEED = "HOLDFAST_TEST_SEED"
-CHEAP_S = 0.15
+CHEAP_S = 0.08
 """A test that takes less has no entry."""
 
 #: The seed of the day, here because each test clears the settings of its environment. Processes of
@@ -72,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     costs = read_costs()
     chosen = choose(
         {key: costs[key] for item in items if (key := key_of(item.nodeid)) in costs},
-        {key_of(item.nodeid) for item in items if item.get_closest_marker("promise")},
+        _kept(items),
         seconds,
         config.stash[_SEED],
     )
@@ -82,6 +84,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (item for item in items if item not in set(left_out)),
         key=lambda item: -costs.get(key_of(item.nodeid), 0.0),
     )
+
+
+def _kept(items: Sequence[pytest.Item]) -> set[str]:
+    """Returns the tests of promises that a planted fault relies on to be noticed."""
+    table = tomllib.loads((COSTS.parent / "mutants.toml").read_text())["mutant"]
+    named = {mutant["test"] for mutant in table}
+    keys = (key_of(item.nodeid) for item in items if item.get_closest_marker("promise"))
+    return {key for key in keys if key in named or key.partition("[")[0] in named}
 
 
 def key_of(nodeid: str) -> str:
