@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import random
 import re
@@ -102,7 +103,8 @@ def key_of(nodeid: str) -> str:
 def choose(costs: dict[str, float], always: set[str], seconds: float, seed: str) -> set[str]:
     """Returns the tests to run: all of ``always``, others at random while ``seconds`` last."""
     chosen = {test for test in costs if test in always}
-    left_s = seconds - sum(costs[test] for test in chosen)
+    # Each worker chooses for itself: a sum that is rounded in the order of a set differs.
+    left_s = seconds - math.fsum(costs[test] for test in chosen)
     others = sorted(costs.keys() - chosen)
     random.Random(seed).shuffle(others)
     for test in others:
