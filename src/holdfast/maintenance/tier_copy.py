@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.catalogue import PARTS, STEPS, catalogue, damage_note
+from holdfast.catalogue import DAMAGED, PARTS, STEPS, catalogue, damage_note
 from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, PersistFailed
 from holdfast.format.manifest import ImageRef, Manifest
 from holdfast.maintenance.good_bytes import GoodFile, write_good
+from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store, resume, settle_s
 from holdfast.storage.wrap import RateLimit
 
@@ -34,6 +35,8 @@ class TierCopy:
         self._left: set[str] = set()
         """Directories of a bucket with images that may have been begun and broken off."""
         self._is_listed = False
+        self._is_pinned = False
+        """A pin of the target names these files, whose manifest is not there."""
         self._progressed: Callable[[], None] = lambda: None
         self.lost = ""
         """The reason why the last copy failed, if that is with the source's bytes: they are gone,
@@ -53,6 +56,7 @@ class TierCopy:
         self.lost, self._progressed = "", progressed
         is_bucket = settle_s(self._target) > 0
         named = self._named() if manifest.parts and not is_bucket else {}
+        self._is_pinned = not is_bucket and manifest.generation in pinned(self._target)
         if is_bucket:
             self._resume(manifest)
         parts = {part.rank: part for part in manifest.parts}
@@ -94,8 +98,11 @@ class TierCopy:
         except (FormatError, NotFound) as error:
             self.lost = str(error)
             raise
+        aside = f"{DAMAGED}/{ref.path}" if self._is_pinned else ""
         try:
-            sink = self._target.create(ref.path, ref.size_bytes)
+            if aside:
+                self._target.remove(aside)  # of a copy that was killed
+            sink = self._target.create(ref.path, ref.size_bytes, aside=aside)
         except AlreadyPublished:  # a bucket has an object whole, or not
             is_whole = settle_s(self._target) > 0
             if is_whole and self._target.size_bytes(ref.path) == ref.size_bytes:
@@ -107,6 +114,8 @@ class TierCopy:
             self.lost = str(error)
             raise
         self._written.add(ref.path)
+        if aside:
+            self._target.remove(aside)
 
     def _note_damage(self, part: ImageRef) -> None:
         """Have the next save write the part anew, instead of naming it once more."""
@@ -119,7 +128,7 @@ class TierCopy:
 
     def _is_there(self, ref: ImageRef, named: dict[str, ImageRef]) -> bool:
         """Return True for a durable file of a directory. What was left there proves nothing, and
-        goes.
+        goes; under a pin it stays until the good one takes its place: ``pins.mend`` goes by sizes.
         """
         if not self._target.exists(ref.path):
             return False
@@ -128,7 +137,8 @@ class TierCopy:
         if ref.path in named:
             self.lost = f"{ref.path} is another file in {self._target.url} than in the other tier"
             raise FormatError(self.lost, path=ref.path)
-        self._target.remove(ref.path)
+        if not self._is_pinned:
+            self._target.remove(ref.path)
         return False
 
 
