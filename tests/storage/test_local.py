@@ -283,6 +283,21 @@ class TestProcesses:
         holder.communicate(timeout=60)
         store.lock("root", "next").release()
 
+    def test_a_holder_of_a_lock_removes_nothing_in_a_root_that_took_the_place_of_its_own(
+        self, tmp_path: Path
+    ) -> None:
+        root, copy = tmp_path / "root", LocalStore(tmp_path / "copy")
+        store = LocalStore(root)
+        copy.publish("steps/1/image", b"")
+        with store.lock("writer", "first"), copy.lock("writer", "its own run"):
+            root.rename(tmp_path / "away")
+            (tmp_path / "copy").rename(root)
+            with pytest.raises(StorageError, match="writer"):
+                store.remove("steps/1/image")
+            with pytest.raises(StorageError, match="writer"):
+                store.remove_tree("steps/1")
+        assert LocalStore(root).list("steps/1") == ["image"]
+
     def test_a_forked_child_keeps_no_lock_of_its_killed_parent(self, tmp_path: Path) -> None:
         program = (
             "import os, signal, sys\n"

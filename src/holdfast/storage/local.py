@@ -203,6 +203,7 @@ class LocalStore:
     def remove(self, path: str) -> None:
         target = self._local(path)
         with self._reporting("removal", path):
+            self._require_locked_root()
             try:
                 os.unlink(target)
             except (FileNotFoundError, NotADirectoryError):
@@ -215,6 +216,7 @@ class LocalStore:
         below = directory + "/"
         self._settled = {one for one in tuple(self._settled) if not (one + "/").startswith(below)}
         with self._reporting("removal", prefix), suppress(NotADirectoryError):
+            self._require_locked_root()
             remove_tree(directory)
 
     def free_bytes(self) -> int | None:
@@ -269,7 +271,7 @@ class LocalStore:
         return found.f_bavail * found.f_frsize
 
     def _require_locked_root(self) -> None:
-        """Allows writes, while a lock is held, only below the directory it was taken in.
+        """Allows changes, while a lock is held, only below the directory it was taken in.
 
         An unmounted file system leaves an empty directory of the same name, and a newly created
         directory is free for others to lock: data written there is lost or mixed with theirs.
