@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,12 +13,15 @@ import pytest
 from holdfast.catalogue import catalogue
 from holdfast.errors import StorageError
 from holdfast.format.manifest import Generation
+from holdfast.keeper.persister import Persister
 from holdfast.persist.pins import mend, pin
-from holdfast.storage.base import ImageSink
+from holdfast.policy.when import Keep
+from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults import PassingStore, Stopped
 from persist.test_drains import drain_all, open_tiers
-from support.checkpoints.keeper_roots import all_contents, paths_in, save_steps
+from support.checkpoints.keeper_roots import all_contents, job_at, paths_in, save_steps
+from support.checkpoints.roots import whole
 
 
 class NoManifests(PassingStore):
@@ -64,3 +70,103 @@ def test_a_pin_brings_nothing_back_that_a_killed_drain_was_writing_anew(
     assert all_contents(again) == truth
     aside = [path for path in paths_in(again) if path.startswith("damaged/")]
     assert [path for path in aside if not path.endswith(".new")] == []  # that one is for prune
+
+
+class Small(PassingStore):
+    """A root with room for so many bytes of images."""
+
+    def __init__(self, inner: LocalStore, room_bytes: int) -> None:
+        super().__init__(inner)
+        self.room_bytes = room_bytes
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        if image_bytes(self.inner) + size_bytes > self.room_bytes:
+            raise StorageError(
+                "full", operation="create", path=path, url=self.url, errno=errno.ENOSPC
+            )
+        return self.inner.create(path, size_bytes, aside=aside)
+
+
+class KilledAtTheManifest(PassingStore):
+    """A root whose writer is killed before it publishes."""
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        if path.startswith("manifests/"):
+            raise Stopped
+        self.inner.publish(path, data, replace=replace)
+
+
+def image_bytes(store: Store) -> int:
+    files = [path for path in paths_in(store) if path.endswith(".safetensors")]
+    return sum(store.size_bytes(path) for path in files)
+
+
+def outcomes(store: Store, *steps: int) -> list[bool]:
+    """Which of these steps one start of a keeper publishes; a minute lies between two saves."""
+    told: list[bool] = []
+    persister = Persister(store, Keep(last=1), lambda _, reason: told.append(reason is None))
+    now_s = count(0.0, 60.0)
+    for step in steps:
+        persister.clock = partial(float, next(now_s))
+        persister.work_one(job_at(step))
+    persister.stop()
+    return told
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Small:
+    """Room for one that stays, two that wait to be swept, one that is written: docs/sizing.md."""
+    disk = LocalStore(tmp_path / "root")
+    save_steps(disk, [0])
+    live = sum(disk.size_bytes(path) for path in paths_in(disk, "steps"))
+    root = Small(disk, image_bytes(disk) + 3 * live)
+    assert outcomes(root, 1, 2, 3, 4, 5) == [True] * 5
+    return root
+
+
+def test_what_a_killed_keeper_was_writing_does_not_take_the_room_for_good(small: Small) -> None:
+    with suppress(Stopped):
+        outcomes(KilledAtTheManifest(small), 6)
+    assert outcomes(small, *range(7, 13)) == [False] * 3 + [True] * 3
+    assert whole(small) == ["1-12"]
+
+
+def test_what_waits_to_be_swept_when_a_keeper_ends_does_not_take_the_room_for_good(
+    small: Small,
+) -> None:
+    assert outcomes(small, 6) == [True]
+    assert outcomes(small, *range(7, 14)) == [False] * 3 + [True] * 4
+    assert whole(small) == ["1-13"]
+
+
+def test_a_policy_that_keeps_less_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+    disk = LocalStore(tmp_path / "root")
+    save_steps(disk, range(6))
+    full = Small(disk, image_bytes(disk))
+    assert outcomes(full, *range(6, 11)) == [False] * 3 + [True] * 2
+
+
+def test_a_full_disk_costs_none_of_the_last_checkpoints(tmp_path: Path) -> None:
+    disk = LocalStore(tmp_path / "root")
+    save_steps(disk, range(3))
+    full = Small(disk, 0)
+    assert outcomes(full, *range(3, 8)) == [False] * 5
+    assert whole(disk) == ["1-2"]
+
+
+def test_what_a_drain_left_does_not_take_the_room_of_a_newer_one(tmp_path: Path) -> None:
+    disk, cache = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "cache")
+    save_steps(cache, [0])
+    with open_tiers(disk, cache) as (tier, persister):
+        drain_all(tier, persister)
+    save_steps(cache, [1])
+    with open_tiers(NoManifests(disk), cache) as (tier, persister):
+        assert [one.is_lost for one in drain_all(tier, persister)] == [False]
+    save_steps(cache, [2])
+    with open_tiers(Small(disk, image_bytes(disk)), cache) as (tier, persister):
+        reasons = []
+        for minute in range(4):
+            persister.clock = partial(float, 60 * minute)
+            reasons += [one.reason and "full" for one in drain_all(tier, persister)[:1]]
+    assert reasons == ["full"] * 3 + [""]
+    assert whole(disk) == ["1-0", "1-2"]

@@ -8,6 +8,7 @@ the previous checkpoint as it was (promise 3).
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import threading
 import time
@@ -28,7 +29,7 @@ from holdfast.catalogue import (
     manifest_path,
     part_dir,
 )
-from holdfast.errors import HoldfastError, PersistFailed
+from holdfast.errors import HoldfastError, PersistFailed, StorageError
 from holdfast.events import (
     CheckpointCached,
     CheckpointPruned,
@@ -60,7 +61,7 @@ from holdfast.persist import commit
 from holdfast.persist.drain_order import UnsettledDirectories, forget_marks, waiting
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, holding, resume, settle_s
+from holdfast.storage.base import Store, free_bytes, holding, resume, settle_s
 
 Outcome = Callable[[str, str | None], None]
 Call = Callable[[], None]
@@ -68,6 +69,8 @@ _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
 _UNINDEXED, _INDEXED_FROM = 16, 32
+#: A root that is full is pruned no more often: who reads there without a lease has time to end.
+_FULL_PAUSE_S = 60.0
 #: Of so many manifests a publication lists a page: their whole list is several requests.
 _PAGED_FROM = 900
 
@@ -107,6 +110,7 @@ class Persister:
         self._published: Manifest | None = None
         self._mine: dict[Generation, Manifest] = {}
         self._layouts: set[str] = set()
+        self._pruned_full_s, self.clock = -_FULL_PAUSE_S, time.monotonic
         self._holding = ""
         """The holding of the lock under which all this was read and written; "" after a failure."""
         self._images = ImageWriter(store)
@@ -152,6 +156,7 @@ class Persister:
             if not job.aborted:
                 self._tell_broke(job.generation, reason)
             self._done(job.attempt, reason)
+            self._prune_if_full(error)
         else:
             self._done(job.attempt, None)
             self.prune(
@@ -240,8 +245,9 @@ class Persister:
             self._write_layout(manifest.layout, layout_data)
             copy()
             self._publish(manifest, started_s, is_told=is_told)
-        except BaseException:
+        except BaseException as error:
             self._holding = ""
+            self._prune_if_full(error)
             raise
 
     def spare(self, directories: Iterable[str]) -> None:
@@ -347,6 +353,21 @@ class Persister:
         for directory in _PLACES:
             with contextlib.suppress(HoldfastError):  # the sweeper removes it later
                 self.store.remove_tree(directory(job.generation, job.directory))
+
+    def _prune_if_full(self, error: BaseException) -> None:
+        """Prune a directory that has no room for what was to be written, as after a publication:
+        there is none there, and what waits to be removed would fill it for good.
+        """
+        now_s = self.clock()
+        if settle_s(self.store) or now_s < self._pruned_full_s + _FULL_PAUSE_S:
+            return
+        with contextlib.suppress(HoldfastError):
+            found = catalogue(self.store)
+            newest = found.latest
+            if newest is None or not _is_full(error, self.store, found.manifests[-1]):
+                return
+            self._pruned_full_s = now_s
+            self.prune(newest)
 
     def _overview(self, published: Generation, *, is_known: bool) -> Overview:
         """Read what is new in a bucket since the last publication: every manifest is a request.
@@ -546,6 +567,14 @@ class CachePersister(Persister):
     def _tell_broke(self, generation: Generation, reason: str) -> None:
         text = f"the cache {self.store.url} did not take step {generation.step}: {reason}"
         emit(Warned(message=text))
+
+
+def _is_full(error: BaseException, store: Store, like: Manifest) -> bool:
+    """Return True if there was no room, here or for another host; ``like``: one of its size."""
+    fields = error.fields if isinstance(error, StorageError) else {}
+    free = free_bytes(store)
+    is_told = fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
+    return is_told or (free is not None and free < like.size_bytes)
 
 
 def _values_document(job: PersistJob) -> dict[str, Any]:
