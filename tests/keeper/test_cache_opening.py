@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,14 @@ from typing import Any, cast
 import pytest
 
 from holdfast.events import Warned
+from holdfast.format.manifest import Generation
+from holdfast.keeper.cache_tier import CacheTier
+from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.incarnations import Caching, RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
+from support.checkpoints.keeper_roots import save_steps
 from support.runs.mishaps import listening
 
 
@@ -71,3 +76,40 @@ def test_a_followers_cache_that_could_not_be_opened_is_tried_again_after_a_pause
     with listening() as told:
         asyncio.run(run())
     assert len([one for one in told if isinstance(one, Warned)]) == 1
+
+
+@pytest.mark.promise
+def test_what_is_cached_is_not_told_lost_while_its_cache_is_only_being_opened(
+    tmp_path: Path,
+) -> None:
+    root, cache = tmp_path / "root", tmp_path / "cache"
+    save_steps(LocalStore(cache), [5])
+    commit.open_root(LocalStore(root), "r")
+    told: list[Drained] = []
+
+    async def run() -> None:
+        memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
+        caching = Caching(drained=told.append, expected=lambda: {(1, 5): "a1x5"})
+        access = RootAccess(
+            str(root), cast(Any, memory), "run r, host a", Background(), lambda *_: None,
+            lambda _: None, lambda _: None, caching,
+        )  # fmt: skip
+        access.cache_path = str(cache)
+        lock_cache = access._lock_cache
+
+        def lock_slowly() -> CacheTier:  # it reads the root first, which may take long
+            time.sleep(0.3)
+            return lock_cache()
+
+        access._lock_cache = lock_slowly  # type: ignore[method-assign]
+        opening = asyncio.create_task(access.open())  # as after a lock of a bucket was lost
+        for _ in range(1000):
+            access.drains.tick(time.monotonic())
+            await asyncio.sleep(0.01)
+            if told:
+                break
+        await opening
+        await asyncio.to_thread(access.release)
+
+    asyncio.run(run())
+    assert told[0] == Drained(Generation(1, 5), "a1x5")

@@ -268,6 +268,9 @@ class RootAccess:
     def _submit_drain(self, run: Callable[[], None]) -> None:
         if self.persister is None:
             self.drains.rest()
+        elif self._opening.locked():  # its cache may be opened just now
+            self.drains.rest()
+            self.drains.wake()
         else:
             self.persister.submit(run)
 
