@@ -170,3 +170,37 @@ def test_what_a_drain_left_does_not_take_the_room_of_a_newer_one(tmp_path: Path)
             reasons += [one.reason and "full" for one in drain_all(tier, persister)[:1]]
     assert reasons == ["full"] * 3 + [""]
     assert whole(disk) == ["1-0", "1-2"]
+
+
+class Refusing(PassingStore):
+    """A root that takes no more files from the n-th on; it notes what was begun."""
+
+    def __init__(self, inner: LocalStore, left: int) -> None:
+        super().__init__(inner)
+        self.left = left
+        self.begun: list[str] = []
+
+    def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
+        if not self.left:
+            raise StorageError("EIO", operation="create", path=path, url=self.url)
+        self.left -= 1
+        self.begun.append(path)
+        return self.inner.create(path, size_bytes, aside=aside)
+
+
+def test_what_is_copied_of_a_checkpoint_that_waits_stays_while_newer_ones_are_published(
+    tmp_path: Path,
+) -> None:
+    root, cache = LocalStore(tmp_path / "root"), LocalStore(tmp_path / "cache")
+    save_steps(cache, [0])
+    truth = all_contents(cache)
+    failing = Refusing(root, 3)  # of four
+    with open_tiers(failing, cache) as (tier, persister):
+        assert [one.is_lost for one in drain_all(tier, persister)] == [False]
+        failing.left = 100
+        for step in range(1, 6):
+            persister.work_one(job_at(step))
+        failing.begun.clear()
+        assert [one.reason for one in drain_all(tier, persister)] == [""]
+    assert len(failing.begun) == 1
+    assert truth.items() <= all_contents(root).items()

@@ -367,6 +367,7 @@ class Persister:
             if newest is None or not _is_full(error, self.store, found.manifests[-1]):
                 return
             self._pruned_full_s = now_s
+            self._sweeper.spared = frozenset()  # what is copied of them is copied again
             self.prune(newest)
 
     def _overview(self, published: Generation, *, is_known: bool) -> Overview:

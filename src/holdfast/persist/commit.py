@@ -328,7 +328,7 @@ class Sweeper:
     _since_s: dict[str, float] = field(default_factory=dict)
     _known: set[str] = field(default_factory=set)
     spared: frozenset[str] = frozenset()
-    """Directories of a bucket that a later publication will name again."""
+    """Directories that a later publication will name again."""
     unsettled: Container[str] = frozenset()
     """Directories of a cache that other hosts' caches may name, or are about to."""
     _rounds: int = 0
@@ -354,7 +354,8 @@ class Sweeper:
             return removed
         layouts = unnamed_layouts(self.store, manifests)
         unnamed = [*unnamed_directories(self.store, manifests), *layouts]
-        unnamed = [path for path in unnamed if path not in self.unsettled]
+        kept = {one for one in unnamed if one in self.unsettled or one in self.spared}
+        unnamed = [path for path in unnamed if path not in kept]
         # Asked after their manifests were removed.
         removed = self._due(unnamed, self.leases.paths() if unnamed else ())
         for path in removed:
