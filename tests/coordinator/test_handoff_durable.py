@@ -382,6 +382,16 @@ def test_what_passed_through_a_ring_is_durable_and_no_longer_in_memory() -> None
     assert told(keeper.c.durability.make_durable(4), m.NotDurable)
 
 
+@pytest.mark.promise
+def test_none_passes_through_a_ring_while_a_drain_keeps_the_root_from_taking_it() -> None:
+    keeper = Keeper(1)
+    keeper.c.durability.is_root_taken = lambda: True
+    actions = without_room(keeper, 5)
+    assert not of(actions, AllocateRings) and keeper.c.lifecycle.is_waiting(5)
+    keeper.c.durability.is_root_taken = lambda: False
+    assert made(keeper, keeper.c.tick(0.1))
+
+
 def test_a_capture_through_a_ring_is_late_only_when_storage_takes_nothing_more() -> None:
     keeper = Keeper(1)
     attempt = made(keeper, without_room(keeper, 5))

@@ -137,6 +137,26 @@ def test_what_another_host_has_may_be_replaced_by_something_newer() -> None:
     assert keeper.c.durability.exact == {NEW, PASSED}
 
 
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_ring_waits_for_a_drain_only_where_the_cache_refuses_it(
+    takes: bool, drains: bool
+) -> None:
+    keeper = Keeper(1)
+    executor = Executor.__new__(Executor)
+    executor._coordinator, executor.followers = keeper.c, cast(Any, SimpleNamespace())
+    executor.agent = cast(Any, SimpleNamespace(caches=SimpleNamespace()))
+    executor._memory = cast(Any, SimpleNamespace(root_id=""))
+    executor._background = cast(Any, None)
+    root = SimpleNamespace(
+        cache=SimpleNamespace(is_taking=takes),
+        drains=SimpleNamespace(is_busy=drains),
+        store=MemoryStore(),
+    )
+    executor.connect(cast(Any, root), cast(Any, None))
+    assert keeper.c.durability.is_storage_busy == (drains and not takes)
+
+
 @pytest.mark.promise
 def test_what_a_host_has_that_came_during_a_drain_is_not_lost() -> None:
     there: dict[int, str] = {}

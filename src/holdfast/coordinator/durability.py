@@ -8,7 +8,7 @@ the newest steps just when storage is slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from holdfast.coordinator.actions import AbortPersist, Action, SendMessage, StartPersist
 from holdfast.coordinator.attempts import Attempt, Attempts
@@ -42,6 +42,8 @@ class DurabilityQueue:
         """Those of them that must be durable themselves, and not a later one in their place."""
         self.is_drain_failing = False
         """True while storage does not take what the cache has."""
+        self.is_root_taken: Callable[[], bool] = lambda: False
+        """True while a drain keeps the root from a write that the cache does not take now."""
         self.newest_durable = (0, -1)
         """The newest generation that this keeper made durable."""
 
@@ -148,7 +150,7 @@ class DurabilityQueue:
     @property
     def is_storage_busy(self) -> bool:
         """Return True if storage would not begin a new write at once."""
-        return self._is_busy() or bool(self._ending)
+        return self._is_busy() or bool(self._ending) or self.is_root_taken()
 
     def _is_busy(self) -> bool:
         ahead = [

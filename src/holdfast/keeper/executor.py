@@ -91,12 +91,20 @@ class Executor:
         reports to this object.)
         """
         self._root, self._incarnations = root, incarnations
+        self._coordinator.durability.is_root_taken = self._is_root_taken
         caches = self.agent.caches
         caches.tier_of = lambda: root.cache
         self.agent.writes = WriteService(self._memory, root.store, self._background, caches)
         self.followers.handover = StateHandover(
             self._memory, self._coordinator, incarnations, self._background
         )
+
+    def _is_root_taken(self) -> bool:
+        """Return True while a write that the cache refuses would wait for a drain to end: one
+        through a ring would hold training meanwhile.
+        """
+        cache = self._root.cache
+        return cache is not None and not cache.is_taking and self._root.drains.is_busy
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Execute all actions, in order."""
