@@ -57,6 +57,17 @@ def test_what_the_cache_lost_is_paid_by_the_newest_snapshot() -> None:
     assert durable(keeper.c.lifecycle.persisted(newest)) == [3]
 
 
+@pytest.mark.promise
+def test_what_the_cache_lost_is_told_no_failure_while_memory_makes_it_durable() -> None:
+    keeper = Keeper(1)
+    lost = keeper.capture(0, durable=True)
+    keeper.c.lifecycle.cached(lost)
+    actions = keeper.c.lifecycle.drained((1, 0), lost, "its bytes changed", is_lost=True)
+    assert started(actions) == [lost] and not told(actions, m.NotDurable)
+    (failed,) = told(keeper.c.lifecycle.persist_failed(lost, "full"), m.NotDurable)
+    assert (failed.step, failed.reason) == (0, "full")
+
+
 def test_while_storage_takes_nothing_everything_due_is_cached() -> None:
     keeper = Keeper(1)
     keeper.c.durability.is_drain_failing = True

@@ -269,7 +269,10 @@ class DurabilityQueue:
         self.add(m.StandingOrder(step, step))
         in_memory = attempt is not None and not attempt.is_incomplete
         told = self._not_durable(step, attempt_id, reason, in_memory=in_memory)
-        return [told, *self.start_next()]
+        following = self.start_next()
+        if StartPersist(attempt_id) in following:  # it is written once more, from memory
+            return following
+        return [told, *following]
 
     def failed(self, attempt: Attempt, reason: str) -> list[Action]:
         """Handle a captured attempt that storage refused; the next attempt is made durable
