@@ -417,7 +417,17 @@ class CacheTier:
                 reason, may_come = self.others.explain(manifest, ranks)
             self._drain.lost = "" if may_come else reason
             raise PersistFailed(reason)
+        self._require_there(manifest)
         self._shared.tell_absent(manifest, failure)
+
+    def _require_there(self, manifest: Manifest) -> None:
+        """Raise PersistFailed unless a directory has every file: two hosts may have had one, as of
+        a cloned disk, and the second has put the first one's file away.
+        """
+        refs = () if settle_s(self._root) else (*manifest.images, *manifest.parts)
+        gone = [ref.path for ref in refs if not has_file(self._root, ref)]
+        if gone:
+            raise PersistFailed(f"{', '.join(gone)} was copied to the root and is not there")
 
     def _is_in_bucket(self, ref: ImageRef) -> bool:
         """Return True if an earlier try copied it: a bucket has an object whole, or not."""
