@@ -12,16 +12,19 @@ import pytest
 
 from holdfast.catalogue import catalogue
 from holdfast.errors import StorageError
+from holdfast.events import Warned
 from holdfast.format.manifest import Generation
 from holdfast.keeper.persister import Persister
 from holdfast.persist.pins import mend, pin
 from holdfast.policy.when import Keep
 from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore, Stopped
 from persist.test_drains import drain_all, open_tiers
-from support.checkpoints.keeper_roots import all_contents, job_at, paths_in, save_steps
+from support.checkpoints.keeper_roots import all_contents, change, job_at, paths_in, save_steps
 from support.checkpoints.roots import whole
+from support.runs.mishaps import listening
 
 
 class NoManifests(PassingStore):
@@ -204,3 +207,14 @@ def test_what_is_copied_of_a_checkpoint_that_waits_stays_while_newer_ones_are_pu
         assert [one.reason for one in drain_all(tier, persister)] == [""]
     assert len(failing.begun) == 1
     assert truth.items() <= all_contents(root).items()
+
+
+def test_it_is_told_once_that_a_damaged_manifest_keeps_all_files_from_removal() -> None:
+    root = MemoryStore("root")
+    save_steps(root, [0])
+    change(root, "manifests/1-0.json", 50)
+    with listening() as heard:
+        assert outcomes(root, *range(1, 6)) == [True] * 5
+    (told,) = [one.message for one in heard if isinstance(one, Warned)]
+    assert "manifests/1-0.json" in told and "holdfast repair" in told
+    assert len(root.list("steps")) == 6

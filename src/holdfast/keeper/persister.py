@@ -411,7 +411,7 @@ class Persister:
                     gone.add(generation)
                     self._tell_pruned(generation, published)
             left = [m for m in found.manifests if m.generation not in gone]
-            if not found.broken:  # an unreadable manifest may name files that appear unnamed
+            if self._sweeper.may_sweep(found.broken):
                 self._sweeper.sweep(left)
             self._images.parts.learn(left)
         except Exception as error:  # the next attempt must be made durable, whatever the error is
@@ -431,7 +431,8 @@ class Persister:
         # What is only about to go still names its files: it may be pinned, or not go at all. An
         # unreadable manifest may name files that appear unnamed.
         is_indexed = self._unindexed >= _UNINDEXED and len(found.tags) >= _INDEXED_FROM
-        is_swept = not found.broken and not is_indexed  # one of them: it is requests
+        # One of them: it is requests.
+        is_swept = self._sweeper.may_sweep(found.broken) and not is_indexed
         due = self._sweeper.due(found.manifests, held, pins) if is_swept else []
         data = {g: seal(m) for g, m in self._mine.items() if g in going}
         gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []

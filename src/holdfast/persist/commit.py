@@ -35,6 +35,7 @@ from holdfast.errors import (
     NotFound,
     StorageError,
 )
+from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, Lease, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch, leased_paths
@@ -332,6 +333,7 @@ class Sweeper:
     unsettled: Container[str] = frozenset()
     """Directories of a cache that other hosts' caches may name, or are about to."""
     _rounds: int = 0
+    _told: frozenset[str] = frozenset()
     _again: dict[str, tuple[int, int]] = field(default_factory=dict)
     """How often a path was to be removed, and in which round it is next."""
 
@@ -341,6 +343,18 @@ class Sweeper:
     def know(self, directories: Iterable[str]) -> None:
         """Notes directories of this run's own, named by a manifest or not."""
         self._known.update(directories)
+
+    def may_sweep(self, broken: Collection[tuple[str, str]]) -> bool:
+        """Return False while files cannot be read, which may name what looks unnamed: it is told,
+        once, as what nothing is removed from fills its disk.
+        """
+        paths = frozenset(path for path, _ in broken)
+        if paths - self._told:
+            text = f"no file is removed from {self.store.url}, because {', '.join(sorted(paths))}"
+            advice = "`holdfast repair` mends what a pin or another root has, or delete it"
+            emit(Warned(message=f"{text} cannot be read and may name it: {advice}"))
+        self._told = paths
+        return not paths
 
     def sweep(self, manifests: Iterable[Manifest]) -> list[str]:
         """Called after each publication with all manifests that are left; returns the removed
