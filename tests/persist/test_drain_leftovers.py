@@ -218,3 +218,22 @@ def test_it_is_told_once_that_a_damaged_manifest_keeps_all_files_from_removal() 
     (told,) = [one.message for one in heard if isinstance(one, Warned)]
     assert "manifests/1-0.json" in told and "holdfast repair" in told
     assert len(root.list("steps")) == 6
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("has_root", [True, False])
+def test_a_layout_that_is_damaged_in_the_cache_is_the_roots_or_the_checkpoint_is_lost(
+    has_root: bool,
+) -> None:
+    root, cache = MemoryStore("root"), MemoryStore("cache")
+    save_steps(cache, [0])
+    if has_root:
+        with open_tiers(root, cache) as (tier, persister):
+            drain_all(tier, persister)
+    save_steps(cache, [1])
+    (layout,) = cache.list("layouts")
+    change(cache, f"layouts/{layout}", 100)
+    with open_tiers(root, cache) as (tier, persister):
+        found = drain_all(tier, persister)
+    assert [one.is_lost for one in found] == ([False] if has_root else [True, True])
+    assert [m.step for m in catalogue(root).manifests] == ([0, 1] if has_root else [])

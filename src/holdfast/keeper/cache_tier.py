@@ -38,6 +38,7 @@ from holdfast.errors import (
 from holdfast.events import PersistBroke, Warned, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
+from holdfast.geometry.layout import table_hash
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import ImageWriter
 from holdfast.keeper.persister import CachePersister, Outcome, Persister
@@ -454,11 +455,20 @@ class CacheTier:
     def _documents(self, manifest: Manifest) -> tuple[Incarnation, bytes]:
         """Return the record of its start and its layout, as the cache has them."""
         try:
-            layout = read_bounded(self.store, layout_path(manifest.layout), MAX_BYTES)
-            return read_incarnation(self.store, manifest.incarnation), layout
+            return read_incarnation(self.store, manifest.incarnation), self._layout(manifest.layout)
         except (FormatError, NotFound) as error:
             self._drain.lost = str(error)
             raise
+
+    def _layout(self, hash_: str) -> bytes:
+        """Return a layout as the cache has it; as the root has it where that is damaged."""
+        path = layout_path(hash_)
+        for store in (self.store, self._root):
+            with suppress(FormatError, NotFound):
+                data = read_bounded(store, path, MAX_BYTES)
+                if table_hash(data) == hash_:
+                    return data
+        raise FormatError(f"{path} is damaged or gone in {self.store.url}", path=path)
 
     def _is_refused_for_good(self, manifest: Manifest, error: Exception) -> bool:
         """Return True if the root has another attempt at this generation, or another start of this
