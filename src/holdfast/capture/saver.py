@@ -179,11 +179,16 @@ class Saver:
         )
         missed = self.unpaid() if is_repeated else []
         self._pending_handles.add(step, [handle, *missed])
-        self._current = capture
-        capture.begin()
-        if reading.is_overtaken:  # checked after the line above: the fence checks it
-            capture.cancel("the state was not described by the time an update had to begin")
-        self._work.put((self, capture))
+        try:  # around all of it, as the fence waits for it from the first line on
+            self._current = capture
+            capture.begin()
+            if reading.is_overtaken:  # checked after the line above: the fence checks it
+                capture.cancel("the state was not described by the time an update had to begin")
+            self._work.put((self, capture))
+        except BaseException:
+            capture.give_up("its save was interrupted")
+            self._work.put((self, capture))  # once more, perhaps
+            raise
         emit(
             SaveReturned(
                 incarnation=self.place.incarnation,
@@ -347,9 +352,7 @@ class Saver:
         return time.monotonic() - started_s
 
     def end_capture(self, *, timeout_s: float) -> bool:
-        """Wait until the capture in progress is reported to the keeper or cancelled; return True if
-        so.
-        """
+        """Wait until the capture in progress is reported or cancelled; return True if it is."""
         return self._current is None or self._current.resolved.wait(timeout_s)
 
     def previous_was_skipped(self) -> bool:
@@ -441,9 +444,7 @@ class Saver:
                     self._copier.slots.close()
 
     def _say_goodbye(self, timeout_s: float) -> None:
-        """Send the goodbye; a keeper that died is replaced, and its successor discovers what is in
-        memory.
-        """
+        """Send the goodbye; the successor of a keeper that died discovers what is in memory."""
         deadline = time.monotonic() + timeout_s
         for pause_s in _GOODBYE_PAUSES_S:  # the keeper may die meanwhile, or take a moment
             with contextlib.suppress(KeeperError):
@@ -551,9 +552,7 @@ class Saver:
     # ── keeper connection ────────────────────────────────────────────────────────────────────────
 
     def keep_in_touch(self) -> None:
-        """Reconnect to the keeper in the background if it was lost: ranks reach each other through
-        it.
-        """
+        """Reconnect in the background to a lost keeper: ranks reach each other through it."""
         if self._session.should_reconnect and self._work.empty() and not self.is_fenced:
             self._work.put((self, None))
 
