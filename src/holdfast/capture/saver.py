@@ -57,7 +57,6 @@ from holdfast.events import FenceWaited, KeeperLost, SaveReturned, SnapshotMisse
 from holdfast.protocol import messages as m
 from holdfast.protocol.client import KeeperClient, NeverSent
 from holdfast.state.describe import Describer
-from holdfast.state.step_calls import is_under_way
 
 A = TypeVar("A", bound=m.Message)
 
@@ -103,7 +102,7 @@ class Saver:
         self._current: CaptureTask | None = None
         self._overdue: CaptureTask | None = None
         self._reading: Reading | None = None
-        self.turns = Turns()
+        self.turns = Turns(describer.is_changed_by)
         self._saves, self._end_by_s = 0, math.inf
         self._slot_requests = SlotRequests(self._session)
         self.announcements = StepAnnouncements(self._session, self._store)
@@ -136,7 +135,7 @@ class Saver:
         reading = Reading()
         try:  # around all of it: an interrupt may come between any two lines
             self._reading = reading
-            if is_under_way():
+            if self.turns.is_step_under_way:
                 raise StepBegan
             handle = handle or self.handle(step, durable=durable)
             handle.exact = exact
