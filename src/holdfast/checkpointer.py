@@ -314,7 +314,7 @@ class Checkpointer:
             self._warn_of_restored_step(step)
             return None
         require_beyond(self._restored_step, step)
-        self._training.step(step, tokens)
+        self._training.step(step, whole("tokens", tokens, least=0))
         self._pace.learn(step, time.monotonic())
         preemption = self._preemption
         is_last = preemption is not None and preemption.is_last(step, self._pace.step_s)

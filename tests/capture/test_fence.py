@@ -115,6 +115,23 @@ def test_a_sharded_tensor_is_known_to_have_changed_by_its_own_version_or_its_loc
     assert caught.value.fields["leaf"] == f"model.{name}"
 
 
+def test_moments_that_are_made_in_inference_mode_are_saved_and_come_back(tmp_path: Path) -> None:
+    """An optimizer steps there where nothing is differentiated, as by evolution strategies."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.grad = torch.rand_like(parameter)
+        optimizer.step()
+    moment = optimizer.state[model.weight]["momentum_buffer"]
+    assert moment.is_inference()
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        checkpointer.save(0, durable=True).wait_durable(60)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.read("optimizer.weight.momentum_buffer"), moment)
+
+
 def test_what_did_not_change_is_captured() -> None:
     Capture(many_small()).copy()
 

@@ -480,6 +480,78 @@ def test_steps_of_two_threads_that_are_never_both_at_rest_let_a_save_pass(tmp_pa
     check_stored(tmp_path, one, 0, expected)
 
 
+@contextmanager
+def stepping_elsewhere(optimizer: Optimizer) -> Iterator[None]:
+    """Another thread is in the middle of a step of ``optimizer`` meanwhile."""
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def hook(*_: Any) -> None:
+        is_inside.set()
+        assert may_go_on.wait(60)
+
+    hold = optimizer.register_step_pre_hook(hook)
+    thread = threading.Thread(target=optimizer.step)
+    thread.start()
+    try:
+        assert is_inside.wait(60)
+        yield
+    finally:
+        may_go_on.set()
+        thread.join(60)
+        hold.remove()
+
+
+@pytest.mark.promise
+def test_a_step_of_another_training_on_another_thread_defers_no_save(tmp_path: Path) -> None:
+    """Deferred to its end, a save would hold the buffers of this training's next step."""
+    one, other = Training("sgd"), Training("sgd", seed=3)
+    with opened(tmp_path, one) as checkpointer:
+        one.step()
+        checkpointer.save(0).wait_captured(60)
+        expected = one.step()
+        with stepping_elsewhere(other.optimizer):
+            handle = checkpointer.save(1, durable=True)
+            assert handle.held_up is None
+            handle.wait_durable(60)
+    check_stored(tmp_path, one, 1, expected)
+
+
+@pytest.mark.parametrize("where", ["module", "value", "object", "inside"])
+def test_a_step_of_whatever_updates_something_of_the_state_defers_a_save(
+    tmp_path: Path, where: str
+) -> None:
+    training, latent = Training("sgd"), torch.ones(3, requires_grad=True)
+    parameter = next(training.model.parameters()) if where == "module" else latent
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    held = {"latent": latent} if where != "inside" else {}
+    holder = Holder(held, optimizer if where == "inside" else None)
+    state = training.state | ({"latent": latent} if where == "value" else {})
+    state |= {} if where in ("module", "value") else {"holder": holder}
+    with holdfast.Checkpointer(tmp_path, state, **ONLY_WHEN_ASKED) as checkpointer:
+        training.step()
+        checkpointer.save(0).wait_captured(60)
+        with stepping_elsewhere(optimizer):
+            handle = checkpointer.save(1)
+            assert handle.held_up is not None and handle.state == "pending"
+        handle.wait_captured(60)
+
+
+class Holder:
+    """Gives tensors as its state, or copies of the tensors that an optimizer inside of it has."""
+
+    def __init__(self, tensors: dict[str, Any], optimizer: Optimizer | None) -> None:
+        self.tensors, self.optimizer = tensors, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return self.tensors
+        groups = enumerate(self.optimizer.param_groups)
+        return {str(n): [one.detach().clone() for one in g["params"]] for n, g in groups}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Nothing is restored here."""
+
+
 def test_no_update_begins_while_another_thread_describes_the_state(tmp_path: Path) -> None:
     training = Training("sgd")
     describing, may_go_on = threading.Event(), threading.Event()

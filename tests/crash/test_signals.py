@@ -9,12 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
+from typing import Any
 
 import pytest
 
 import holdfast
+from holdfast.capture.saver import Saver
+from holdfast.capture.task import CaptureTask
 from support.runs.evidence import check_storage
 from support.runs.lives import (
     PHASES,
@@ -173,6 +178,52 @@ def test_who_interrupts_a_save_or_a_fence_may_go_on_in_the_same_process(
     checkpointer.save(step, durable=True).wait_durable(60)
     checkpointer.close()
     check_storage(tmp_path, step)
+
+
+@contextmanager
+def interrupted_at(code: CodeType, number: int) -> Iterator[Callable[[], bool]]:
+    """KeyboardInterrupt before the line of this number that runs in ``code``; says if it came."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        if frame.f_code is not code:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: seen >= number
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", [Saver._hand_over, CaptureTask.begin])
+def test_after_an_interrupt_between_any_two_lines_no_step_waits_and_the_next_save_is_taken(
+    tmp_path: Path, method: FunctionType
+) -> None:
+    model, state = build("plain")
+    step, is_over = 0, False
+    with holdfast.Checkpointer(tmp_path, state, memory=None, storage=None) as checkpointer:
+        for number in count(1):
+            take_step(model, state, step)
+            with interrupted_at(method.__code__, number) as has_come:
+                with suppress(KeyboardInterrupt):
+                    checkpointer.save(step + 1)
+                is_over = not has_come()
+            began_s = time.monotonic()
+            take_step(model, state, step + 1)
+            assert time.monotonic() - began_s < 4, f"an update was held by line {number}"
+            step += 2
+            checkpointer.save(step).wait_captured(10)
+            if is_over:
+                break
 
 
 @pytest.mark.timeout(300)

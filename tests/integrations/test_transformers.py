@@ -317,3 +317,17 @@ def test_the_package_itself_imports_no_other_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@needs_it
+def test_a_growing_log_is_kept_in_leaves_of_few_shapes_and_read_as_it_was_written() -> None:
+    from holdfast.integrations.transformers import _log_entries, _padded
+
+    log, sizes = b"", set()
+    entries: list[dict[str, Any]] = []
+    for step in range(2000):
+        entries.append({"loss": step / 3, "step": step, "said": " \n "})
+        log += json.dumps(entries[-1]).encode() + b"\n"
+        sizes.add(len(_padded(log)))
+    assert _log_entries(bytes(_padded(log))) == _log_entries(log) == entries
+    assert len(sizes) < 8

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -194,3 +195,24 @@ def test_a_run_tells_its_steps_phases_and_tokens(tmp_path: Path) -> None:
     assert sum(one["steps"] for one in steps) == 3 and sum(one["tokens"] for one in steps) == 21
     started = next(one for one in records if one["event"] == "RunStarted")
     assert started["process_s"] > started["joined_s"] > 0
+
+
+@pytest.mark.parametrize("tokens", [np.int64(7), torch.tensor(7)], ids=["numpy", "tensor"])
+def test_a_count_of_tokens_of_any_library_is_recorded_and_silences_no_sink(
+    tmp_path: Path, told: list[Any], tokens: Any
+) -> None:
+    records: list[dict[str, Any]] = []
+    stop = events.subscribe(lambda event, time_s: records.append(events.to_record(event, time_s)))
+    with holdfast.Checkpointer(tmp_path, {"at": 0}, memory=None, storage=None) as ckpt:
+        ckpt.step(0, tokens=tokens)
+    stop()
+    assert not [one for one in told if isinstance(one, events.SinkFailed)]
+    assert [one["tokens"] for one in records if one["event"] == "StepsDone"] == [7]
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, "7"], ids=repr)
+def test_tokens_that_are_no_count_are_refused(tmp_path: Path, tokens: Any) -> None:
+    ckpt = holdfast.Checkpointer(tmp_path, {"at": 0}, memory=None, storage=None)
+    with pytest.raises(holdfast.UsageError, match=r"tokens=.*: a whole number from 0 on"):
+        ckpt.step(0, tokens=tokens)
+    ckpt.close()

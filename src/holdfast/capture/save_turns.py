@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import TypeVar
 
+from torch.optim import Optimizer
+
 from holdfast.capture.handles import SaveHandle
 from holdfast.errors import HoldfastError, SnapshotSkipped, UsageError
 from holdfast.state.step_calls import IN_A_STEP, is_inside, is_under_way
@@ -44,9 +46,14 @@ class Deferral:
 
 
 class Turns:
-    """The order of the saves of one state, from all threads."""
+    """The order of the saves of one state, from all threads.
 
-    def __init__(self) -> None:
+    ``concerns``: True for an optimizer whose steps may change that state. A step of any other, as
+    of another training on a thread of its own, defers nothing: later the state would be another.
+    """
+
+    def __init__(self, concerns: Callable[[Optimizer], bool]) -> None:
+        self._concerns = concerns
         self._inside: dict[int, None] = {}
         """Threads in line: the first one is saving, the others wait."""
         self._deferred: deque[Deferral] = deque()
@@ -55,6 +62,11 @@ class Turns:
     def has_deferred(self) -> bool:
         """True if a save waits for the end of a step, or of another save."""
         return bool(self._deferred)
+
+    @property
+    def is_step_under_way(self) -> bool:
+        """True if an optimizer steps that may change the state, or this thread is in any step."""
+        return is_under_way(self._concerns)
 
     def why_not_here(self) -> str:
         """Return the reason why this thread must not wait for a deferred save; "" if it may."""
@@ -76,7 +88,7 @@ class Turns:
         Raises SnapshotSkipped if another thread's save does not end within ``patience_s``.
         """
         try:
-            if get_ident() in self._inside or is_under_way():
+            if get_ident() in self._inside or self.is_step_under_way:
                 return defer()
             try:
                 return self._alone(act, patience_s)
@@ -95,7 +107,7 @@ class Turns:
 
     def drain(self, *, patience_s: float) -> None:
         """Execute the deferred saves, unless this thread or a step prevents it."""
-        while self._deferred and get_ident() not in self._inside and not is_under_way():
+        while self._deferred and get_ident() not in self._inside and not self.is_step_under_way:
             try:
                 after = self._alone(self._run_first_deferred, patience_s)
             except SnapshotSkipped:

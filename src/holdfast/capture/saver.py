@@ -57,7 +57,6 @@ from holdfast.events import FenceWaited, KeeperLost, SaveReturned, SnapshotMisse
 from holdfast.protocol import messages as m
 from holdfast.protocol.client import KeeperClient, NeverSent
 from holdfast.state.describe import Describer
-from holdfast.state.step_calls import is_under_way
 
 A = TypeVar("A", bound=m.Message)
 
@@ -103,7 +102,7 @@ class Saver:
         self._current: CaptureTask | None = None
         self._overdue: CaptureTask | None = None
         self._reading: Reading | None = None
-        self.turns = Turns()
+        self.turns = Turns(describer.is_changed_by)
         self._saves, self._end_by_s = 0, math.inf
         self._slot_requests = SlotRequests(self._session)
         self.announcements = StepAnnouncements(self._session, self._store)
@@ -136,7 +135,7 @@ class Saver:
         reading = Reading()
         try:  # around all of it: an interrupt may come between any two lines
             self._reading = reading
-            if is_under_way():
+            if self.turns.is_step_under_way:
                 raise StepBegan
             handle = handle or self.handle(step, durable=durable)
             handle.exact = exact
@@ -179,11 +178,16 @@ class Saver:
         )
         missed = self.unpaid() if is_repeated else []
         self._pending_handles.add(step, [handle, *missed])
-        self._current = capture
-        capture.begin()
-        if reading.is_overtaken:  # checked after the line above: the fence checks it
-            capture.cancel("the state was not described by the time an update had to begin")
-        self._work.put((self, capture))
+        try:  # around all of it, as the fence waits for it from the first line on
+            self._current = capture
+            capture.begin()
+            if reading.is_overtaken:  # checked after the line above: the fence checks it
+                capture.cancel("the state was not described by the time an update had to begin")
+            self._work.put((self, capture))
+        except BaseException:
+            capture.give_up("its save was interrupted")
+            self._work.put((self, capture))  # once more, perhaps
+            raise
         emit(
             SaveReturned(
                 incarnation=self.place.incarnation,
@@ -347,9 +351,7 @@ class Saver:
         return time.monotonic() - started_s
 
     def end_capture(self, *, timeout_s: float) -> bool:
-        """Wait until the capture in progress is reported to the keeper or cancelled; return True if
-        so.
-        """
+        """Wait until the capture in progress is reported or cancelled; return True if it is."""
         return self._current is None or self._current.resolved.wait(timeout_s)
 
     def previous_was_skipped(self) -> bool:
@@ -441,9 +443,7 @@ class Saver:
                     self._copier.slots.close()
 
     def _say_goodbye(self, timeout_s: float) -> None:
-        """Send the goodbye; a keeper that died is replaced, and its successor discovers what is in
-        memory.
-        """
+        """Send the goodbye; the successor of a keeper that died discovers what is in memory."""
         deadline = time.monotonic() + timeout_s
         for pause_s in _GOODBYE_PAUSES_S:  # the keeper may die meanwhile, or take a moment
             with contextlib.suppress(KeeperError):
@@ -551,9 +551,7 @@ class Saver:
     # ── keeper connection ────────────────────────────────────────────────────────────────────────
 
     def keep_in_touch(self) -> None:
-        """Reconnect to the keeper in the background if it was lost: ranks reach each other through
-        it.
-        """
+        """Reconnect in the background to a lost keeper: ranks reach each other through it."""
         if self._session.should_reconnect and self._work.empty() and not self.is_fenced:
             self._work.put((self, None))
 

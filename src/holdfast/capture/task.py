@@ -237,6 +237,12 @@ class CaptureTask:
         """Make this the newest save; it is cancelled by what is heard from now on."""
         self.store.tell(Began(self.number, self.step, self.durable))
 
+    def give_up(self, reason: str) -> None:
+        """Cancel it unless its copy is complete, also where an interrupt came before it began."""
+        if self.store.state.capture.number < self.number:
+            self.begin()
+        self.cancel(reason)
+
     @property
     def known(self) -> CaptureState:
         """What is known of it; of one that a newer save followed, what was known last."""
@@ -338,10 +344,11 @@ class CaptureQueue(queue.SimpleQueue["tuple[S, CaptureTask | None] | None"], Gen
 
 
 def run_worker(work: CaptureQueue[S]) -> None:
-    """Run the worker thread: execute captures until the queue ends."""
+    """Run the worker thread: execute captures, each once, until the queue ends."""
     while (item := work.get()) is not None:
         worker, capture = item
-        worker.execute(capture)
+        if capture is None or not capture.resolved.is_set():
+            worker.execute(capture)
         del item, worker, capture
 
 

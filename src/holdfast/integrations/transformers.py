@@ -46,6 +46,7 @@ _NEEDED = {
 #: The keys of the state that are the adapter's.
 _KEYS = ("trainer", "model", "optimizer", "scheduler", "scaler", "rng")
 _RESUMED = "holdfast"
+_LEAST_LOG_BYTES = 4096
 #: What a user may say of a root and a generation in it: ``runs/x@1-39``.
 _AT = "@"
 
@@ -350,7 +351,7 @@ class _Loop:
         if len(history) != self._logged:  # entries are only ever added
             added = (json.dumps(entry).encode() + b"\n" for entry in history[self._logged :])
             self._log, self._logged = self._log + b"".join(added), len(history)
-            self._log_leaf = torch.frombuffer(bytearray(self._log), dtype=torch.uint8)
+            self._log_leaf = torch.frombuffer(_padded(self._log), dtype=torch.uint8)
         loss = getattr(trainer, "_tr_loss", None)
         return {
             "state": plain,
@@ -407,6 +408,15 @@ class _Loop:
         trainer._initial_global_step = saved["first_step"]
         trainer._initial_num_input_tokens_seen = saved["first_tokens"]
         trainer.current_flos = saved["flos"]
+
+
+def _padded(log: bytes) -> bytearray:
+    """Returns the log with spaces before its last line's end, up to a power of two.
+
+    A leaf of another shape costs a save as much as the first one: with this few saves have one.
+    """
+    size = max(_LEAST_LOG_BYTES, 1 << (len(log) - 1).bit_length())
+    return bytearray(log[:-1].ljust(size - 1) + log[-1:])
 
 
 def _log_entries(log: bytes) -> list[Any]:

@@ -90,15 +90,14 @@ class Bindings(list[Binding]):
         save.
         """
         self.lazy = [binding for binding in self if binding.lazy]
-        self.watched = [
-            *self.lazy,
-            *(one for one in self.lazy if one.tensor is not _here(one.tensor)),
-        ]
-        """Lazy leaves, each as often as it has version counters that show it was written to."""
-        self.counted = [
-            *(_here(one.tensor) for one in self.lazy),
-            *(one.tensor for one in self.watched[len(self.lazy) :]),
-        ]
+        counters = [(one, _here(one.tensor)) for one in self.lazy]
+        counters += [(one, one.tensor) for one, local in counters if one.tensor is not local]
+        counters = [(one, tensor) for one, tensor in counters if not tensor.is_inference()]
+        self.watched = [one for one, _ in counters]
+        """Lazy leaves, each as often as it has version counters that show it was written to: none
+        where it was made in inference mode.
+        """
+        self.counted = [tensor for _, tensor in counters]
         """The tensors of these counters: what is done to a DTensor moves its own, and what is done
         to its local tensor that one's.
         """

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from holdfast.state.bindings import (
     signature,
 )
 from holdfast.state.hidden_state import refuse_unstored
+from holdfast.state.identity import storages
 from holdfast.state.mapped.mapper import RuleMapper, report_usage, shard_sight
 from holdfast.state.mapped.shards import declarations, declared
 from holdfast.state.mapped.tensor_parts import TensorMapping
@@ -87,6 +89,7 @@ class Describer:
         self._staged: dict[str, torch.Tensor] = {}
         self._clones_bytes = 0
         self._checked: list[int] = []
+        self._storages: tuple[Description, set[int]] | None = None
         self._declarations = 0
         self._parts: dict[str, torch.Size] = {}
         """The shape of each tensor that was declared to be a part of a leaf, by name."""
@@ -108,6 +111,43 @@ class Describer:
             optimizers.check_whole(key, optimizer)
         _check_unbroken(objects)
         return self._describe_again(objects) or self._describe_anew(objects)
+
+    def is_changed_by(self, optimizer: Optimizer) -> bool:
+        """True if a step of ``optimizer`` may change the state: in doubt, and before the first
+        description.
+        """
+        try:
+            objects = sort_objects(self.state)
+            inner = [each.optimizer for each in objects.inner()]
+            own = optimizers.unwrapped(optimizer)[-1]
+            if self._last is None or any(
+                own is one for one in (*objects.optimizers.values(), *inner)
+            ):
+                return True
+            updated = storages(p for group in optimizer.param_groups for p in group["params"])
+            held = self._storages_of(objects, inner, self._last)
+            values = storages(one for one in objects.plain.values() if optimizers.is_tensor(one))
+            return not updated.isdisjoint(held | values)
+        except Exception:  # of whatever kind, as of a state that is changed meanwhile
+            return True
+
+    def _storages_of(
+        self, objects: Objects, inner: Iterable[Optimizer], last: Description
+    ) -> set[int]:
+        """Returns the storages of all tensors of the state; computed anew only when it changed."""
+        again, known = self._again, self._storages
+        is_same = again is not None and again.watch.is_unchanged(objects)
+        if again is not None and known is not None and known[0] is last and is_same:
+            return known[1] | storages(leaf.tensor for leaf in again.value_leaves)
+        found = storages(
+            chain(
+                *objects.trained().values(),
+                *(group["params"] for each in inner for group in each.param_groups),
+                (binding.tensor for binding in last.bindings),
+            )
+        )
+        self._storages = (last, found) if is_same else None
+        return found
 
     def _describe_again(self, objects: Objects) -> Description | None:
         """Reads only the values and the tensors in them again; None when anything else changed."""

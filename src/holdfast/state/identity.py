@@ -186,6 +186,21 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return home, start, start + max(elements, 1) * local.element_size()
 
 
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Returns what tells apart the storages that tensors are in; a tensor without one counts for
+    itself.
+    """
+    return set(map(_storage, tensors))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return storage_key(local) or -id(tensor)
+    except (RuntimeError, NotImplementedError, ValueError):  # a kind that has no such memory
+        return -id(tensor)
+
+
 def extent(local: torch.Tensor) -> int:
     """Return the number of elements from a tensor's first to its last, those between included."""
     if local.is_contiguous():

@@ -122,9 +122,19 @@ def _end_captures() -> None:
 # ── who is in the middle of a step ───────────────────────────────────────────────────────────
 
 
-def is_under_way() -> bool:
-    """True if any thread of this process is inside an optimizer's step."""
-    return bool(_calls) and not all(_is_over(thread) for thread in tuple(_calls))
+def is_under_way(concerns: Callable[[Optimizer], bool] = lambda _: True) -> bool:
+    """True if this thread is inside an optimizer's step, or any other is inside one that
+    ``concerns`` the caller.
+    """
+    return bool(_calls) and any(
+        not _is_over(thread) and (thread == get_ident() or _is_any(calls, concerns))
+        for thread, calls in tuple(_calls.items())
+    )
+
+
+def _is_any(calls: list[StepCall], concerns: Callable[[Optimizer], bool]) -> bool:
+    """True if one of these calls concerns the caller, or which they are is not written down yet."""
+    return not calls or any(concerns(call.optimizer) for call in tuple(calls))
 
 
 def is_inside() -> bool:
