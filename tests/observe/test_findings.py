@@ -83,6 +83,17 @@ def slower_storage(told: Told) -> None:
         tell_save(told, 1, step, 11.0 + 10 * step, RANKS, persist_s=2.0)
 
 
+def slow_link(told: Told) -> None:
+    for n in range(60):
+        trip_s = 0.2 if n > 35 else 0.001
+        measured = {"other": "a", "round_trip_s": trip_s, "error_s": trip_s / 2, "ahead_s": 0.4}
+        told(
+            of(events.ClocksCompared, 1, -1, host="b", other_boot="b", **measured),
+            12.0 + 3 * n,
+            "b",
+        )
+
+
 def loop(told: Told) -> None:
     for number in range(2, 6):
         tell_death(told, number - 1, 205.0 + 40 * (number - 2), RANKS, "")
@@ -102,6 +113,7 @@ def ring(told: Told) -> None:
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),
+        ("slow_link", slow_link, "link of host b: messages to a take 200 ms there and back, where"),
         ("throughput_down", slower_storage, "go to storage at 2.00 MB/s, where they went at 8.00"),
         ("restart_loop", loop, "4 starts in a row came no further than step 19"),
         ("no_room", ring, "shared memory had no room for whole images"),

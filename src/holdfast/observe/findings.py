@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from holdfast.observe.blame import find_slow
+from holdfast.observe.links import slow_links
 from holdfast.observe.report import Report, Save
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
 
@@ -165,6 +166,11 @@ def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
     blames = find_slow(report.saves, report.ranks_by_host, clock_error_s=max(errors, default=0.0))
     for one in blames:
         yield Evidence(one.sentence, at.get(one.since))
+
+
+def _slow_link(report: Report, _: float | None) -> Iterator[Evidence]:
+    for sentence in slow_links(report.links):
+        yield Evidence(sentence)
 
 
 def _late_host(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -409,6 +415,14 @@ RULES = (
         "a rank, a host or all of them are slow in three of the last five saves",
         "The sentence says where to look first.",
         _slow_place,
+    ),
+    RunRule(
+        "slow_link",
+        "warning",
+        "short messages between two keepers take four times what is usual",
+        "Look at the network card and switch port of that host (ethtool -S, ip -s link), at what "
+        "else sends there, and at the load of its CPU; parity and restores go the same way.",
+        _slow_link,
     ),
     RunRule(
         "storage_slow",

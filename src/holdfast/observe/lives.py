@@ -92,11 +92,15 @@ class Lives:
 
         ``at``: its moment, where that is known already.
         """
-        if event.rank < 0 or event.incarnation < 1 or type(event) not in _OF_TRAINING:
+        is_training = event.rank >= 0 and event.incarnation >= 1 and type(event) in _OF_TRAINING
+        if not is_training and type(event) is not events.ClocksCompared:
             return
-        life = self._lives[event.incarnation]
         if at is None:
             at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        self.clocks.note(event, at)
+        if not is_training:
+            return
+        life = self._lives[event.incarnation]
         if type(event) in _OF_DEATHS:
             self._take_death(life, event, at)
             return
@@ -149,10 +153,6 @@ class Lives:
 
     def clock(self) -> CommonClock:
         """Returns the clock that all moments are brought to."""
-        for number, life in self._lives.items():
-            for name, moments in life.timeline.meetings().items():
-                for moment in moments:
-                    self.clocks.meet((number, name), moment)
         return self.clocks.solve()
 
     def times(self, common: CommonClock) -> dict[int, LifeTimes]:

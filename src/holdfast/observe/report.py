@@ -130,6 +130,22 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """Round trips of short messages between the keepers of two hosts, in seconds.
+
+    ``count``: how often they were measured, ``median_s``: half of the last hundreds took more,
+    ``newest_s``: of the last twenty.
+    """
+
+    host: str
+    other: str
+    count: int
+    median_s: float
+    newest_s: float
+    largest_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class KeeperLoss:
     """A lost keeper, counted once however many ranks noticed."""
 
@@ -293,6 +309,8 @@ class Report:
     """The newest moment in any record."""
     pinned: tuple[PinnedMemory, ...] = ()
     """The slowest pinning of shared memory on each rank."""
+    links: tuple[LinkFigures, ...] = ()
+    """What messages between keepers take."""
 
     @property
     def misses(self) -> tuple[Save, ...]:

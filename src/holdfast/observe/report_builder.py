@@ -19,6 +19,7 @@ from holdfast.events import AnyEvent
 from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.exposure import pace_of
 from holdfast.observe.ledger import account
+from holdfast.observe.links import LinkTrips
 from holdfast.observe.lives import Lives
 from holdfast.observe.log import divergence_of
 from holdfast.observe.records import Progress, RecordHead, RecordReader
@@ -46,6 +47,7 @@ _KeeperEvent = (
     | events.DamageFound
     | events.ImageRebuilt
     | events.MemoryPinned
+    | events.ClocksCompared
 )
 
 
@@ -112,6 +114,7 @@ class _Fold:
         self._values: list[str] = []
         self._warned: list[str] = []
         self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self._links: dict[tuple[str, str], LinkTrips] = {}
         self._damages: list[tuple[events.DamageFound, HostMoment]] = []
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
@@ -166,6 +169,7 @@ class _Fold:
                 | events.DamageFound()
                 | events.ImageRebuilt()
                 | events.MemoryPinned()
+                | events.ClocksCompared()
             ):
                 self._keeper_event(event, head, at)
             case _:
@@ -202,6 +206,8 @@ class _Fold:
                     self._pinned[event.rank] = PinnedMemory(
                         event.rank, event.size_bytes, event.pinned_bytes, event.elapsed_s
                     )
+            case events.ClocksCompared():
+                self._links.setdefault((event.host, event.other), LinkTrips()).take(event)
             case _:
                 assert_never(event)
 
@@ -259,6 +265,7 @@ class _Fold:
             damages=_damages(self._damages, common),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
             late_hosts=self._saves.late_hosts(),
+            links=tuple(trips.figures(*of) for of, trips in sorted(self._links.items())),
         )
 
     def _keeper_losses(self, common: CommonClock) -> tuple[KeeperLoss, ...]:

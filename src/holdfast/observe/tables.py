@@ -38,6 +38,8 @@ from holdfast.observe.text import (
 _LINE_LENGTH = 600
 #: A save that waits for longer to be written is told of.
 _LONG_QUEUED_S = 60.0
+#: Short messages between keepers that take longer are told of.
+_LONG_TRIP_S = 0.1
 
 
 def render(report: Report, console: Console, *, last: int = 20) -> None:
@@ -248,6 +250,12 @@ def _troubles(report: Report) -> list[str]:
         for one in report.rebuilt
     ]
     lines += [line for keeper in report.keepers for line in _keeper_lines(keeper)]
+    lines += [
+        f"messages between the keepers of {one.host} and {one.other} take "
+        f"{seconds_text(one.newest_s)} there and back, {seconds_text(one.largest_s)} at most"
+        for one in report.links
+        if one.newest_s > _LONG_TRIP_S
+    ]
     lines += [
         f"rank {one.rank} pinned {size_text(one.pinned_bytes)} of {size_text(one.size_bytes)} "
         f"of shared memory in {seconds_text(one.elapsed_s)}"

@@ -116,14 +116,6 @@ class StartTimeline:
         """True if the start of some rank was recorded."""
         return any(rank.began is not None for rank in self._ranks.values())
 
-    def meetings(self) -> dict[str, list[HostMoment]]:
-        """Returns the moments at which ranks returned from what all of them agree on."""
-        ranks = self._ranks.values()
-        return {
-            "start": [rank.began for rank in ranks if rank.began is not None],
-            "restore": [rank.restored for rank in ranks if rank.restored is not None],
-        }
-
     def median_step_s(self, common: CommonClock) -> float | None:
         """Returns what a step takes on rank 0, half of them more; None without two of them."""
         each = sorted(
