@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,3 +163,75 @@ def test_the_hosts_of_a_healthy_run_are_brought_to_one_clock(tmp_path: Path) -> 
     (offset,) = read_report(healthy(tmp_path).write()).clocks
     assert offset.host == "b" and offset.ahead_s == pytest.approx(0.4)
     assert to_json(read_report(tmp_path))["clocks"][0]["host"] == "b"
+
+
+def hung_disk(told: Told) -> None:
+    """Save 20 was to be durable; the images of host b are never written, and training goes on."""
+    for step in range(20, 32):
+        for rank, host in RANKS.items():
+            is_asked = step == 20
+            fields = {"step": step, "size_bytes": 10}
+            returned = of(events.SaveReturned, 1, rank, durable=is_asked, held_s=0.01, **fields)
+            told(returned, 11.0 + 10 * step, host)
+            told(of(events.ImageCaptured, 1, rank, copy_s=0.1, **fields), 11.2 + 10 * step, host)
+            if is_asked and host == "a":
+                told(of(events.ImageDurable, 1, rank, **fields), 11.5 + 10 * step, host)
+        captured = of(events.SnapshotCaptured, 1, -1, step=step, elapsed_s=0.2, world=4)
+        told(captured, 11.3 + 10 * step)
+
+
+def test_a_save_that_hangs_is_found_with_the_ranks_it_hangs_at(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    hung_disk(told)
+    report = read_report(told.write())
+    assert causes(report)["no_durable"] == (
+        "the newest durable generation is 1-19, 12 steps old, where one came every 1 steps; "
+        "no image was written of rank 2 on b, rank 3 on b"
+    )
+
+
+def test_the_first_durable_save_that_hangs_is_found_too(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, RANKS)
+    hung_disk(told)
+    report = read_report(told.write())
+    assert causes(report)["no_durable"] == (
+        "save 1-20 was to be durable, and is not after 110 s; "
+        "no image was written of rank 2 on b, rank 3 on b"
+    )
+    quick = dataclasses.replace(report, last_s=(report.saves[0].time_s or 0.0) + 50)
+    assert "no_durable" not in causes(quick), "it may still come"
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    for rank, host in RANKS.items():
+        if rank != 2:
+            told(of(events.SaveReturned, 1, rank, step=20, held_s=0.01), 211.0, host)
+    report = read_report(told.write())
+    assert report.behind == (2,)
+    assert causes(report, report.last_s + 150)["no_sign_of_life"] == (
+        "no sign of life for 150 s, after step 20: rank 2 on b did not return from save 1-20 as "
+        "others did"
+    )
+    assert causes(report, report.last_s + 10) == {}
+
+
+def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> None:
+    """Rank 3's host joined with a boot of which no start was recorded, two seconds behind."""
+    told = healthy(tmp_path)
+    lines = []
+    for name in sorted((told.write() / "events").iterdir()):
+        for line in name.read_text().splitlines():
+            record = json.loads(line)
+            if record["by_host"] == "b":
+                record["boot"] = "another"
+                record["time_s"] += 2.0
+                if record["event"] == "RunStarted":
+                    continue
+            lines.append(json.dumps(record))
+        name.unlink()
+    (tmp_path / "events" / "all.jsonl").write_text("\n".join(lines))
+    report = read_report(tmp_path)
+    assert report.unplaced_hosts == ("b",)
+    assert "slow_place" not in causes(report)

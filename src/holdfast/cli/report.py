@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             render_save(report, save, stdout())
     elif args.json:
-        print_json(to_json(report) | {"findings": to_plain(find(report))})
+        print_json(to_json(report) | {"findings": to_plain(find(report, time.time()))})
     elif args.by is not None:
         render_by(report, args.by, stdout(), last=args.last)
     else:
-        render(report, stdout(), last=args.last)
+        render(report, stdout(), last=args.last, now_s=time.time())
     return 0
 
 
@@ -77,6 +78,6 @@ def _write_page(report: Report, path: Path) -> None:
     from holdfast.observe.report_page import render_page
 
     try:
-        path.write_text(render_page(report, find(report)), encoding="utf-8")
+        path.write_text(render_page(report, find(report, time.time())), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from error

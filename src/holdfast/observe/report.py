@@ -100,6 +100,12 @@ class Save:
     """How long after the first rank the last one called ``save``, by one clock for all hosts."""
     late_rank: int = -1
     """The last rank to call it."""
+    asked_durable: bool = False
+    """It was to be durable."""
+    uncopied: tuple[int, ...] = ()
+    """Of a save that was not captured: ranks that returned and copied no image; 16 at most."""
+    unwritten: tuple[int, ...] = ()
+    """Of one that was to be durable and is not: ranks whose image was not written; 16 at most."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
@@ -309,6 +315,8 @@ class Report:
     """The newest moment in any record."""
     pinned: tuple[PinnedMemory, ...] = ()
     """The slowest pinning of shared memory on each rank."""
+    behind: tuple[int, ...] = ()
+    """Ranks that did not return from the newest save, from which others did; 16 at most."""
     links: tuple[LinkFigures, ...] = ()
     """What messages between keepers take."""
 

@@ -217,6 +217,7 @@ class _Fold:
         saves = self._saves.saves(common)
         times = self._lives.times(common)
         ledger = account(times) if times else None
+        ranks_by_host = self._lives.newest_ranks()
         last_s = max(map(common.seconds, self._ends.values()), default=0.0)
         return Report(
             root=root,
@@ -239,7 +240,8 @@ class _Fold:
             ),
             clocks=common.offsets,
             unplaced_hosts=tuple(host for host in common.unknown if host),
-            ranks_by_host=self._lives.newest_ranks(),
+            ranks_by_host=ranks_by_host,
+            behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),
             last_s=last_s,
             restores=tuple(
                 _restore(records, common) for _, records in sorted(self._restored.items())

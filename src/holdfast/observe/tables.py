@@ -42,12 +42,13 @@ _LONG_QUEUED_S = 60.0
 _LONG_TRIP_S = 0.1
 
 
-def render(report: Report, console: Console, *, last: int = 20) -> None:
+def render(report: Report, console: Console, *, last: int = 20, now_s: float | None = None) -> None:
     """Prints the report: first how the run is, then its tables.
 
-    Only the ``last`` saves are shown one by one, all of them for 0.
+    Only the ``last`` saves are shown one by one, all of them for 0. ``now_s``: the present, of a
+    run that may train; without it a run that did not close is not judged by its silence.
     """
-    findings = find(report)
+    findings = find(report, now_s)
     console.print(f"{report.root}: {health_text(report, findings)}", markup=False)
     ledger, reliability = report.ledger, report.reliability
     if ledger is not None and ledger.elapsed_s > 0:
