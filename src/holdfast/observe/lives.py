@@ -46,6 +46,8 @@ class _Life:
     hosts: set[str] = field(default_factory=set)
     #: rank -> its host
     ranks: dict[int, str] = field(default_factory=dict)
+    #: The same by other records, of ranks whose start was not read.
+    seen: dict[int, str] = field(default_factory=dict)
     #: host -> the first and the last moment of a trainer's record, by that host's wall clock
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
@@ -62,6 +64,19 @@ class _Life:
         """Takes that a rank has done a step."""
         if step >= 0:
             self.newest_step = step if self.newest_step is None else max(step, self.newest_step)
+
+    def heard(self, head: RecordHead, at: HostMoment) -> None:
+        """Takes when a host had a record."""
+        host = head.by_host
+        first = self.first.get(host)
+        if first is None or at < first:
+            self.first[host] = at
+        moments = self.moments.get(host)
+        if moments is None:
+            self.moments[host] = head.time_s, head.time_s
+        elif not moments[0] <= head.time_s <= moments[1]:
+            first_s, last_s = moments
+            self.moments[host] = min(first_s, head.time_s), max(last_s, head.time_s)
 
     def dead(self, common: CommonClock) -> Iterable[LostTrainer]:
         """Yields the ranks that were seen to go away, or found to be gone, and at what."""
@@ -105,15 +120,9 @@ class Lives:
             self._take_death(life, event, at)
             return
         life.timeline.take(event, at)
-        first = life.first.get(head.by_host)
-        if first is None or at < first:
-            life.first[head.by_host] = at
-        moments = life.moments.get(head.by_host)
-        if moments is None:
-            life.moments[head.by_host] = head.time_s, head.time_s
-        elif not moments[0] <= head.time_s <= moments[1]:
-            first_s, last_s = moments
-            life.moments[head.by_host] = min(first_s, head.time_s), max(last_s, head.time_s)
+        if event.rank not in life.ranks:
+            life.seen[event.rank] = head.by_host
+        life.heard(head, at)
         match event:
             case events.SaveReturned() | events.StepsDone():
                 life.done(event.step)
@@ -187,10 +196,14 @@ class Lives:
         )
 
     def newest_ranks(self) -> dict[str, tuple[int, ...]]:
-        """Returns the ranks of the newest start by their host."""
-        known = [life for _, life in sorted(self._lives.items()) if life.ranks]
+        """Returns the ranks of the newest start by their host.
+
+        Where the beginning of none was read, those that have records.
+        """
+        each = [life for _, life in sorted(self._lives.items())]
+        known = [life.ranks for life in each if life.ranks] or [life.seen for life in each]
         found: dict[str, list[int]] = defaultdict(list)
-        for rank, host in sorted(known[-1].ranks.items()) if known else ():
+        for rank, host in sorted(known[-1].items()) if known else ():
             found[host].append(rank)
         return {host: tuple(ranks) for host, ranks in found.items()}
 

@@ -8,6 +8,7 @@ killed thirty times is the one that needs a report.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never, cast, get_args
@@ -22,7 +23,7 @@ from holdfast.observe.ledger import account
 from holdfast.observe.links import LinkTrips
 from holdfast.observe.lives import Lives
 from holdfast.observe.log import divergence_of
-from holdfast.observe.records import Progress, RecordHead, RecordReader
+from holdfast.observe.records import Progress, RecordCounts, RecordHead, RecordReader
 from holdfast.observe.reliability import measure
 from holdfast.observe.report import (
     Damage,
@@ -63,7 +64,15 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     fold = _Fold()
     for event, head in records:
         fold.take(event, head)
-    return fold.report(str(root), records)
+    return fold.report(str(root), records.counts)
+
+
+def report_of(root: str, records: Iterable[tuple[AnyEvent, RecordHead]]) -> Report:
+    """Returns the report of these records alone."""
+    fold = _Fold()
+    for event, head in records:
+        fold.take(event, head)
+    return fold.report(root, RecordCounts())
 
 
 @dataclass(slots=True)
@@ -211,7 +220,7 @@ class _Fold:
             case _:
                 assert_never(event)
 
-    def report(self, root: str, records: RecordReader) -> Report:
+    def report(self, root: str, counts: RecordCounts) -> Report:
         """Returns the report, when every record was taken."""
         common = self._lives.clock()
         saves = self._saves.saves(common)
@@ -221,12 +230,12 @@ class _Fold:
         last_s = max(map(common.seconds, self._ends.values()), default=0.0)
         return Report(
             root=root,
-            files=records.files,
-            torn_lines=records.torn_lines,
-            unknown_lines=records.unknown_lines,
-            invalid_lines=records.invalid_lines,
-            lost_records=records.lost_records,
-            unreadable=records.unreadable,
+            files=counts.files,
+            torn_lines=counts.torn_lines,
+            unknown_lines=counts.unknown_lines,
+            invalid_lines=counts.invalid_lines,
+            lost_records=counts.lost_records,
+            unreadable=counts.unreadable,
             starts=self._lives.starts(common),
             saves=saves,
             ledger=ledger,
