@@ -329,7 +329,8 @@ class Restored(Event, frozen=True, kw_only=True):
     ``source``: "memory" or "storage". ``elapsed_s``: the time that the restore took on this rank.
     ``size_bytes``: the size of what was restored here. ``saved_world``: the number of ranks that
     saved it. ``world``: the number of ranks now. ``parent_incarnation``: the start of the run that
-    saved it.
+    saved it. ``origin``: where in memory that was for this rank: "memory" of its own host, "peers"
+    where that had none of it, "decoded" where images of lost hosts were; else "".
     """
 
     source: str
@@ -340,6 +341,7 @@ class Restored(Event, frozen=True, kw_only=True):
     parent_incarnation: Count
     read_bytes: Bytes = 0
     received_bytes: Bytes = 0
+    origin: str = ""
 
 
 class SourceDropped(Event, frozen=True, kw_only=True):

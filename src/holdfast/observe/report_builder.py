@@ -318,7 +318,7 @@ def _restore(records: list[tuple[events.Restored, HostMoment]], common: CommonCl
         incarnation=first.incarnation,
         parent_incarnation=first.parent_incarnation,
         step=first.step,
-        sources=tuple(sorted({event.source for event, _ in records})),
+        sources=tuple(sorted({event.origin or event.source for event, _ in records})),
         elapsed_s=max(event.elapsed_s for event, _ in records),
         size_bytes=sum({event.rank: event.size_bytes for event, _ in records}.values()),
         saved_world=first.saved_world,
