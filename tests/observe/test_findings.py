@@ -14,6 +14,7 @@ from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import RULES, find, to_plain
 from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
+from observe.test_interference import run as slowed_run
 from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_sick_run, tell_start
 
 
@@ -137,6 +138,11 @@ def test_a_run_that_did_not_close_and_says_nothing_is_found_while_one_looks(tmp_
     found = causes(report, report.last_s + 150)
     assert found == {"no_sign_of_life": "no sign of life for 150 s, after step 19"}
     assert causes(report, None) == {}
+
+
+def test_steps_that_saves_slow_are_found(tmp_path: Path) -> None:
+    report = slowed_run(tmp_path, 0.3, 1, every=14)
+    assert causes(report)["interference"].startswith("behind a copy or a write a step takes ")
 
 
 def test_records_that_are_lost_are_found(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ ROW, NEWEST = 3, 5
 DOWN = 0.7
 #: Seconds that clocks of hosts may be apart.
 APART_S = 1.0
+#: What steps may take longer behind a copy or a write.
+INTERFERES = 0.05
 #: What a clock may be wrong that was compared once, when ranks came back from a start.
 UNSURE_S = 0.25
 #: Seconds without a record after which a run that did not close is silent.
@@ -223,6 +225,12 @@ def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
 def _slow_link(report: Report, _: float | None) -> Iterator[Evidence]:
     for sentence in slow_links(report.links):
         yield Evidence(sentence)
+
+
+def _interference(report: Report, _: float | None) -> Iterator[Evidence]:
+    found = report.interference
+    if found is not None and found.low > INTERFERES:
+        yield Evidence(found.sentence)
 
 
 def _late_host(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -509,6 +517,14 @@ RULES = (
         "the last five saves went to storage at less than 70 % of the speed of those before",
         "Look at what else uses the storage, and at how full it is.",
         _throughput_down,
+    ),
+    RunRule(
+        "interference",
+        "warning",
+        "a step takes 5 % longer behind a copy or a write, at least, as its interval says",
+        "Save less often, or give copies and writes less of what steps need: the bandwidth of "
+        "memory (fewer threads), the CPUs (docs/operations/settings.md), or the disk of the data.",
+        _interference,
     ),
     RunRule(
         "stalled",

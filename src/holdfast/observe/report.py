@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.observe.clocks import ClockOffset
+from holdfast.observe.interference import Interference
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.log import Divergence
 from holdfast.observe.reliability import Reliability
@@ -317,6 +318,8 @@ class Report:
     """The slowest pinning of shared memory on each rank."""
     behind: tuple[int, ...] = ()
     """Ranks that did not return from the newest save, from which others did; 16 at most."""
+    interference: Interference | None = None
+    """What a step takes longer behind a copy or a write; None where that cannot be told."""
     links: tuple[LinkFigures, ...] = ()
     """What messages between keepers take."""
 

@@ -19,6 +19,7 @@ from holdfast import events
 from holdfast.events import AnyEvent
 from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.exposure import pace_of
+from holdfast.observe.interference import BackgroundWork
 from holdfast.observe.ledger import account
 from holdfast.observe.links import LinkTrips
 from holdfast.observe.lives import Lives
@@ -123,6 +124,7 @@ class _Fold:
         self._values: list[str] = []
         self._warned: list[str] = []
         self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self._background = BackgroundWork()
         self._links: dict[tuple[str, str], LinkTrips] = {}
         self._damages: list[tuple[events.DamageFound, HostMoment]] = []
 
@@ -133,6 +135,8 @@ class _Fold:
         if end is None or end.at_s < at.at_s:
             self._ends[at.clock] = at
         self._lives.take(event, head, at)
+        if event.rank == 0:
+            self._background.take(event, at)
         if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
             self._saves.take(cast(SaveEvent, event), head, at)
         else:
@@ -276,6 +280,7 @@ class _Fold:
             damages=_damages(self._damages, common),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
             late_hosts=self._saves.late_hosts(),
+            interference=self._background.measure(common),
             links=tuple(trips.figures(*of) for of, trips in sorted(self._links.items())),
         )
 

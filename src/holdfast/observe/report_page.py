@@ -18,7 +18,12 @@ from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.report import Report, Save
 from holdfast.observe.save_view import PHASES, host_by_rank
-from holdfast.observe.summary import PARTS, health_text, parts_text, reliability_lines
+from holdfast.observe.summary import (
+    PARTS,
+    health_text,
+    parts_text,
+    reliability_lines,
+)
 from holdfast.observe.text import (
     moment_text,
     on_one_line,
@@ -97,6 +102,8 @@ def _body(report: Report, findings: Sequence[RunFinding], maps: Sequence[str]) -
         yield _ledger_table(report.ledger)
     if report.reliability is not None:
         yield from (f"<p>{escaped(line)}</p>" for line in reliability_lines(report.reliability))
+    if report.interference is not None:
+        yield f"<p>{escaped(report.interference.sentence)}</p>"
     yield "<h2>Findings</h2>"
     yield _findings(findings)
     yield "<h2>Interruptions</h2>"

@@ -57,6 +57,8 @@ def render(report: Report, console: Console, *, last: int = 20, now_s: float | N
     if reliability is not None:
         for line in reliability_lines(reliability):
             console.print(line, markup=False)
+    if report.interference is not None:
+        console.print(report.interference.sentence, markup=False)
     for line in finding_lines(findings):
         console.print(_shortened(line), style="yellow", markup=False)
     if reliability is not None and reliability.interruptions:
