@@ -24,6 +24,7 @@ from holdfast.protocol.arena import boot_id
 WAY = st.floats(0, 10)
 
 
+@pytest.mark.promise
 @given(ahead_s=st.floats(-1e6, 1e6), out_s=WAY, there_s=WAY, back_s=WAY)
 def test_the_true_difference_lies_within_the_error(
     ahead_s: float, out_s: float, there_s: float, back_s: float

@@ -137,6 +137,7 @@ def test_the_sentence_has_place_cause_figures_since_when_and_where_to_look() -> 
     assert "durable 1." in found.sentence and "look at the disk" in found.sentence
 
 
+@pytest.mark.promise
 def test_who_waits_is_never_blamed() -> None:
     """Some wait at the fence, for longer than anything else takes."""
 

@@ -13,6 +13,7 @@ from holdfast.observe.clocks import MOST_COMPARED, ClockComparison, HostClocks, 
 AHEAD = st.floats(-1.6e9, 1.6e9)
 
 
+@pytest.mark.promise
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from("bcdef"), AHEAD), st.randoms())
 def test_moments_of_all_hosts_come_to_the_clock_of_the_first(
@@ -74,6 +75,7 @@ def compared(at_s: float, ahead_s: float, error_s: float = 0.001) -> ClockCompar
     return ClockComparison(at_s, ahead_s, error_s)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("is_turned", [False, True], ids=["follower", "coordinator"])
 def test_a_clock_that_drifts_is_followed_by_what_keepers_measured(is_turned: bool) -> None:
     """Host b gains a second in 1,000; the start alone would leave it 3 s off at the end."""

@@ -196,6 +196,7 @@ def test_a_save_that_hangs_is_found_with_the_ranks_it_hangs_at(tmp_path: Path) -
     )
 
 
+@pytest.mark.promise
 def test_the_first_durable_save_that_hangs_is_found_too(tmp_path: Path) -> None:
     told = Told(tmp_path)
     tell_start(told, 1, 10.0, RANKS)
@@ -223,6 +224,7 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     assert causes(report, report.last_s + 10) == {}
 
 
+@pytest.mark.promise
 def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> None:
     """Rank 3's host joined with a boot of which no start was recorded, two seconds behind."""
     told = healthy(tmp_path)

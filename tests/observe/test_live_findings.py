@@ -51,6 +51,7 @@ def test_they_are_those_of_the_report_the_worst_first_and_then_the_last_troubles
     assert lines[0].startswith("critical no_sign_of_life") and "the run ended, or" not in lines[-1]
 
 
+@pytest.mark.promise
 def test_it_keeps_so_many_records_and_who_is_where_however_long_ago_that_was(
     tmp_path: Path,
 ) -> None:

@@ -199,6 +199,7 @@ def test_restores_are_of_all_ranks_together(run: Path) -> None:
     assert restore.size_bytes == 1400
 
 
+@pytest.mark.promise
 def test_a_restore_is_from_as_far_away_as_that_of_the_farthest_rank(tmp_path: Path) -> None:
     told = Told(tmp_path)
     ranks = {0: "a", 1: "b", 2: "c"}
@@ -488,13 +489,14 @@ def kinds() -> list[type[events.Event]]:
     ]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
 def test_no_kind_of_event_is_forgotten(kind: type[events.Event], tmp_path: Path) -> None:
     started = events.RunStarted(incarnation=7, rank=7, run_id="r", world=8, host="a", pid=1)
     base = [] if kind is events.RunStarted else [started]
     told = events.Warned(message="a first record")
     for directory, records in (
-        ("without", [*base, told]),
+        ("without", [*base, told, told]),  # as many records, until the same moment
         ("with", [*base, told, sample_of(kind)]),
     ):
         (tmp_path / directory).mkdir()
@@ -565,6 +567,7 @@ def test_the_cost_of_being_killed_twice_is_told(tmp_path: Path) -> None:
     assert "ranks 0-1 did not close, rank 1 on a first" in shown
 
 
+@pytest.mark.promise
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=7), st.integers(0, 6))
 def test_lost_steps_are_those_that_left_the_ancestry(

@@ -59,6 +59,7 @@ def page_of(report: Report) -> str:
     return render_page(report, find(report))
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("evil", ["", EVIL], ids=["plain", "hostile"])
 def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path: Path, evil: str) -> None:
     text = page_of(read_report(tell_sick_run(tmp_path, evil=evil)))
