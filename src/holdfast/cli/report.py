@@ -14,8 +14,8 @@ from holdfast.observe.findings import find, to_plain
 from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_view import find_save, render_by, render_save
-from holdfast.observe.since import moment_of, since
-from holdfast.observe.tables import render
+from holdfast.observe.since import moment_of, of_start, since
+from holdfast.observe.tables import render, render_links
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -38,7 +38,14 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         help="show the last N saves one by one (default 20; 0: all); sums are over all",
     )
     command.add_argument("--save", metavar="STEP", help="show one save across its ranks")
-    command.add_argument("--by", choices=("rank", "host"), help="show the saves by rank or host")
+    command.add_argument(
+        "--by",
+        choices=("rank", "host", "link"),
+        help="show the saves by rank or host, or what messages between hosts take",
+    )
+    command.add_argument(
+        "--incarnation", metavar="N", type=int, help="only this start; the division of time stays"
+    )
     command.add_argument(
         "--since",
         metavar="WHEN",
@@ -57,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         report = read_report(args.root, progress=progress)
     if args.since is not None:
         report = since(report, moment_of(args.since, report.last_s))
+    if args.incarnation is not None:
+        report = of_start(report, args.incarnation)
     if args.html is not None:
         _write_page(report, Path(args.html))
     elif args.save is not None:
@@ -67,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
             render_save(report, save, stdout())
     elif args.json:
         print_json(to_json(report) | {"findings": to_plain(find(report, time.time()))})
+    elif args.by == "link":
+        render_links(report, stdout(), last=args.last)
     elif args.by is not None:
         render_by(report, args.by, stdout(), last=args.last)
     else:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from holdfast.observe.blame import find_slow
+from holdfast.observe.blame import HostPressure, find_slow, pressure_text
 from holdfast.observe.links import slow_links
 from holdfast.observe.report import Report, Save, Start
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
@@ -218,8 +218,11 @@ def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
     errors = [UNSURE_S if one.error_s is None else one.error_s for one in report.clocks]
     at = {f"{save.incarnation}-{save.step}": save.time_s for save in report.saves}
     blames = find_slow(report.saves, report.ranks_by_host, clock_error_s=max(errors, default=0.0))
-    for one in blames:
-        yield Evidence(one.sentence, at.get(one.since))
+    host_of = {rank: host for host, ranks in report.ranks_by_host.items() for rank in ranks}
+    pressure = {one.host: HostPressure(one.cpu_pressure, one.io_pressure) for one in report.keepers}
+    for blame in blames:
+        why = pressure_text(blame, host_of, pressure)
+        yield Evidence(blame.sentence + why, at.get(blame.since))
 
 
 def _slow_link(report: Report, _: float | None) -> Iterator[Evidence]:

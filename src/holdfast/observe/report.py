@@ -234,6 +234,10 @@ class KeeperLife:
     slowest_finish_s: float = 0.0
     least_free_bytes: int | None = None
     most_keeper_bytes: int = 0
+    cpu_pressure: float = -1.0
+    """The part of the time in which a process of the host waited for a CPU; -1: not told."""
+    io_pressure: float = -1.0
+    """The same for I/O."""
 
 
 @dataclass(frozen=True, slots=True)

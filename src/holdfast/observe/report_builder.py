@@ -88,11 +88,18 @@ class _HostSoFar:
     samples: int = 0
     #: The extremes of all samples, as one.
     extreme: events.HostSampled | None = None
+    #: Sums of the pressure that was told, and how often it was.
+    cpu: float = 0.0
+    io: float = 0.0
+    told: int = 0
 
     def sample(self, one: events.HostSampled) -> None:
         """Takes a sample of the host."""
         before = self.extreme or one
         self.samples += 1
+        if one.cpu_pressure >= 0 and one.io_pressure >= 0:
+            self.cpu, self.io = self.cpu + one.cpu_pressure, self.io + one.io_pressure
+            self.told += 1
         self.extreme = msgspec.structs.replace(
             one,
             queued_s=max(one.queued_s, before.queued_s),
@@ -314,6 +321,8 @@ def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
         extreme.finish_s if extreme else 0.0,
         extreme.free_bytes if extreme else None,
         extreme.keeper_bytes if extreme else 0,
+        seen.cpu / seen.told if seen.told else -1.0,
+        seen.io / seen.told if seen.told else -1.0,
     )
 
 

@@ -69,7 +69,11 @@ class _OpenRanks:
     def even(self) -> dict[str, dict[int, float]]:
         """Returns the phases that grow with the bytes, as if all ranks had the same."""
         found = {}
-        for phase, sizes in (("copy_s", self.image_bytes), ("write_s", self.written_bytes)):
+        for phase, sizes in (
+            ("copy_s", self.image_bytes),
+            ("write_s", self.written_bytes),
+            ("finish_s", self.written_bytes),
+        ):
             seconds = self.seconds.get(phase, {})
             if not (total := sum(sizes.values())):
                 continue
@@ -276,6 +280,8 @@ class _SaveParts:
                 self.ring_bytes = max(self.ring_bytes, event.ring_bytes)
             case events.ImageDurable():
                 ranks.add_longest("write_s", event.rank, event.elapsed_s)
+                if event.finish_s > 0:
+                    ranks.add_longest("finish_s", event.rank, event.finish_s)
                 ranks.written_bytes[event.rank] = event.size_bytes
             case _:
                 assert_never(event)

@@ -23,6 +23,7 @@ PHASES = {
     "copy_s": "copying",
     "fence_s": "at the fence",
     "write_s": "writing",
+    "finish_s": "of it, fsync",
 }
 _NAMED_RANKS = 4
 

@@ -69,6 +69,30 @@ def render(report: Report, console: Console, *, last: int = 20, now_s: float | N
     _render_details(report, console, last)
 
 
+def render_links(report: Report, console: Console, *, last: int = 20) -> None:
+    """Prints what messages between keepers take, the slowest first, ``last`` of them, all for 0."""
+    clocks = {one.host: one for one in report.clocks}
+    links = sorted(report.links, key=lambda one: (-one.newest_s, one.host))
+    shown = links[:last] if last else links
+    table = _table("Links between keepers, there and back", "from", "to")
+    for name in ("measured", "lately", "median", "largest", "clock ahead", "give or take"):
+        table.add_column(name, justify="right")
+    for one in shown:
+        clock = clocks.get(one.host)
+        times = map(seconds_text, (one.newest_s, one.median_s, one.largest_s))
+        ahead = (
+            ("-", "-") if clock is None else (_signed(clock.ahead_s), seconds_text(clock.error_s))
+        )
+        table.add_row(escape(one.host), escape(one.other), str(one.count), *times, *ahead)
+    console.print(table)
+    if len(shown) < len(links):
+        console.print(f"{len(links) - len(shown)} more: --last 0 shows all")
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else ''}{seconds_text(abs(seconds))}"
+
+
 def _render_details(report: Report, console: Console, last: int) -> None:
     console.print(_heading(report), markup=False)
     for line in _start_lines(report):
