@@ -6,6 +6,7 @@ import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
@@ -16,6 +17,9 @@ from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_view import find_save, render_by, render_save
 from holdfast.observe.since import moment_of, of_start, since
 from holdfast.observe.tables import render, render_links
+
+if TYPE_CHECKING:
+    from holdfast.observe.spans import RunSpans
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -37,7 +41,9 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         default=20,
         help="show the last N saves one by one (default 20; 0: all); sums are over all",
     )
-    command.add_argument("--save", metavar="STEP", help="show one save across its ranks")
+    command.add_argument(
+        "--save", metavar="STEP", help="show one save across its ranks; with --html, over time"
+    )
     command.add_argument(
         "--by",
         choices=("rank", "host", "link"),
@@ -67,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.incarnation is not None:
         report = of_start(report, args.incarnation)
     if args.html is not None:
-        _write_page(report, Path(args.html))
+        _write_page(report, Path(args.html), _spans_of(report, args.save))
     elif args.save is not None:
         save = find_save(report, args.save)
         if args.json:
@@ -85,10 +91,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_page(report: Report, path: Path) -> None:
+def _spans_of(report: Report, save: str | None) -> RunSpans | None:
+    """Returns what the page shows over time of the save that is asked for, if one is."""
+    if save is None:
+        return None
+    from holdfast.observe.spans import RecordChoice, SaveName, read_spans
+
+    found = find_save(report, save)
+    with SlowProgress("reading events of the save") as progress:
+        chosen = RecordChoice(SaveName(found.incarnation, found.step))
+        return read_spans(report.root, chosen, progress)
+
+
+def _write_page(report: Report, path: Path, one_save: RunSpans | None) -> None:
     from holdfast.observe.report_page import render_page
 
     try:
-        path.write_text(render_page(report, find(report, time.time())), encoding="utf-8")
+        page = render_page(report, find(report, time.time()), one_save)
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from error
