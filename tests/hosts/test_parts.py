@@ -99,7 +99,7 @@ def test_a_follower_measures_how_its_clock_stands_to_the_coordinators(
     run = Run(tmp_path, "a", "b")
     run.begin()
     run.capture(1)
-    wait_for(lambda: read_events(tmp_path, "keeper", "ClocksCompared"), "a comparison", 20)
+    wait_for(lambda: bool(read_events(tmp_path, "keeper", "ClocksCompared")), "a comparison", 20)
     run.end()
     (one, *_) = read_events(tmp_path, "keeper", "ClocksCompared")
     assert (one["host"], one["other"], one["by_host"]) == ("b", "a", "b")

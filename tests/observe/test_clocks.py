@@ -87,9 +87,9 @@ def test_a_clock_that_drifts_is_followed_by_what_keepers_measured(is_turned: boo
 
     for host in "ab":
         clocks.meet("start", at(host, 0.0))
-    for true_s in range(0, 3001, 30):
+    for second in range(0, 3001, 30):
         one, other = ("a", "b") if is_turned else ("b", "a")
-        here, there = at(one, true_s), at(other, true_s)
+        here, there = at(one, second), at(other, second)
         clocks.compare(here.clock, other, "x" + other, compared(here.at_s, here.at_s - there.at_s))
     common = clocks.solve()
     for true_s in (0.0, 17.0, 1234.5, 2999.0, 3005.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,11 @@ def links(
         for n in range(100):
             is_slow = host in slow and n >= 100 - NEWEST
             trip_s = (slow_s if is_slow else usual_s) * chance.lognormvariate(0, 0.4)
-            measured = {"ahead_s": 0.0, "error_s": trip_s / 2, "round_trip_s": trip_s}
+            measured: dict[str, Any] = {
+                "ahead_s": 0.0,
+                "error_s": trip_s / 2,
+                "round_trip_s": trip_s,
+            }
             trips.take(ClocksCompared(host=host, other="a", other_boot="x", **measured))
         found.append(trips.figures(host, "a"))
     return found

@@ -93,7 +93,7 @@ def test_a_recovery_begins_with_the_death_before_it() -> None:
     host.hear(told(events.TrainerLost(incarnation=1, rank=1, host="a", pid=3), 110.0))
     second = msgspec.structs.replace(RUN, incarnation=2)
     host.hear(told(second, 130.0))
-    restored = {"source": "memory", "size_bytes": 1, "saved_world": 2, "world": 2}
+    restored: dict[str, Any] = {"source": "memory", "size_bytes": 1, "saved_world": 2, "world": 2}
     for rank in (0, 1):
         host.hear(told(events.Restored(incarnation=2, rank=rank, step=4, elapsed_s=2.0,
                                        parent_incarnation=1, **restored), 133.0))  # fmt: skip

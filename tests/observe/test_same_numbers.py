@@ -35,7 +35,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     told = Told(tmp_path_factory.mktemp("run"), {"b": 3600.0})
     tell_start(told, 1, 10.0, RANKS)
     for step in range(12):
-        seconds = {"held_s": 0.01 + step / 1000, "write_s": {0: 0.3, 1: 0.35, 2: 0.4, 3: 0.5}}
+        seconds: dict[str, Any] = {
+            "held_s": 0.01 + step / 1000,
+            "write_s": {0: 0.3, 1: 0.35, 2: 0.4, 3: 0.5},
+        }
         persist_s = 0.6 + step / 100
         tell_save(told, 1, step, 15.0 + 10 * step, RANKS, persist_s=persist_s, **seconds)
     tell_death(told, 1, 140.0, RANKS, "")

@@ -147,7 +147,7 @@ def apart(tmp_path: Path) -> Path:
     """Three saves of two hosts; the clock of b is an hour ahead, which its keeper measured."""
     (tmp_path / "events").mkdir()
     lines = [line for step in range(3) for line in save(step, 100.0 + 10 * step)]
-    measured = {"ahead_s": 3600.0, "error_s": 0.001, "round_trip_s": 0.002}
+    measured: dict[str, Any] = {"ahead_s": 3600.0, "error_s": 0.001, "round_trip_s": 0.002}
     found = events.ClocksCompared(host="b", other="a", other_boot="b", **measured)
     lines.append(told(found, 99.0, "b"))
     for number, line in enumerate(lines):

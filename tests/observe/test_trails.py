@@ -305,7 +305,12 @@ def test_a_directory_of_thousands_of_writers_is_listed_once_and_again_when_it_ch
     os.utime(tmp_path, ns=(old_ns, old_ns))
     listed: list[Path] = []
     real = os.listdir
-    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or real(path))
+
+    def list_directory(path: Path) -> list[str]:
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", list_directory)
     for n in range(300):
         assert closed_files(tmp_path / f"host-{n}.jsonl") == [tmp_path / f"host-{n}.s000001.jsonl"]
     assert len(listed) == 1
