@@ -49,11 +49,12 @@ class RunEnded(Event, frozen=True, kw_only=True):
     """A trainer let go of its run by its own will: whoever left none was killed, or still trains.
 
     ``outcome``: "closed", or "failed" where an error ended the ``with`` block. ``closing_s``: how
-    long ``close`` waited for what was promised.
+    long ``close`` waited for what was promised. ``reason``: the error, in a line.
     """
 
     outcome: str
     closing_s: Seconds = 0.0
+    reason: str = ""
 
 
 class StepsDone(Event, frozen=True, kw_only=True):
@@ -94,12 +95,14 @@ class TrainerDied(Event, frozen=True, kw_only=True):
     Reported by whoever reads what the process left in shared memory, which may be much later.
 
     ``host``: its host. ``phase``: what it was doing: "starting", "restoring", "training", "saving",
-    or a phase that the program declared. ``quiet_s``: the time since it began to.
+    or a phase that the program declared. ``quiet_s``: the time since it began to. ``reason``: what
+    it left in the error file that torchrun gave it, in a line.
     """
 
     host: str
     phase: str
     quiet_s: Seconds
+    reason: str = ""
 
 
 class SaveReturned(Event, frozen=True, kw_only=True):

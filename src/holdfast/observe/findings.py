@@ -261,8 +261,14 @@ def _restart_loop(report: Report, _: float | None) -> Iterator[Evidence]:
         furthest = max(furthest, newest)
     if idle >= LOOPS:
         at = "the first step" if furthest < 0 else f"step {furthest}"
-        text = f"{idle} starts in a row came no further than {at}"
+        text = f"{idle} starts in a row came no further than {at}{_last_error(report)}"
         yield Evidence(text, report.starts[-idle].time_s)
+
+
+def _last_error(report: Report) -> str:
+    known = report.reliability.interruptions if report.reliability is not None else ()
+    reasons = [one.reason for one in known if one.reason]
+    return f"; the last error is {reasons[-1]}" if reasons else ""
 
 
 def _same_host(report: Report, _: float | None) -> Iterator[Evidence]:

@@ -51,6 +51,8 @@ class _Life:
     #: host -> the first and the last moment of a trainer's record, by that host's wall clock
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
+    #: Of the ranks that an error ended, the moment and the error.
+    errors: dict[int, tuple[HostMoment, str]] = field(default_factory=dict)
     lost: dict[int, tuple[events.TrainerLost, HostMoment]] = field(default_factory=dict)
     died: dict[int, tuple[events.TrainerDied, HostMoment]] = field(default_factory=dict)
     #: host -> the first moment of a trainer's record
@@ -91,7 +93,7 @@ class _Life:
                 )
             if rank in self.died:
                 died, _ = self.died[rank]
-                seen = replace(seen, phase=died.phase, step=died.step)
+                seen = replace(seen, phase=died.phase, step=died.step, reason=died.reason)
             yield seen
 
 
@@ -132,6 +134,8 @@ class Lives:
                 life.hosts.add(event.host)
             case events.RunEnded():
                 life.outcomes[event.rank] = event.outcome
+                if event.reason:
+                    life.errors[event.rank] = at, event.reason
             case events.Restored():
                 life.parent = (event.parent_incarnation, event.step)
             case _:
@@ -185,11 +189,17 @@ class Lives:
         first = before.lost[0] if before.lost else None
         line = self._lives[after.incarnation].timeline
         newest = before.newest_step
+        life = self._lives[before.incarnation]
+        errors = [(common.seconds(at), rank, why) for rank, (at, why) in life.errors.items()]
+        _, rank, reason = min(errors, default=(0.0, -1, ""))
+        if first is not None:
+            rank, reason = first.rank, first.reason or reason
         return Interrupted(
             incarnation=before.incarnation,
-            rank=-1 if first is None else first.rank,
-            host="" if first is None else first.host,
+            rank=rank,
+            host=life.ranks.get(rank, "") if first is None else first.host,
             phase="" if first is None else first.phase,
+            reason=reason,
             cause="failed" if before.ended == "failed" else "killed",
             lost_steps=after.lost_steps,
             done_again_us=None if newest is None else line.moment_of(newest, common),

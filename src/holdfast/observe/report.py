@@ -33,6 +33,8 @@ class LostTrainer:
     """What it was doing, where its memory was found: training, saving, a phase of the program."""
     step: int = -1
     """The last step that it had ended, where that is known."""
+    reason: str = ""
+    """What it left in the error file that torchrun gave it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from holdfast.observe.save_view import PHASES, host_by_rank
 from holdfast.observe.spans import RunSpans
 from holdfast.observe.summary import (
     PARTS,
+    error_lines,
     health_text,
     parts_text,
     reliability_lines,
@@ -233,7 +234,8 @@ def _interruptions(report: Report) -> str:
         for one in found[-MOST_LINES:]
     ]
     names = ("when", "who", "doing", "steps lost", "back after", "stop", "start", "restore", "redo")
-    return _table((*names, "from"), rows, texts=3)
+    errors = "".join(f"<p>{escaped(line)}</p>" for line in error_lines(found[-MOST_LINES:]))
+    return _table((*names, "from"), rows, texts=3) + errors
 
 
 def _chart(saves: Sequence[Save]) -> str:

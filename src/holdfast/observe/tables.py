@@ -16,6 +16,7 @@ from holdfast.observe.log import lines_of
 from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
 from holdfast.observe.summary import (
     bar_text,
+    error_lines,
     finding_lines,
     health_text,
     interruption_table,
@@ -63,7 +64,10 @@ def render(report: Report, console: Console, *, last: int = 20, now_s: float | N
         console.print(_shortened(line), style="yellow", markup=False)
     if reliability is not None and reliability.interruptions:
         interruptions = reliability.interruptions
-        console.print(interruption_table(interruptions[-last:] if last else interruptions))
+        shown = interruptions[-last:] if last else interruptions
+        console.print(interruption_table(shown))
+        for line in error_lines(shown):
+            console.print(_shortened(line), markup=False)
     if report.saves:
         console.print(_figure_table(report.figures))
     _render_details(report, console, last)
