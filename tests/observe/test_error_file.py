@@ -1,4 +1,4 @@
-"""Why a trainer failed is read from the file that torchrun gave it, or from the error at its end."""
+"""Why a trainer failed is read from torchrun's file of it, or from the error at its end."""
 
 from __future__ import annotations
 
