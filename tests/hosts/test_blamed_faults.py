@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from holdfast.observe.findings import find
 from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
+from holdfast.testing.faults import newest_durable
 from holdfast.testing.faults.faulty_calls import Action, Call, CallRule, FaultyCalls, missing
 from support.runs.leftovers import keeper_pids
 from support.runs.lives import Lives
@@ -86,3 +88,29 @@ def test_where_nothing_is_slow_nobody_is_blamed_and_all_hosts_are_on_one_clock(
     for one in report.clocks:  # all are on this machine
         assert one.error_s is not None and abs(one.ahead_s) <= one.error_s + 0.001 < 0.1
     assert {(one.host, one.other) for one in report.links} == {("b", "a"), ("c", "a")}
+
+
+def test_a_save_that_hangs_on_one_host_is_found_with_its_rank(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    faults = FaultyCalls(tmp_path / "faults")
+    settings = tuple(faults.environment() if host == "c" else {} for host in HOSTS)
+    root = tmp_path / "run"
+    with Lives(root, seed=23) as lives:
+        lives.start(3, 100_000, storage=4, hosts=HOSTS, rows=301, pause_s=0.2, settings=settings)
+        lives.wait_restored(3)
+        until_s = time.monotonic() + 120
+        while newest_durable(root) is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        hung = faults.add(CallRule((Call.SYNC,), IMAGES, Action.DELAY, 120_000))
+        while not faults.met(hung):
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        time.sleep(10)  # training goes on, and every image but one is written
+        lives.end(3)
+    for pid in keeper_pids(arena_dir):  # that of c hangs
+        os.kill(pid, signal.SIGKILL)
+    report = read_report(root)
+    found = {one.cause: one.evidence for one in find(report, report.last_s + 90)}
+    assert "no image was written of rank 2 on c" in found["no_durable"], found
