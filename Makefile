@@ -97,7 +97,7 @@ coverage: $(READY) ## every line and branch of the pure modules is reached by th
 	files=$$($(BIN)/python tests/support/project/contracts.py pure) && $(BIN)/coverage report --fail-under=100 --include="$$files"
 
 .PHONY: mutants
-mutants: $(READY) ## break one promise after the other in a copy: each time a test must fail; MUTANTS="fence-removed"
+mutants: $(READY) ## break one promise after the other in a copy: each time a test must fail; MUTANTS="--jobs 2 fence-removed"
 	$(BIN)/python tests/support/project/mutants.py $(MUTANTS)
 
 .PHONY: kernels

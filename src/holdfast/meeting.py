@@ -1,4 +1,4 @@
-"""Brings the ranks of a run together: they learn where to find each other, through one store.
+"""Brings the ranks of a run together: they learn the addresses of each other, through one store.
 
 The store of the process group carries addresses and the first handshake only.
 """

@@ -1,4 +1,4 @@
-"""Ends a run within its grace period: all ranks save a last step, or the newest snapshot is used.
+"""Ends a run within its grace period: all ranks save a last step, or the newest snapshot is stored.
 
 The rank that receives SIGTERM announces a step ahead of every rank, as for saves by the clock; on
 that step all ranks save, wait for storage, and leave. If training does not reach it, because ranks

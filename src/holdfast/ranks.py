@@ -1,4 +1,4 @@
-"""Exchanges small messages between ranks, with deadlines that name missing ranks; needs no torch.
+"""Exchanges words between the ranks that met, with deadlines that name a rank that is missing.
 
 Ranks communicate in a tree of their own, not through collectives: a collective that one rank never
 enters hangs the others without a message. Ranks of a host speak to its first, hosts to a root. A

@@ -88,8 +88,8 @@ def test_only_a_test_that_ran_and_failed_has_caught_a_mutant(
     mutant = read_mutants()[0]
     seen: list[int] = []
 
-    def run(project: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
-        assert tests == [mutant.test]
+    def run(project: Path, tests: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        assert tests == mutant.tests and timeout_s > 0
         seen.append(mutant.occurrences(project))
         return subprocess.CompletedProcess([], exit_status, "FAILED test - why", "")
 

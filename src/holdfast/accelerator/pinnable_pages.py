@@ -1,4 +1,4 @@
-"""Host memory that a device copies to: pages of their own, freed only when nothing copies there.
+"""Allocates host memory to be pinned: pages of their own, freed only when no device copies there.
 
 A forked child does not have pinned ones: it would get a copy of all of them at once.
 """

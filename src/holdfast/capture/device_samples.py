@@ -1,4 +1,4 @@
-"""Samples bytes of leaves on devices: at a save, and again behind the copies out of their memory.
+"""Samples leaves on devices before and after their copies, to detect updates that overtook them.
 
 What differs was written in between. Bytes stay on the device until they are compared, so that a
 save waits for nothing.

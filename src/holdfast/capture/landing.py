@@ -1,4 +1,4 @@
-"""Copies what landed in staging pieces on to its place and checksums it, on several threads.
+"""Copies data from staging pieces to the slot, and checksums it, on several threads.
 
 The thread that enqueues copies adds a job for each; several threads wait for its events, copy,
 and checksum the blocks while they are in the processor's cache.

@@ -1,4 +1,4 @@
-"""Detects updates that went around the fence and changed a leaf before its copy was done."""
+"""Judges by samples and versions if an update changed a leaf before its copy was done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pins host memory for the accelerator behind training, so that it copies there by itself.
+"""Pins the slots for the accelerator on a thread behind training: devices copy there directly.
 
 Pinning takes seconds, as every page is visited. So a thread does it piece by piece, and a copy goes
 straight into what is pinned by then; all else lands in staging pieces first.

@@ -1,4 +1,4 @@
-"""PURE. Carries attempts from their slots to captured, stored and released.
+"""PURE. Moves attempts from state to state: slots granted, captured, stored, released.
 
 No grant is sent before all slots of an attempt exist; a failed attempt returns its slots.
 """

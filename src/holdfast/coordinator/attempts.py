@@ -1,4 +1,4 @@
-"""Attempts to capture a generation: tracks which are complete and which must stay in memory."""
+"""Holds the attempts to capture generations: which are complete, and which must stay in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The standing order: durable at a step or later, from its request until a manifest names one.
+"""Keeps the standing order: a durable step stays wanted until a published checkpoint pays it.
 
 Whatever comes of a request, its order stands: any complete generation at its step or beyond pays
 it. A due save waits while storage is busy, and the newest snapshot is then made durable in its

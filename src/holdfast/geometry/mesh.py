@@ -1,4 +1,4 @@
-"""Computes which boxes of a leaf a rank holds, from a device mesh and its placements.
+"""Computes which boxes of a leaf a rank holds, from a device mesh and DTensor's placements.
 
 The rules are those of torch's DTensor, but as boxes: under ``_StridedShard`` a rank can hold
 several of them, which no single offset describes. tests/geometry/test_dtensor_boxes.py compares

@@ -1,4 +1,4 @@
-"""Reads directories of the Trainer, of Accelerate's ``save_state``, and adapters of PEFT.
+"""Reads what transformers' Trainer and Accelerate's ``save_state`` wrote, and PEFT's adapters.
 
 All three have weights as safetensors; what else is there are ``torch.save`` files and, where the
 state was sharded, directories of DCP.

@@ -1,4 +1,4 @@
-"""Writes one image of an attempt to storage: the job's data types, and the writer of a host."""
+"""Queues the images that this host writes for an attempt; ``persist.writer`` writes each one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work beside the keeper's loop: images that other hosts write, and blocking calls on threads."""
+"""Runs work beside the loop of the keeper: images that other hosts write, calls that block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes attempts durable on a thread of its own: images, manifest; then removes old checkpoints.
+"""Makes attempts durable on a thread: images, then the manifest, then what retention drops goes.
 
 An attempt's images are written as they are captured, into a directory of this attempt alone. Only
 when all are durable, equal to what was sealed, is the manifest published; an error before leaves

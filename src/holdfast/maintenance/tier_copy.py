@@ -1,4 +1,4 @@
-"""Copies the files of one checkpoint from one tier to another, every byte verified."""
+"""Copies the files of one checkpoint from a cache to the root or back, every byte verified."""
 
 from __future__ import annotations
 

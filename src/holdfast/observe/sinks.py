@@ -1,4 +1,4 @@
-"""Writes events to a file without ever blocking or harming training.
+"""Writes the events of a process outside a run to a file, by a queue that never blocks.
 
 ``JsonlSink`` only puts a record into a queue; a daemon thread writes. Records that cannot be
 written (a full disk, a stuck file system) are dropped, oldest first, and counted in the file

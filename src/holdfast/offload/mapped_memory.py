@@ -1,4 +1,4 @@
-"""Maps the host memory of an optimizer's state: pinned for a device, or lying in a file.
+"""Maps pages for the state of an optimizer: pinned ones for a device, or pages of a file.
 
 With a file, every part is either in the process's own memory or a mapping of the file, which holds
 the true values: a reader sees the same bytes either way, and a write takes effect either way. So

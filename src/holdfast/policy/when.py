@@ -1,4 +1,4 @@
-"""Decides when the next save is due, from the step and the clock, and which checkpoints stay.
+"""Decides when the next save is due, by step and clock, and which checkpoints retention keeps.
 
 Steps are counted from the beginning of training and not from the last save, so that a run that was
 restarted, or fell back, saves at the same steps as one that was not.

@@ -1,4 +1,4 @@
-"""Lists and opens the candidates of a restore, from memory and storage.
+"""Has rank 0 select what is restored, tells all ranks, and selects again if a source fails.
 
 Rank 0 learns what the hosts hold, selects the generation and the source of each image
 (``holdfast.restore.planning.selection``) and sends the selection to all ranks. A source that fails

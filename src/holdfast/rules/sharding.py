@@ -1,6 +1,4 @@
-"""Computes which part of a leaf a plain tensor is: cut along a dimension, or a range of its
-elements.
-"""
+"""Defines the rules by which a tensor is part of a leaf: a slice, or a range of elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speaks to one bucket of any cloud: single requests, each with its condition and its end.
+"""Sends single requests to a bucket: base class of all clients, and how a request can end.
 
 What is a cloud's own is in the classes below: how a request is signed and its condition said, and
 the shapes of lists and of uploads in parts. The store above knows none of it. What is not known

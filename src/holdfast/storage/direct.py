@@ -1,4 +1,4 @@
-"""Writes an image to disk past the page cache, wherever that is possible.
+"""Writes one file of a directory past the page cache (direct I/O), wherever that is possible.
 
 Direct I/O takes whole aligned pages out of aligned memory, straight from the arena; the page cache
 would copy every byte once more and write it at a time of its own. Bytes that direct I/O cannot take

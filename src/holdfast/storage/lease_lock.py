@@ -1,4 +1,4 @@
-"""Locks a name in a bucket by a lease: an object with owner and nonce, renewed by compare-and-swap.
+"""Locks a root in a bucket for one run: an object with owner and nonce, which is renewed.
 
 A lease is taken over only when it did not change for ``take_over_s`` on the taker's own clock, or
 when its process is known to be dead; its owner stops by its own clock well before. These clocks go

@@ -1,4 +1,4 @@
-"""Opens the store that a user's text for a root names: where a new kind of store is added."""
+"""Opens a root by its text: a path as a directory, a URL as a bucket whichever its cloud."""
 
 from __future__ import annotations
 

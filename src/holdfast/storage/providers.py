@@ -1,4 +1,4 @@
-"""Opens the client of a bucket by the scheme of its URL: where a new cloud is added."""
+"""Selects the client of a cloud by the URL's scheme, s3, gs or az: a new cloud is added here."""
 
 from __future__ import annotations
 

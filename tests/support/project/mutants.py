@@ -16,6 +16,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -103,14 +104,16 @@ def copy_project(to: Path) -> Path:
     return to
 
 
-def run_tests(project: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_tests(
+    project: Path, tests: Sequence[str], timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs tests of a copy against the sources of that copy, also in the processes they start."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     if tests[0].startswith(_ON_DEVICE):
         command += ["--device=sim", "--profiles=every"]
     there = os.environ | {"PYTHONPATH": str(project / "src"), "COLUMNS": "400"}
     return subprocess.run(
-        command, cwd=project, env=there, capture_output=True, text=True, timeout=_TEST_S
+        command, cwd=project, env=there, capture_output=True, text=True, timeout=timeout_s
     )
 
 
@@ -122,7 +125,7 @@ def try_mutant(mutant: Mutant, directory: Path) -> tuple[bool, str]:
     project = copy_project(directory / mutant.name)
     mutant.apply(project)
     try:
-        done = run_tests(project, mutant.tests)
+        done = run_tests(project, mutant.tests, _TEST_S)
     except subprocess.TimeoutExpired:
         return False, f"not applicable: {mutant.test} did not end within {_TEST_S:.0f} s"
     finally:
@@ -151,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutants")
     parser.add_argument("--list", action="store_true", help="print their names only")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name} anew")
     options = parser.parse_args(arguments)
     mutants = read_mutants()
@@ -164,10 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(one.name for one in chosen))
         return 0
-    return _try_all(chosen)
+    return _try_all(chosen, options.jobs)
 
 
-def _try_all(mutants: Sequence[Mutant]) -> int:
+def _try_all(mutants: Sequence[Mutant], jobs: int) -> int:
     width = max(len(one.name) for one in mutants)
     with tempfile.TemporaryDirectory(prefix="holdfast-mutants-") as name:
         project = copy_project(Path(name, "unchanged"))
@@ -177,15 +181,19 @@ def _try_all(mutants: Sequence[Mutant]) -> int:
             if unchanged.returncode != _PASSED:
                 print(f"the tests fail without any mutant:\n{unchanged.stdout}{unchanged.stderr}")
                 return 2
-        caught = 0
-        for mutant in mutants:
-            started_s = time.monotonic()
-            is_caught, result = try_mutant(mutant, Path(name))
-            caught += is_caught
-            elapsed_s = time.monotonic() - started_s
-            print(f"{mutant.name:{width}}  {elapsed_s:4.1f} s  {result}", flush=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            tries = [pool.submit(_try_and_print, one, Path(name), width) for one in mutants]
+        caught = sum(done.result() for done in tries)
     print(f"{caught} of {len(mutants)} mutants were caught")
     return 0 if caught == len(mutants) else 1
+
+
+def _try_and_print(mutant: Mutant, directory: Path, width: int) -> bool:
+    started_s = time.monotonic()
+    is_caught, result = try_mutant(mutant, directory)
+    elapsed_s = time.monotonic() - started_s
+    print(f"{mutant.name:{width}}  {elapsed_s:4.1f} s  {result}", flush=True)
+    return is_caught
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Follower: runs on each other host and carries out the coordinator's orders there.
+"""Runs the followers' side of a run on several hosts: hands the orders that arrive to ``agent``.
 
-It creates, stamps and removes slots as ordered, writes its host's images, and forwards messages
-between its trainers and the coordinator. While the coordinator is unreachable its trainers are told
-the same as after the loss of their keeper, and train on without snapshots.
+A follower creates, stamps and removes slots as ordered, writes its host's images, and forwards
+messages between its trainers and the coordinator. While the coordinator is unreachable its trainers
+are told the same as after the loss of their keeper, and train on without snapshots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes, stores and serves this host's parity shards as the coordinator orders.
+"""Runs parity rounds on this host by ``parity.exchange``, and serves the shards.
 
 The exchange runs on threads of its own, one generation at a time. The coordinator chooses the
 generation and the buffer, and is told when all shards of this host are sealed.

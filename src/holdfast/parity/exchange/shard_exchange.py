@@ -1,4 +1,4 @@
-"""Makes and exchanges the parity shards of one generation, for one member of a group.
+"""Encodes and exchanges the parity shards of one generation among the members of a group.
 
 A member encodes the stripe of its own number from the images of the others, fetches the further
 shards that it stores from the members that encode them, and sends the further shards of its own

@@ -1,4 +1,4 @@
-"""PURE. Orders the generations found to be whole: newest first, memory before storage."""
+"""PURE. Sorts the whole generations that were found in memory and storage, and leaves some out."""
 
 from __future__ import annotations
 

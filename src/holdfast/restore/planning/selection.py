@@ -1,4 +1,4 @@
-"""PURE. Chooses a generation and each image's source: a host's memory, parity or storage.
+"""PURE. Selects the generation to restore, and each image's source: memory, parity or storage.
 
 The selection follows from what every host that answered holds, and from what lies in storage. An
 image is taken from a host that has it. An image that no host has is decoded, from the data and

@@ -1,4 +1,4 @@
-"""Lets a program declare which part of a leaf a plain tensor is, where torch does not know it.
+"""Defines ``declare``, by which a program says which part of which leaf its own tensor is.
 
 A framework that cuts tensors by itself, without DTensor, declares for each tensor which elements of
 which leaf it holds. Rules, saves and restores then treat the tensor like any other shard.

@@ -1,4 +1,4 @@
-"""PURE. The tree in which ranks meet, and the words they pass up it until each phase has a verdict.
+"""PURE. The tree along which ranks exchange words: who passes what to whom, in each phase.
 
 Ranks of a host speak to its lowest, and hosts, in the order of their lowest ranks, to a root in
 steps of ``FAN_OUT``. The tree follows from rank numbers alone, so nobody is ever elected. Every
