@@ -1,4 +1,4 @@
-"""The benchmark of events still runs, and says what it measures."""
+"""The benchmark of events still runs, says what it measures, and finds what it hides."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from subprocess import CompletedProcess
 
 
 def test_the_benchmark_of_events_runs(bench: Callable[..., CompletedProcess[str]]) -> None:
-    ended = bench("events", "--hosts", "2", "--saves", "3")
+    ended = bench("events", "--hosts", "6", "--saves", "8")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(ended.stdout)
-    assert (found["ranks"], found["saves"], found["records"]) == (16, 3, 64)
+    assert (found["ranks"], found["saves"], found["records"]) == (48, 8, 432)
     assert found["file_bytes_a_record"] > 100 and found["records_a_cpu_second"] > 0
+    named = {text.split(" comes ")[0].split(",")[0] for text in found["found"]}
+    assert named == {*found["hidden"]} and len(named) == 3
+    assert found["page_bytes"] < 3_000_000

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from holdfast.events import Warned
-from holdfast.keeper.hosts import followers
+from holdfast.keeper.hosts import open_files
 from holdfast.transport.channel import MOST_STRANGERS
 
 
@@ -50,13 +50,13 @@ def test_the_limit_of_open_files_is_raised_to_what_is_needed_and_no_further(
     told: list[Warned] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
     monkeypatch.setattr(resource, "setrlimit", lambda _, found: limits.update(now=found))
-    monkeypatch.setattr(followers, "emit", told.append)
-    needed = followers.FILES + 2048 * followers.FILES_OF_HOST
-    followers.allow_open_files(2048)
+    monkeypatch.setattr(open_files, "emit", told.append)
+    needed = open_files.FILES + 2048 * open_files.FILES_OF_HOST
+    open_files.allow_open_files(2048)
     assert limits["now"] == (needed, 9000) and not told
-    followers.allow_open_files(2)
+    open_files.allow_open_files(2)
     assert limits["now"] == (needed, 9000), "what was raised is not lowered"
-    followers.allow_open_files(8192)
+    open_files.allow_open_files(8192)
     assert limits["now"] == (9000, 9000)
     (warned,) = told
     assert "may open 9000 files, and with 8192 hosts" in warned.message

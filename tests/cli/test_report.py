@@ -9,7 +9,7 @@ import msgspec
 from holdfast import events
 from holdfast.cli import main
 from support.checkpoints.commands import Out, json_of, text_of
-from support.runs.told import tell_sick_run
+from support.runs.told import RANKS, Told, of, tell_save, tell_sick_run, tell_start
 
 
 def test_report_prints_a_runs_saves(tmp_path: Path, capsys: Out) -> None:
@@ -74,3 +74,24 @@ def test_since_leaves_out_what_was_before(tmp_path: Path, capsys: Out) -> None:
     for wrong in ("yesterday", "5", "-3h", "9" * 400 + "d"):
         assert main(["report", str(root), f"--since={wrong}"]) == 2
         assert "--since" in capsys.readouterr().err
+
+
+def test_links_and_one_start_alone_can_be_shown(tmp_path: Path, capsys: Out) -> None:
+    told = Told(tmp_path, {"b": -2.5})
+    tell_start(told, 1, 10.0, RANKS)
+    for step in range(4):
+        tell_save(told, 1, step, 20.0 + step, RANKS)
+        measured = {"ahead_s": -2.5, "error_s": 0.001, "round_trip_s": 0.002}
+        link = {"host": "b", "other": "a", "other_boot": "b"}
+        told(of(events.ClocksCompared, 1, -1, **link, **measured), 20.0 + 10 * step, "b")
+    tell_start(told, 2, 80.0, RANKS, (1, 3))
+    tell_save(told, 2, 4, 90.0, RANKS)
+    root = str(told.write())
+    shown = text_of(capsys, "report", root, "--by", "link")
+    row = next(line for line in shown.splitlines() if line.startswith("│ b"))
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["b", "a", "4", *["2.00 ms"] * 3, "-2.50 s", "1.00 ms"]
+    shown = text_of(capsys, "report", root, "--incarnation", "2", "--last", "0")
+    assert "│ 2-4" in shown and "│ 1-3" not in shown
+    assert main(["report", root, "--incarnation", "7"]) == 3
+    assert "no start 7" in capsys.readouterr().err

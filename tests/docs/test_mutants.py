@@ -63,7 +63,9 @@ def test_every_mutant_has_a_name_of_its_own() -> None:
 
 def test_every_promise_is_broken_by_a_mutant() -> None:
     promises = map(int, re.findall(r"^\*\*(\d+)\.", mutants.PAGE.read_text(), re.MULTILINE))
-    assert {mutant.promise for mutant in read_mutants()} == {*promises} == {*range(1, 8)}
+    # 0 stands for what is told of a run.
+    broken = {mutant.promise for mutant in read_mutants()} - {0}
+    assert broken == {*promises} == {*range(1, 8)}
 
 
 def test_the_page_lists_the_mutants() -> None:

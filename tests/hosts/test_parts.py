@@ -16,13 +16,14 @@ from holdfast.errors import Fenced, KeeperError, PeerError, UsageError
 from holdfast.format.manifest import Generation
 from holdfast.keeper.hosts.network import Network
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import SlotFile, arena_dir
+from holdfast.protocol.arena import SlotFile, arena_dir, boot_id
 from holdfast.restore.sources import slots_of
 from holdfast.transport.channel import SealedChannel
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.http import INVENTORY, generation_name, image_path
 from support.peers.peering import wait_for
+from support.runs.evidence import read_events
 from support.runs.host_pairs import NONCE, SECRET, Rank, Run
 from support.runs.keepers import RUN, hear
 from support.runs.leftovers import keeper_pids
@@ -90,6 +91,21 @@ def test_a_process_that_takes_a_rank_of_another_host_is_refused(
         mistaken.line.close()
     run.capture(1)  # the ranks that have these places keep them
     run.end()
+
+
+def test_a_follower_measures_how_its_clock_stands_to_the_coordinators(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    run.capture(1)
+    wait_for(lambda: bool(read_events(tmp_path, "keeper", "ClocksCompared")), "a comparison", 20)
+    run.end()
+    (one, *_) = read_events(tmp_path, "keeper", "ClocksCompared")
+    assert (one["host"], one["other"], one["by_host"]) == ("b", "a", "b")
+    assert one["other_boot"] == one["boot"] == boot_id()[:8]
+    # Both keepers are on this machine, and have one clock.
+    assert abs(one["ahead_s"]) <= one["error_s"] <= one["round_trip_s"] / 2 < 1.0
 
 
 def _refused(run: Run, step: int) -> str:

@@ -161,6 +161,8 @@ def test_what_was_restored_is_protected_again_before_anything_new_is_saved(
         assert lives.wait_restored(1) == (first, "memory")
     (rebuilt,) = events_of(root, "ImageRebuilt")
     assert (rebuilt["rank"], rebuilt["step"]) == (2, first)
+    origins = {(e["incarnation"], e["origin"]) for e in events_of(root, "Restored")}
+    assert (2, "decoded") in origins and (2, "memory") not in origins
 
 
 @pytest.mark.timeout(200)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast import events
-from holdfast.observe.blame import Blame, find_slow
+from holdfast.observe.blame import Blame, HostPressure, find_slow, pressure_text
 from holdfast.observe.clocks import HostClocks
 from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
@@ -43,7 +43,13 @@ def blamed(fault: Fault, seed: int, *, skew_s: float = 0.0) -> tuple[Blame, ...]
         tell(start, 1000 + chance.uniform(0, 0.002), host)
     for step in range(SAVES):
         for rank, host in HOST_OF.items():
-            usual = {"volatile_s": 0.01, "copy_s": 0.3, "write_s": 0.4, "late_s": 0.01}
+            usual = {
+                "volatile_s": 0.01,
+                "copy_s": 0.3,
+                "write_s": 0.4,
+                "late_s": 0.01,
+                "finish_s": 0.1,
+            }
             does = {name: s * chance.uniform(0.8, 1.25) for name, s in usual.items()}
             does |= {"bytes": SIZE * chance.uniform(0.98, 1.02), "fence_s": 0.2}
             fault(step, rank, does)
@@ -64,7 +70,8 @@ def blamed(fault: Fault, seed: int, *, skew_s: float = 0.0) -> tuple[Blame, ...]
             tell(events.FenceWaited(**who, held_s=does["fence_s"]), at + 1, host)
             image: dict[str, Any] = {"size_bytes": size, "elapsed_s": does["copy_s"]}
             tell(events.ImageCaptured(**who, copy_s=does["copy_s"], **image), at + 2, host)
-            image = {"size_bytes": size, "elapsed_s": does["write_s"], "image": "i"}
+            image = {"size_bytes": size, "elapsed_s": does["write_s"] + does["finish_s"]}
+            image |= {"image": "i", "finish_s": does["finish_s"]}
             tell(events.ImageDurable(**who, **image), at + 3, host)
     return find_slow(saves.saves(lives.clock()), HOSTS, clock_error_s=0.002)
 
@@ -79,7 +86,7 @@ def slower(phase: str, *ranks: int, times: float = 4.0, since: int = 3) -> Fault
 
 def heavier(step: int, rank: int, does: dict[str, float]) -> None:
     if rank == 5:
-        for name in ("bytes", "copy_s", "write_s"):
+        for name in ("bytes", "copy_s", "write_s", "finish_s"):
             does[name] *= 2.5
 
 
@@ -91,6 +98,13 @@ def late(step: int, rank: int, does: dict[str, float]) -> None:
 
 FAULTS: list[tuple[str, Fault, tuple[str, str, str]]] = [
     ("disk of a host", slower("write_s", 4, 5), ("host c", "slow", "write_s")),
+    ("fsync of a host", slower("finish_s", 4, 5, times=12.0), ("host c", "slow", "finish_s")),
+    ("fsync of a rank", slower("finish_s", 3, times=12.0), ("rank 3 on b", "slow", "finish_s")),
+    (
+        "fsync of all",
+        slower("finish_s", *range(8), times=12.0, since=14),
+        ("all 4 hosts", "slow", "finish_s"),
+    ),
     ("memory of a host", slower("copy_s", 0, 1), ("host a", "slow", "copy_s")),
     ("link of a rank", slower("copy_s", 6), ("rank 6 on d", "slow", "copy_s")),
     ("CPU of a rank", slower("volatile_s", 3, times=20), ("rank 3 on b", "slow", "volatile_s")),
@@ -133,10 +147,11 @@ def test_the_sentence_has_place_cause_figures_since_when_and_where_to_look() -> 
     (found,) = blamed(slower("write_s", 4, 5), 3)
     assert found.since == "1-3" and found.saves == 5 and found.score < 0.4
     assert found.sentence.startswith("host c, disk: writing an image takes 1.")
-    assert "where others take 4" in found.sentence and "since 1-3" in found.sentence
+    assert "where others take 5" in found.sentence and "since 1-3" in found.sentence
     assert "durable 1." in found.sentence and "look at the disk" in found.sentence
 
 
+@pytest.mark.promise
 def test_who_waits_is_never_blamed() -> None:
     """Some wait at the fence, for longer than anything else takes."""
 
@@ -144,3 +159,19 @@ def test_who_waits_is_never_blamed() -> None:
         does["fence_s"] = 5.0 if rank in (1, 2, 5) else 0.0
 
     assert blamed(wait, 1) == ()
+
+
+def test_the_pressure_of_a_host_explains_what_is_slow_there() -> None:
+    (one,) = blamed(slower("write_s", 4, 5), 1)
+    calm, pressed = HostPressure(0.02, 0.01), HostPressure(0.03, 0.6)
+    assert pressure_text(one, HOST_OF, {"a": calm, "b": calm, "c": pressed, "d": calm}) == (
+        "; processes of c waited for I/O 60 % of the time, elsewhere 1 %"
+    )
+    assert pressure_text(one, HOST_OF, {"a": pressed, "b": pressed, "c": pressed}) == ""
+    assert pressure_text(one, HOST_OF, {"a": calm, "c": HostPressure(0.9, 0.1)}) == "", "the CPU"
+    assert pressure_text(one, HOST_OF, {"c": HostPressure(-1.0, -1.0)}) == ""
+    (cpu,) = blamed(slower("volatile_s", 3, times=20), 1)
+    busy = {"a": calm, "b": HostPressure(0.5, 0.0)}
+    assert "of b waited for a CPU 50 % of the time, elsewhere 2 %" in pressure_text(
+        cpu, HOST_OF, busy
+    )

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.observe.clocks import HostClocks, HostMoment
+from holdfast.observe.clocks import MOST_COMPARED, ClockComparison, HostClocks, HostMoment
 
 AHEAD = st.floats(-1.6e9, 1.6e9)
 
 
+@pytest.mark.promise
 @settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from("bcdef"), AHEAD), st.randoms())
 def test_moments_of_all_hosts_come_to_the_clock_of_the_first(
@@ -68,3 +69,71 @@ def test_a_host_that_met_nobody_is_believed_and_named() -> None:
     common = clocks.solve()
     assert common.unknown == ("z",) and common.micros(alone) == 2_000_000_000
     assert HostClocks().solve().offsets == ()
+
+
+def compared(at_s: float, ahead_s: float, error_s: float = 0.001) -> ClockComparison:
+    return ClockComparison(at_s, ahead_s, error_s)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_turned", [False, True], ids=["follower", "coordinator"])
+def test_a_clock_that_drifts_is_followed_by_what_keepers_measured(is_turned: bool) -> None:
+    """Host b gains a second in 1,000; the start alone would leave it 3 s off at the end."""
+    clocks = HostClocks()
+
+    def at(host: str, true_s: float) -> HostMoment:
+        mono_s = 50 + true_s * 1.001 if host == "b" else true_s + 900
+        return clocks.take(host, "x" + host, true_s + 1e9, mono_s)
+
+    for host in "ab":
+        clocks.meet("start", at(host, 0.0))
+    for second in range(0, 3001, 30):
+        one, other = ("a", "b") if is_turned else ("b", "a")
+        here, there = at(one, second), at(other, second)
+        clocks.compare(here.clock, other, "x" + other, compared(here.at_s, here.at_s - there.at_s))
+    common = clocks.solve()
+    for true_s in (0.0, 17.0, 1234.5, 2999.0, 3005.0):
+        for host in "ab":
+            assert common.seconds(at(host, true_s)) == pytest.approx(1e9 + true_s, abs=0.006)
+    (offset,) = common.offsets
+    assert offset.host == "b" and offset.error_s == 0.001
+
+
+def test_what_keepers_measured_goes_before_meetings_and_slow_exchanges_count_for_nothing() -> None:
+    clocks = HostClocks()
+    for host in "ab":
+        late_s = 0.4 if host == "b" else 0.0  # b's ranks came late out of the agreement
+        clocks.meet("start", clocks.take(host, host, 1e9 + 100, 100.0 + late_s))
+    for at_s in (110.0, 140.0):
+        clocks.compare(1, "a", "a", compared(at_s, 0.0))
+    clocks.compare(1, "a", "a", compared(170.0, 7.0, error_s=9.0))
+    common = clocks.solve()
+    moments = [clocks.take(host, host, 1e9 + 200, 200.0) for host in "ab"]
+    assert common.micros(moments[0]) == common.micros(moments[1])
+    assert common.error_s(1) == 0.001
+
+
+def test_clocks_are_chained_and_the_errors_of_all_links_add_up() -> None:
+    clocks = HostClocks()
+    for host, ahead_s in (("a", 0.0), ("b", 5.0), ("c", 12.0)):
+        clocks.take(host, host, 1e9 + 100, 100.0 + ahead_s)
+    clocks.compare(2, "b", "b", compared(112.0, 7.0, 0.02))
+    clocks.compare(1, "a", "a", compared(105.0, 5.0, 0.01))
+    common = clocks.solve()
+    assert common.micros(HostMoment(2, 112.0)) == common.micros(HostMoment(0, 100.0))
+    assert common.error_s(2) == pytest.approx(0.03) and common.unknown == ()
+
+
+def test_a_run_of_any_length_keeps_as_many_comparisons() -> None:
+    clocks = HostClocks()
+    clocks.take("a", "a", 1e9, 0.0)
+    clocks.take("b", "b", 1e9, 0.0)
+    for n in range(5000):
+        clocks.compare(1, "a", "a", compared(30.0 * n, 0.25 + 1e-6 * n, 0.001))
+    ((_, known),) = clocks._compared.items()
+    assert len(known) <= MOST_COMPARED
+    shown = clocks.solve()
+    for n in (0, 2500, 4999):
+        assert shown.exact(HostMoment(1, 30.0 * n)) == pytest.approx(
+            1e9 + 30 * n - 0.25 - 1e-6 * n, abs=1e-3
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import RULES, find, to_plain
 from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
+from observe.test_interference import run as slowed_run
 from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_sick_run, tell_start
 
 
@@ -83,6 +85,17 @@ def slower_storage(told: Told) -> None:
         tell_save(told, 1, step, 11.0 + 10 * step, RANKS, persist_s=2.0)
 
 
+def slow_link(told: Told) -> None:
+    for n in range(60):
+        trip_s = 0.2 if n > 35 else 0.001
+        measured = {"other": "a", "round_trip_s": trip_s, "error_s": trip_s / 2, "ahead_s": 0.4}
+        told(
+            of(events.ClocksCompared, 1, -1, host="b", other_boot="b", **measured),
+            12.0 + 3 * n,
+            "b",
+        )
+
+
 def loop(told: Told) -> None:
     for number in range(2, 6):
         tell_death(told, number - 1, 205.0 + 40 * (number - 2), RANKS, "")
@@ -102,6 +115,7 @@ def ring(told: Told) -> None:
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),
+        ("slow_link", slow_link, "link of host b: messages to a take 200 ms there and back, where"),
         ("throughput_down", slower_storage, "go to storage at 2.00 MB/s, where they went at 8.00"),
         ("restart_loop", loop, "4 starts in a row came no further than step 19"),
         ("no_room", ring, "shared memory had no room for whole images"),
@@ -124,6 +138,11 @@ def test_a_run_that_did_not_close_and_says_nothing_is_found_while_one_looks(tmp_
     found = causes(report, report.last_s + 150)
     assert found == {"no_sign_of_life": "no sign of life for 150 s, after step 19"}
     assert causes(report, None) == {}
+
+
+def test_steps_that_saves_slow_are_found(tmp_path: Path) -> None:
+    report = slowed_run(tmp_path, 0.3, 1, every=14)
+    assert causes(report)["interference"].startswith("behind a copy or a write a step takes ")
 
 
 def test_records_that_are_lost_are_found(tmp_path: Path) -> None:
@@ -150,3 +169,77 @@ def test_the_hosts_of_a_healthy_run_are_brought_to_one_clock(tmp_path: Path) -> 
     (offset,) = read_report(healthy(tmp_path).write()).clocks
     assert offset.host == "b" and offset.ahead_s == pytest.approx(0.4)
     assert to_json(read_report(tmp_path))["clocks"][0]["host"] == "b"
+
+
+def hung_disk(told: Told) -> None:
+    """Save 20 was to be durable; the images of host b are never written, and training goes on."""
+    for step in range(20, 32):
+        for rank, host in RANKS.items():
+            is_asked = step == 20
+            fields = {"step": step, "size_bytes": 10}
+            returned = of(events.SaveReturned, 1, rank, durable=is_asked, held_s=0.01, **fields)
+            told(returned, 11.0 + 10 * step, host)
+            told(of(events.ImageCaptured, 1, rank, copy_s=0.1, **fields), 11.2 + 10 * step, host)
+            if is_asked and host == "a":
+                told(of(events.ImageDurable, 1, rank, **fields), 11.5 + 10 * step, host)
+        captured = of(events.SnapshotCaptured, 1, -1, step=step, elapsed_s=0.2, world=4)
+        told(captured, 11.3 + 10 * step)
+
+
+def test_a_save_that_hangs_is_found_with_the_ranks_it_hangs_at(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    hung_disk(told)
+    report = read_report(told.write())
+    assert causes(report)["no_durable"] == (
+        "the newest durable generation is 1-19, 12 steps old, where one came every 1 steps; "
+        "no image was written of rank 2 on b, rank 3 on b"
+    )
+
+
+@pytest.mark.promise
+def test_the_first_durable_save_that_hangs_is_found_too(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, RANKS)
+    hung_disk(told)
+    report = read_report(told.write())
+    assert causes(report)["no_durable"] == (
+        "save 1-20 was to be durable, and is not after 110 s; "
+        "no image was written of rank 2 on b, rank 3 on b"
+    )
+    quick = dataclasses.replace(report, last_s=(report.saves[0].time_s or 0.0) + 50)
+    assert "no_durable" not in causes(quick), "it may still come"
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    for rank, host in RANKS.items():
+        if rank != 2:
+            told(of(events.SaveReturned, 1, rank, step=20, held_s=0.01), 211.0, host)
+    report = read_report(told.write())
+    assert report.behind == (2,)
+    assert causes(report, report.last_s + 150)["no_sign_of_life"] == (
+        "no sign of life for 150 s, after step 20: rank 2 on b did not return from save 1-20 as "
+        "others did"
+    )
+    assert causes(report, report.last_s + 10) == {}
+
+
+@pytest.mark.promise
+def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> None:
+    """Rank 3's host joined with a boot of which no start was recorded, two seconds behind."""
+    told = healthy(tmp_path)
+    lines = []
+    for name in sorted((told.write() / "events").iterdir()):
+        for line in name.read_text().splitlines():
+            record = json.loads(line)
+            if record["by_host"] == "b":
+                record["boot"] = "another"
+                record["time_s"] += 2.0
+                if record["event"] == "RunStarted":
+                    continue
+            lines.append(json.dumps(record))
+        name.unlink()
+    (tmp_path / "events" / "all.jsonl").write_text("\n".join(lines))
+    report = read_report(tmp_path)
+    assert report.unplaced_hosts == ("b",)
+    assert "slow_place" not in causes(report)

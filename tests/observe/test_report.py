@@ -24,6 +24,7 @@ from holdfast.observe.report import Figures, RefusedAtDoor, Report, Save, to_jso
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.sinks import JsonlSink
 from holdfast.observe.tables import render
+from support.runs.told import Told, of, tell_start
 
 
 def write(
@@ -196,6 +197,28 @@ def test_restores_are_of_all_ranks_together(run: Path) -> None:
     assert restore.sources == ("arena", "storage")
     assert restore.elapsed_s == 2.5
     assert restore.size_bytes == 1400
+
+
+@pytest.mark.promise
+def test_a_restore_is_from_as_far_away_as_that_of_the_farthest_rank(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    ranks = {0: "a", 1: "b", 2: "c"}
+    tell_start(told, 1, 10.0, ranks)
+    for number, origins in ((2, ("memory",) * 3), (3, ("memory", "peers", "memory")),
+                            (4, ("decoded",) * 3), (5, ("",) * 3)):  # fmt: skip
+        tell_start(told, number, 100.0 * number, ranks)
+        for (rank, host), origin in zip(ranks.items(), origins, strict=True):
+            source = "memory" if origin else "storage"
+            fields = {"source": source, "origin": origin, "parent_incarnation": 1, "step": 3}
+            restored = of(events.Restored, number, rank, elapsed_s=2.0 * number, **fields)
+            told(restored, 100.0 * number + 20, host)
+    report = read_report(told.write())
+    assert [each.sources for each in report.restores] == [
+        ("memory",), ("memory", "peers"), ("decoded",), ("storage",),
+    ]  # fmt: skip
+    assert report.ledger is not None
+    assert report.ledger.restore_s == {"memory": 4, "peers": 6, "decoded": 8, "storage": 10}
+    assert report.ledger.seconds["restore"] == 28.0
 
 
 def test_a_lost_keeper_counts_once_however_many_ranks_noticed(run: Path) -> None:
@@ -466,13 +489,14 @@ def kinds() -> list[type[events.Event]]:
     ]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
 def test_no_kind_of_event_is_forgotten(kind: type[events.Event], tmp_path: Path) -> None:
     started = events.RunStarted(incarnation=7, rank=7, run_id="r", world=8, host="a", pid=1)
     base = [] if kind is events.RunStarted else [started]
     told = events.Warned(message="a first record")
     for directory, records in (
-        ("without", [*base, told]),
+        ("without", [*base, told, told]),  # as many records, until the same moment
         ("with", [*base, told, sample_of(kind)]),
     ):
         (tmp_path / directory).mkdir()
@@ -543,6 +567,7 @@ def test_the_cost_of_being_killed_twice_is_told(tmp_path: Path) -> None:
     assert "ranks 0-1 did not close, rank 1 on a first" in shown
 
 
+@pytest.mark.promise
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=7), st.integers(0, 6))
 def test_lost_steps_are_those_that_left_the_ancestry(

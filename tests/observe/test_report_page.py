@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import re
 import shutil
@@ -14,9 +15,12 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.observe.findings import find
+from holdfast.observe.page_charts import escaped
 from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
-from holdfast.observe.report_page import escaped, render_page
+from holdfast.observe.report_page import render_page
+from holdfast.observe.rollups import PhaseSpread
+from holdfast.observe.save_view import PHASES
 from support.runs.told import tell_sick_run
 
 EVIL = (
@@ -59,6 +63,7 @@ def page_of(report: Report) -> str:
     return render_page(report, find(report))
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("evil", ["", EVIL], ids=["plain", "hostile"])
 def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path: Path, evil: str) -> None:
     text = page_of(read_report(tell_sick_run(tmp_path, evil=evil)))
@@ -93,13 +98,60 @@ def test_every_part_of_the_verdict_is_on_the_page(tmp_path: Path) -> None:
         assert one.evidence in text and one.remedy in text
     assert "lost work" in text and "rank 3 on b" in text and "eval" in text
     assert all(f"{save.incarnation}-{save.step}" in text for save in report.saves)
-    assert page_of(report).count('class="cell"') > 100
+    assert page_of(report).count('<path d="M') > 100
 
 
 def test_a_run_of_which_next_to_nothing_is_known_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "host-a.jsonl").write_text("{}\n")
     assert "<h2>Findings</h2>" in page_of(read_report(tmp_path))
+
+
+@pytest.mark.parametrize("evil", ["", EVIL], ids=["plain", "hostile"])
+def test_one_save_is_drawn_over_time_by_rank_and_keeper(tmp_path: Path, evil: str) -> None:
+    root = tell_sick_run(tmp_path, evil=evil)
+    page = tmp_path / "r.html"
+    assert main(["report", str(root), "--save", "3-20", "--html", str(page)]) == 0
+    text = page.read_text()
+    found = Page(text)
+    assert found.open == [] and "script" not in found.tags and "\x1b" not in text
+    assert "Save 3-20 over time" in found.seen
+    for lane in ("rank 0 on a", "rank 3 on b", "keeper of a"):
+        assert lane in found.seen, lane
+    assert "write: 2.20 s" in found.seen and "held: 10.0 ms" in found.seen
+    # The hour that b's clock is ahead makes no hour of it.
+    assert re.search(r"what ranks and keepers did in the [0-9.]+ m?s of this save", found.seen)
+    assert main(["report", str(root), "--save", "9-9", "--html", str(page)]) == 3
+
+
+def test_the_page_of_a_large_run_is_small(tmp_path: Path) -> None:
+    report = read_report(tell_sick_run(tmp_path))
+    slowest = tuple((rank, 1.0 + rank) for rank in range(16))
+    spread = PhaseSpread(16384, 1.0, 2.0, 3.0, 16.0, slowest)
+    save = dataclasses.replace(report.saves[-5], phases=dict.fromkeys(PHASES, spread))
+    saves = tuple(dataclasses.replace(save, step=step) for step in range(1000))
+    hosts = {f"host-{n:05d}": tuple(range(8 * n, 8 * n + 8)) for n in range(2048)}
+    text = page_of(dataclasses.replace(report, saves=saves, ranks_by_host=hosts))
+    assert len(text) < 3_000_000
+    page = Page(text)
+    assert page.open == [] and "darkest 16.0 s" in page.seen
+
+
+def test_heat_maps_are_by_rank_and_by_host_and_one_shows_at_a_time(tmp_path: Path) -> None:
+    text = page_of(read_report(tell_sick_run(tmp_path)))
+    ids = re.findall(r'<input type="radio" name="(\w+)" id="([\w-]+)"( checked)?', text)
+    assert [name for name, _, is_checked in ids if is_checked] == ["map", "rows"]
+    phases = [id_ for name, id_, _ in ids if name == "map"]
+    assert [id_ for name, id_, _ in ids if name == "rows"] == ["rows-rank", "rows-host"]
+    for phase in phases:
+        for rows in ("rows-rank", "rows-host"):
+            assert text.count(f'<div class="map {phase} {rows}">') == 1
+            rule = (
+                f"main:has(#{phase}:checked):has(#{rows}:checked) .{phase}.{rows}{{display:block}}"
+            )
+            assert text.count(rule) == 1
+    (of_hosts,) = re.findall(r'<div class="map map-write_s rows-host">(.*?)</div>', text, re.S)
+    assert "host b at 3-24: 2.20 s" in of_hosts and "rank" not in Page(of_hosts).seen
 
 
 def test_the_command_writes_the_page_or_says_why_not(tmp_path: Path) -> None:

@@ -142,6 +142,34 @@ def test_a_wall_clock_that_is_set_moves_no_span_of_its_host() -> None:
     assert [round(b - a, 6) for a, b in itertools.pairwise(starts)] == [1.0] * 9
 
 
+@pytest.fixture
+def apart(tmp_path: Path) -> Path:
+    """Three saves of two hosts; the clock of b is an hour ahead, which its keeper measured."""
+    (tmp_path / "events").mkdir()
+    lines = [line for step in range(3) for line in save(step, 100.0 + 10 * step)]
+    measured: dict[str, Any] = {"ahead_s": 3600.0, "error_s": 0.001, "round_trip_s": 0.002}
+    found = events.ClocksCompared(host="b", other="a", other_boot="b", **measured)
+    lines.append(told(found, 99.0, "b"))
+    for number, line in enumerate(lines):
+        fields = json.loads(line)
+        if fields["by_host"] == "b":
+            late = {name: fields[name] + 3600 for name in ("mono_s", "time_s")}
+            lines[number] = json.dumps(fields | late).encode() + b"\n"
+    (tmp_path / "events" / "host-a.jsonl").write_bytes(b"".join(lines))
+    return tmp_path
+
+
+def test_hosts_whose_clocks_are_apart_are_on_one_clock_in_a_trace(apart: Path) -> None:
+    found = every(apart)
+    for step in range(3):
+        begin_s = {s.rank: s.start_s for s in found.spans if (s.name, s.step) == ("held", step)}
+        assert begin_s[1] - begin_s[0] == pytest.approx(0.001, abs=1e-6)
+    (offset,) = found.clocks
+    assert (offset.host, round(offset.ahead_s, 3), offset.error_s) == ("b", 3600.0, 0.001)
+    last = read_spans(apart, select(apart, None, "5s"))
+    assert {(s.step, s.host) for s in last.spans} == {(2, "a"), (2, "b")}
+
+
 def test_generations_and_durations_are_read_or_refused() -> None:
     assert parse_generation("3-1200") == SaveName(3, 1200)
     assert parse_generation("7") == SaveName(None, 7)

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -291,3 +292,29 @@ def test_compressing_on_a_full_disk_leaves_nothing_behind(
     with pytest.raises(OSError, match="No space"):
         compress(full)
     assert [each.name for each in tmp_path.iterdir()] == [full.name]
+
+
+def test_a_directory_of_thousands_of_writers_is_listed_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(300):
+        (tmp_path / f"host-{n}.jsonl").touch()
+        (tmp_path / f"host-{n}.s000001.jsonl").touch()
+    (tmp_path / "host-7.s000001.jsonl.gz.new").touch()
+    old_ns = time.time_ns() - 10**10
+    os.utime(tmp_path, ns=(old_ns, old_ns))
+    listed: list[Path] = []
+    real = os.listdir
+
+    def list_directory(path: Path) -> list[str]:
+        listed.append(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", list_directory)
+    for n in range(300):
+        assert closed_files(tmp_path / f"host-{n}.jsonl") == [tmp_path / f"host-{n}.s000001.jsonl"]
+    assert len(listed) == 1
+    for number in (2, 3):  # changed just now: nothing is remembered of it
+        (tmp_path / f"host-7.s{number:06d}.jsonl").touch()
+        assert len(closed_files(tmp_path / "host-7.jsonl")) == number
+    assert closed_files(tmp_path / "none" / "host-7.jsonl") == []

@@ -110,6 +110,12 @@ def test_a_host_that_came_new_reads_all_from_the_others(hosts: Hosts) -> None:
     hosts.check_all(hosts.open("new", lost=["h1"]))
 
 
+def test_where_in_memory_a_generation_is_depends_on_the_host(hosts: Hosts) -> None:
+    assert hosts.open("h0").origin == "memory"
+    assert hosts.open("new").origin == "peers"
+    assert hosts.open("h0", lost=["h1"]).origin == "decoded"
+
+
 def test_every_group_gives_its_own_lost_images(arena_dir: Path) -> None:
     with Hosts(arena_dir / "hosts", 6, 1, groups=2, per_host=2) as hosts:
         hosts.check_all(hosts.open("h0", lost=["h1", "h4"]))

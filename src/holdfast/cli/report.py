@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
@@ -13,8 +15,11 @@ from holdfast.observe.findings import find, to_plain
 from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_view import find_save, render_by, render_save
-from holdfast.observe.since import moment_of, since
-from holdfast.observe.tables import render
+from holdfast.observe.since import moment_of, of_start, since
+from holdfast.observe.tables import render, render_links
+
+if TYPE_CHECKING:
+    from holdfast.observe.spans import RunSpans
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -36,8 +41,17 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         default=20,
         help="show the last N saves one by one (default 20; 0: all); sums are over all",
     )
-    command.add_argument("--save", metavar="STEP", help="show one save across its ranks")
-    command.add_argument("--by", choices=("rank", "host"), help="show the saves by rank or host")
+    command.add_argument(
+        "--save", metavar="STEP", help="show one save across its ranks; with --html, over time"
+    )
+    command.add_argument(
+        "--by",
+        choices=("rank", "host", "link"),
+        help="show the saves by rank or host, or what messages between hosts take",
+    )
+    command.add_argument(
+        "--incarnation", metavar="N", type=int, help="only this start; the division of time stays"
+    )
     command.add_argument(
         "--since",
         metavar="WHEN",
@@ -56,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
         report = read_report(args.root, progress=progress)
     if args.since is not None:
         report = since(report, moment_of(args.since, report.last_s))
+    if args.incarnation is not None:
+        report = of_start(report, args.incarnation)
     if args.html is not None:
-        _write_page(report, Path(args.html))
+        _write_page(report, Path(args.html), _spans_of(report, args.save))
     elif args.save is not None:
         save = find_save(report, args.save)
         if args.json:
@@ -65,18 +81,33 @@ def run(args: argparse.Namespace) -> int:
         else:
             render_save(report, save, stdout())
     elif args.json:
-        print_json(to_json(report) | {"findings": to_plain(find(report))})
+        print_json(to_json(report) | {"findings": to_plain(find(report, time.time()))})
+    elif args.by == "link":
+        render_links(report, stdout(), last=args.last)
     elif args.by is not None:
         render_by(report, args.by, stdout(), last=args.last)
     else:
-        render(report, stdout(), last=args.last)
+        render(report, stdout(), last=args.last, now_s=time.time())
     return 0
 
 
-def _write_page(report: Report, path: Path) -> None:
+def _spans_of(report: Report, save: str | None) -> RunSpans | None:
+    """Returns what the page shows over time of the save that is asked for, if one is."""
+    if save is None:
+        return None
+    from holdfast.observe.spans import RecordChoice, SaveName, read_spans
+
+    found = find_save(report, save)
+    with SlowProgress("reading events of the save") as progress:
+        chosen = RecordChoice(SaveName(found.incarnation, found.step))
+        return read_spans(report.root, chosen, progress)
+
+
+def _write_page(report: Report, path: Path, one_save: RunSpans | None) -> None:
     from holdfast.observe.report_page import render_page
 
     try:
-        path.write_text(render_page(report, find(report)), encoding="utf-8")
+        page = render_page(report, find(report, time.time()), one_save)
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from error

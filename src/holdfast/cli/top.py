@@ -17,6 +17,8 @@ from rich.text import Text
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import stdout
 from holdfast.errors import NotFound, UsageError
+from holdfast.observe.findings import to_plain as to_findings
+from holdfast.observe.live_findings import LiveFindings
 from holdfast.observe.live_run import FileTails, LiveRun
 from holdfast.observe.top_screen import screen_lines, to_plain
 
@@ -42,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Shows the run until it is told to stop; where nobody watches, once."""
     if not 0.1 <= args.every <= 3600:
         raise UsageError(f"--every {args.every:g}: give seconds from 0.1 to 3600")
-    tails, state = FileTails(args.root), LiveRun()
-    _take_new(tails, state)
+    tails, state, found = FileTails(args.root), LiveRun(), LiveFindings(args.root)
+    _take_new(tails, state, found)
     if not tails.files:
         raise NotFound(
             f"no events in {args.root}/events: a run writes them as it trains; is this the "
@@ -51,33 +53,36 @@ def run(args: argparse.Namespace) -> int:
             root=str(args.root),
         )
     if args.json:
-        print_json(to_plain(state, time.time()))
+        print_json(to_plain(state, time.time(), found) | {"found": to_findings(found.found)})
     elif args.once or not sys.stdout.isatty():
-        for line in _lines(args.root, state):
+        for line in _lines(args.root, state, found):
             stdout().print(line, markup=False, soft_wrap=True)
     else:
-        _follow(args.root, tails, state, args.every)
+        _follow(args.root, tails, state, found, args.every)
     tails.close()
     return 0
 
 
-def _take_new(tails: FileTails, state: LiveRun) -> None:
+def _take_new(tails: FileTails, state: LiveRun, found: LiveFindings) -> None:
     for event, head in tails.read():
         state.take(event, head)
+        found.take(event, head)
 
 
-def _lines(root: str, state: LiveRun) -> list[str]:
+def _lines(root: str, state: LiveRun, found: LiveFindings) -> list[str]:
     width, height = shutil.get_terminal_size((80, 24))
-    return screen_lines(root, state, time.time(), width=width, height=height)
+    return screen_lines(root, state, time.time(), width=width, height=height, findings=found)
 
 
-def _follow(root: str, tails: FileTails, state: LiveRun, every_s: float) -> None:
+def _follow(
+    root: str, tails: FileTails, state: LiveRun, found: LiveFindings, every_s: float
+) -> None:
     with _keys() as is_ended, Live(screen=True, auto_refresh=False, console=stdout()) as live:
         while True:
-            live.update(Text("\n".join(_lines(root, state)), no_wrap=True), refresh=True)
+            live.update(Text("\n".join(_lines(root, state, found)), no_wrap=True), refresh=True)
             if is_ended(every_s):
                 return
-            _take_new(tails, state)
+            _take_new(tails, state, found)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
@@ -38,6 +38,7 @@ from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.observe.event_place import event_place, follow_events
 from holdfast.observe.metrics_port import serve_metrics
 from holdfast.observe.run_events import follow_keeper
+from holdfast.observe.telemetry_setting import send_telemetry
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import remove_arena
 
@@ -313,7 +314,15 @@ class Keeper:
         root = self.root_access.path
         warnings: list[str] = []
         served = serve_metrics(warnings.append)
-        watch = None if served is None else served[0].take
+        telemetry = send_telemetry(lambda text: emit(Warned(message=text)))
+        watches = [served[0].take] if served is not None else []
+        watches += [telemetry.take] if telemetry is not None else []
+
+        def watch_all(record: dict[str, Any]) -> None:
+            for each in watches:
+                each(record)
+
+        watch = watch_all if watches else None
         self._trace, close = follow_keeper(root, self.arena, self.host_id, watch)
         end_uploads = follow_events(event_place(root), self.root_access.store)
         for warning in warnings:
@@ -324,6 +333,8 @@ class Keeper:
             end_uploads()
             if served is not None:
                 served[1]()
+            if telemetry is not None:
+                telemetry.close()
 
         return close_trace
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from holdfast.observe.report import Save
 from holdfast.observe.text import seconds_text
@@ -42,7 +43,18 @@ _PHASES = {
         "storage",
         "the disk and what else writes to it (iostat -x), or the service's own limits",
     ),
+    "finish_s": (
+        "making an image durable (fsync)",
+        "fsync of its image",
+        "disk",
+        "fsync of the storage",
+        "what the disk flushes (iostat -x, f_await), its write cache and the file system's options",
+    ),
 }
+#: Phases that saves are durable later for.
+_TO_STORAGE = ("write_s", "finish_s")
+#: Pressure of a host that explains something, and how many times that of others it is.
+_PRESSED, _PRESSED_TIMES = 0.2, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +96,48 @@ def find_slow(
     """
     newest = [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
     finder = _Finder(newest, ranks_by_host)
-    found = [one for phase in _PHASES for one in finder.of_phase(phase)]
+    found = _of_storage([one for phase in _PHASES for one in finder.of_phase(phase)])
     found += finder.late(max(LEAST_S, 4 * clock_error_s))
     return tuple(sorted(found, key=lambda one: one.usual_s - one.value_s))
+
+
+def _of_storage(found: Sequence[Blame]) -> list[Blame]:
+    """Leaves of writing, and of the fsync at its end, the one that explains more of the time."""
+    late_s = {(one.place, one.cause, one.phase): one.value_s - one.usual_s for one in found}
+
+    def is_said_by_another(one: Blame) -> bool:
+        writing_s = late_s.get((one.place, one.cause, "write_s"))
+        finishing_s = late_s.get((one.place, one.cause, "finish_s"))
+        if one.phase not in _TO_STORAGE or writing_s is None or finishing_s is None:
+            return False
+        return (one.phase == "write_s") == (finishing_s >= writing_s / 2)
+
+    return [one for one in found if not is_said_by_another(one)]
+
+
+class HostPressure(NamedTuple):
+    """Parts of the time in which processes of a host waited for a CPU, and for I/O; -1: unknown."""
+
+    cpu: float
+    io: float
+
+
+def pressure_text(
+    one: Blame, host_of: Mapping[int, str], pressure: Mapping[str, HostPressure]
+) -> str:
+    """Returns what explains a slow place, where its host was under more pressure than others."""
+    hosts = {host_of.get(rank, "") for rank in one.ranks}
+    (host, *more) = hosts or {""}
+    if more or host not in pressure:
+        return ""
+    resource, what = ("io", "I/O") if one.phase in _TO_STORAGE else ("cpu", "a CPU")
+    own = float(getattr(pressure[host], resource))
+    others = [getattr(each, resource) for name, each in pressure.items() if name != host]
+    elsewhere = max(0.0, statistics.median(others)) if others else 0.0
+    if own < max(_PRESSED, _PRESSED_TIMES * elsewhere):
+        return ""
+    there = f", elsewhere {100 * elsewhere:.0f} %" if others else ""
+    return f"; processes of {host} waited for {what} {100 * own:.0f} % of the time{there}"
 
 
 class _Finder:
@@ -141,7 +192,7 @@ class _Finder:
         what = of_host if place.startswith("host") else of_rank
         since = _since(saves, lambda save: bool(slow[id(save)].keys() & set(ranks)))
         later = ""
-        if phase == "write_s":
+        if phase in _TO_STORAGE:
             later = f"; saves are durable {seconds_text(value_s - usual_s)} later"
         sentence = (
             f"{place}, {what}: {does} takes {seconds_text(value_s)} where others take "
@@ -219,7 +270,11 @@ def _slow_ranks(save: Save, phase: str) -> dict[int, float]:
     spread = save.even.get(phase, save.phases[phase])
     if spread.ranks < 2:
         return {}
-    return {rank: s for rank, s in spread.slowest if _is_slow(s, spread.median_s)}
+    slow = {rank: s for rank, s in spread.slowest if _is_slow(s, spread.median_s)}
+    if phase == "finish_s":  # what has few bytes need not be faster
+        raw = save.phases[phase]
+        slow = {rank: s for rank, s in raw.slowest if rank in slow and _is_slow(s, raw.median_s)}
+    return slow
 
 
 def _heavy_ranks(save: Save, phase: str) -> dict[int, float]:

@@ -10,7 +10,6 @@ first.
 from __future__ import annotations
 
 import errno
-import glob
 import gzip
 import os
 import re
@@ -40,6 +39,7 @@ _BUDGET = "HOLDFAST_EVENT_BYTES"
 _FULL = re.compile(r"\.(?:[01]|s(\d{6,}))\.jsonl(?:\.gz)?$")
 _COMPRESSION = 3
 _COPY_BYTES = 1 << 20
+_SETTLED_NS = 2_000_000_000
 #: Errors of a file that cannot be read, or ends in the middle of what was compressed.
 UNREADABLE = (OSError, EOFError, zlib.error)
 
@@ -61,14 +61,43 @@ def closed_files(path: Path) -> list[Path]:
     """Returns the full files of the writer of ``path``, oldest first."""
     older = [path.with_suffix(f".{n}.jsonl") for n in (0, 1)]
     numbered: dict[int, Path] = {}
-    for each in path.parent.glob(f"{glob.escape(path.stem)}.s*.jsonl*"):
-        number = _number(each.name)
-        is_ours = each.name.startswith(f"{path.stem}.s{number:06d}.jsonl") if number else False
+    for name in _numbered_files(path.parent).get(path.stem, ()):
+        number = _number(name)
         # Of a file that is being compressed, both are there; then the compressed one is whole.
-        if is_ours and (number not in numbered or each.suffix == ".gz"):
-            numbered[number] = each
+        if number not in numbered or name.endswith(".gz"):
+            numbered[number] = path.with_name(name)
     found = [each for each in older if each.exists() or each.is_symlink()]
     return [*found, *(each for _, each in sorted(numbered.items()))]
+
+
+#: The directory that was listed last, when it had changed last, and what was in it.
+_listed: tuple[Path, int, dict[str, list[str]]] = Path(), -1, {}
+
+
+def _numbered_files(directory: Path) -> dict[str, list[str]]:
+    """Returns the names of full files that have a number, by the stem of their writer.
+
+    A run of thousands of hosts has as many writers in one directory, and each of them is asked for:
+    it is listed again only when a name was added or removed.
+    """
+    global _listed
+    try:
+        changed_ns = directory.stat().st_mtime_ns
+        listed = _listed
+        # What changed a moment ago may change again at what the clock of files calls the same time.
+        is_lasting = time.time_ns() - changed_ns > _SETTLED_NS
+        if is_lasting and listed[:2] == (directory, changed_ns):
+            return listed[2]
+        names = os.listdir(directory)
+    except OSError:
+        return {}
+    found: dict[str, list[str]] = {}
+    for name in names:
+        full = _FULL.search(name)
+        if full and int(full[1] or 0):
+            found.setdefault(name[: full.start()], []).append(name)
+    _listed = directory, changed_ns if is_lasting else -1, found
+    return found
 
 
 def parts_of(path: Path) -> list[Path]:

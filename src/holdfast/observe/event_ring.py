@@ -25,6 +25,7 @@ import msgspec
 
 from holdfast.events import Event, KeeperLost
 from holdfast.format.checksum import checksum
+from holdfast.observe import error_file
 from holdfast.observe.ring_records import (
     SCHEMA,
     SHORT,
@@ -75,6 +76,8 @@ class RingOwner(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     boot: str
     table: Schema
+    error_file: str = ""
+    """Where torchrun has the process leave its error, if it does."""
 
 
 class Doing(NamedTuple):
@@ -256,7 +259,12 @@ class EventRing:
     def _create(self) -> RingFile:
         self.writer = f"{self._role}-{secrets.token_hex(4)}"
         owner = RingOwner(
-            writer=self.writer, rank=self._rank, host=self._host, boot=self._boot, table=SCHEMA
+            writer=self.writer,
+            rank=self._rank,
+            host=self._host,
+            boot=self._boot,
+            table=SCHEMA,
+            error_file=os.environ.get(error_file.SETTING, "") if self._rank >= 0 else "",
         )
         return RingFile.create(self._directory, owner)
 

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from holdfast.observe.blame import find_slow
-from holdfast.observe.report import Report, Save
+from holdfast.observe.blame import HostPressure, find_slow, pressure_text
+from holdfast.observe.links import slow_links
+from holdfast.observe.report import Report, Save, Start
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
 
 #: Distances of saves, or medians of a step, after which a thing is missing.
@@ -24,10 +25,15 @@ ROW, NEWEST = 3, 5
 DOWN = 0.7
 #: Seconds that clocks of hosts may be apart.
 APART_S = 1.0
+#: What steps may take longer behind a copy or a write.
+INTERFERES = 0.05
+#: What a clock may be wrong that was compared once, when ranks came back from a start.
+UNSURE_S = 0.25
 #: Seconds without a record after which a run that did not close is silent.
 SILENT_S, SILENT_STEPS = 60.0, 10
 #: Starts of a keeper that are more than chance, and starts without progress.
 KEEPERS, LOOPS, DEATHS = 3, 3, 2
+_NAMED_RANKS = 4
 
 
 class Evidence(NamedTuple):
@@ -102,8 +108,57 @@ def _overdue(saves: list[Save], state: set[str], what: str) -> Iterator[Evidence
         )
 
 
-def _not_durable(report: Report, _: float | None) -> Iterator[Evidence]:
-    yield from _overdue(_newest(report), {"durable"}, "durable")
+def _not_durable(report: Report, now_s: float | None) -> Iterator[Evidence]:
+    found = list(_overdue(_newest(report), {"durable"}, "durable"))
+    stuck = _stuck(report, now_s)
+    if found and stuck is not None:
+        text, since_s = found[0]
+        yield Evidence(f"{text}; {_lacking(report, stuck[0])}", since_s)
+    elif stuck is not None:
+        save, waited_s = stuck
+        yield Evidence(
+            f"save {save.incarnation}-{save.step} was to be durable, and is not after "
+            f"{seconds_text(waited_s)}; {_lacking(report, save)}",
+            save.time_s,
+        )
+    else:
+        yield from found
+
+
+def _stuck(report: Report, now_s: float | None) -> tuple[Save, float] | None:
+    """Returns the oldest save that is on its way to storage for far longer than usual, and for how
+    long; None where there is none.
+    """
+    saves = _newest(report)
+    durable = [at for at, save in enumerate(saves) if save.state == "durable"]
+    usual_s = statistics.median([save.durable_s or 0.0 for save in report.saves
+                                 if save.state == "durable"] or [0.0])  # fmt: skip
+    for save in saves[durable[-1] + 1 if durable else 0 :]:
+        is_under_way = save.state in ("captured", "protected", "unfinished")
+        if save.asked_durable and is_under_way and save.time_s is not None:
+            waited_s = (report.last_s if now_s is None else now_s) - save.time_s
+            limit_s = max(SILENT_S, SILENT_STEPS * usual_s)
+            return (save, waited_s) if waited_s > limit_s else None
+    return None
+
+
+def _lacking(report: Report, save: Save) -> str:
+    """Returns what a save has not that it takes to be durable, by ranks and hosts."""
+    if save.uncopied:
+        return f"no image was copied of {_ranks_text(report, save.uncopied)}"
+    if save.state == "unfinished" and report.behind:
+        return f"{_ranks_text(report, report.behind)} did not return from save"
+    if save.unwritten:
+        return f"no image was written of {_ranks_text(report, save.unwritten)}"
+    return "all images that are known of were written, and no manifest was published"
+
+
+def _ranks_text(report: Report, ranks: Sequence[int]) -> str:
+    """Formats ``rank 3 on b, rank 4 on c and more``."""
+    host_of = {rank: host for host, own in report.ranks_by_host.items() for rank in own}
+    named = [f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
+             for rank in ranks[:_NAMED_RANKS]]  # fmt: skip
+    return ", ".join(named) + (" and more" if len(ranks) > _NAMED_RANKS else "")
 
 
 def _not_protected(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -160,11 +215,25 @@ def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
 
 
 def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
-    errors = [one.error_s or 0.0 for one in report.clocks]
+    errors = [UNSURE_S if one.error_s is None else one.error_s for one in report.clocks]
     at = {f"{save.incarnation}-{save.step}": save.time_s for save in report.saves}
     blames = find_slow(report.saves, report.ranks_by_host, clock_error_s=max(errors, default=0.0))
-    for one in blames:
-        yield Evidence(one.sentence, at.get(one.since))
+    host_of = {rank: host for host, ranks in report.ranks_by_host.items() for rank in ranks}
+    pressure = {one.host: HostPressure(one.cpu_pressure, one.io_pressure) for one in report.keepers}
+    for blame in blames:
+        why = pressure_text(blame, host_of, pressure)
+        yield Evidence(blame.sentence + why, at.get(blame.since))
+
+
+def _slow_link(report: Report, _: float | None) -> Iterator[Evidence]:
+    for sentence in slow_links(report.links):
+        yield Evidence(sentence)
+
+
+def _interference(report: Report, _: float | None) -> Iterator[Evidence]:
+    found = report.interference
+    if found is not None and found.low > INTERFERES:
+        yield Evidence(found.sentence)
 
 
 def _late_host(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -192,8 +261,14 @@ def _restart_loop(report: Report, _: float | None) -> Iterator[Evidence]:
         furthest = max(furthest, newest)
     if idle >= LOOPS:
         at = "the first step" if furthest < 0 else f"step {furthest}"
-        text = f"{idle} starts in a row came no further than {at}"
+        text = f"{idle} starts in a row came no further than {at}{_last_error(report)}"
         yield Evidence(text, report.starts[-idle].time_s)
+
+
+def _last_error(report: Report) -> str:
+    known = report.reliability.interruptions if report.reliability is not None else ()
+    reasons = [one.reason for one in known if one.reason]
+    return f"; the last error is {reasons[-1]}" if reasons else ""
 
 
 def _same_host(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -226,7 +301,25 @@ def _silent(report: Report, now_s: float | None) -> Iterator[Evidence]:
         quiet = seconds_text(now_s - report.last_s)
         start = report.starts[-1]
         at = "before a step" if start.newest_step is None else f"after step {start.newest_step}"
-        yield Evidence(f"no sign of life for {quiet}, {at}", report.last_s)
+        who = _who_is_missing(report, start)
+        yield Evidence(f"no sign of life for {quiet}, {at}{who}", report.last_s)
+
+
+def _who_is_missing(report: Report, start: Start) -> str:
+    """Returns which ranks did not come as far as the others, if any."""
+    if start.lost:
+        first = start.lost[0]
+        return f": rank {first.rank} on {first.host} is gone"
+    known = sum(map(len, report.ranks_by_host.values()))
+    if known < start.world:
+        return f": {known} of {start.world} ranks began"
+    if report.behind and report.saves:
+        newest = report.saves[-1]
+        return (
+            f": {_ranks_text(report, report.behind)} did not return from save "
+            f"{newest.incarnation}-{newest.step} as others did"
+        )
+    return ""
 
 
 def _clocks_apart(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -316,7 +409,8 @@ RULES = (
     RunRule(
         "no_durable",
         "critical",
-        "the newest durable generation is three times as old as they usually are apart",
+        "the newest durable generation is three times as old as they usually are apart, or a save "
+        "that was to be durable is on its way for a minute, and ten times as long as usual",
         "Look at the other findings of storage and at the keeper's log; nothing newer survives the "
         "loss of all hosts.",
         _not_durable,
@@ -411,6 +505,14 @@ RULES = (
         _slow_place,
     ),
     RunRule(
+        "slow_link",
+        "warning",
+        "short messages between two keepers take four times what is usual",
+        "Look at the network card and switch port of that host (ethtool -S, ip -s link), at what "
+        "else sends there, and at the load of its CPU; parity and restores go the same way.",
+        _slow_link,
+    ),
+    RunRule(
         "storage_slow",
         "warning",
         "three of the last saves were not durable when the next was asked for",
@@ -424,6 +526,14 @@ RULES = (
         "the last five saves went to storage at less than 70 % of the speed of those before",
         "Look at what else uses the storage, and at how full it is.",
         _throughput_down,
+    ),
+    RunRule(
+        "interference",
+        "warning",
+        "a step takes 5 % longer behind a copy or a write, at least, as its interval says",
+        "Save less often, or give copies and writes less of what steps need: the bandwidth of "
+        "memory (fewer threads), the CPUs (docs/operations/settings.md), or the disk of the data.",
+        _interference,
     ),
     RunRule(
         "stalled",

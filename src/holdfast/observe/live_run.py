@@ -187,7 +187,7 @@ class LiveRun:
                 self._held.append((head.time_s, event.held_s))
             case events.ImageCaptured() | events.ImagePassed():
                 self._save(event).copied.add(event.rank)
-                self._note_copy(event.rank, head.by_host, event.copy_s)
+                self._note_copy(event, head.by_host)
             case events.ImageDurable():
                 self._save(event).written.add(event.rank)
             case events.HostSampled():
@@ -250,10 +250,11 @@ class LiveRun:
         if before is None or (before.incarnation, before.step) < (event.incarnation, event.step):
             self.reached[state] = Reached(event.incarnation, event.step, head.time_s)
 
-    def _note_copy(self, rank: int, host: str, copy_s: float) -> None:
-        """Keeps a mean of the last few copies of each rank."""
-        _, before_s = self._copies.get(rank, (host, copy_s))
-        self._copies[rank] = host, before_s + (copy_s - before_s) / 8
+    def _note_copy(self, of: events.ImageCaptured | events.ImagePassed, host: str) -> None:
+        """Keeps a mean of what a byte took in the last few copies of each rank."""
+        byte_s = of.copy_s / max(1, of.size_bytes)
+        _, before_s = self._copies.get(of.rank, (host, byte_s))
+        self._copies[of.rank] = host, before_s + (byte_s - before_s) / 8
 
     def _trouble(self, event: AnyEvent, head: RecordHead, text: str) -> None:
         where = f"{event.incarnation}-{event.step} " if event.step >= 0 else ""
@@ -285,9 +286,9 @@ class LiveRun:
         return held_s / (elapsed_s * self.world) if elapsed_s > 0 else None
 
     def slowest_ranks(self, count: int) -> list[tuple[int, str, float]]:
-        """Returns the ranks that copy most slowly: (rank, host, times the median of all)."""
+        """Returns the ranks that copy a byte most slowly: (rank, host, times the median of all)."""
         if len(self._copies) < 2:
             return []
-        median_s = statistics.median(copy_s for _, copy_s in self._copies.values())
+        median_s = statistics.median(byte_s for _, byte_s in self._copies.values())
         slowest = sorted(self._copies.items(), key=lambda each: -each[1][1])[:count]
-        return [(rank, host, copy_s / median_s) for rank, (host, copy_s) in slowest if median_s > 0]
+        return [(rank, host, byte_s / median_s) for rank, (host, byte_s) in slowest if median_s > 0]

@@ -46,9 +46,13 @@ class _Life:
     hosts: set[str] = field(default_factory=set)
     #: rank -> its host
     ranks: dict[int, str] = field(default_factory=dict)
+    #: The same by other records, of ranks whose start was not read.
+    seen: dict[int, str] = field(default_factory=dict)
     #: host -> the first and the last moment of a trainer's record, by that host's wall clock
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: dict[int, str] = field(default_factory=dict)
+    #: Of the ranks that an error ended, the moment and the error.
+    errors: dict[int, tuple[HostMoment, str]] = field(default_factory=dict)
     lost: dict[int, tuple[events.TrainerLost, HostMoment]] = field(default_factory=dict)
     died: dict[int, tuple[events.TrainerDied, HostMoment]] = field(default_factory=dict)
     #: host -> the first moment of a trainer's record
@@ -63,6 +67,19 @@ class _Life:
         if step >= 0:
             self.newest_step = step if self.newest_step is None else max(step, self.newest_step)
 
+    def heard(self, head: RecordHead, at: HostMoment) -> None:
+        """Takes when a host had a record."""
+        host = head.by_host
+        first = self.first.get(host)
+        if first is None or at < first:
+            self.first[host] = at
+        moments = self.moments.get(host)
+        if moments is None:
+            self.moments[host] = head.time_s, head.time_s
+        elif not moments[0] <= head.time_s <= moments[1]:
+            first_s, last_s = moments
+            self.moments[host] = min(first_s, head.time_s), max(last_s, head.time_s)
+
     def dead(self, common: CommonClock) -> Iterable[LostTrainer]:
         """Yields the ranks that were seen to go away, or found to be gone, and at what."""
         for rank in self.lost.keys() | self.died.keys():
@@ -76,7 +93,7 @@ class _Life:
                 )
             if rank in self.died:
                 died, _ = self.died[rank]
-                seen = replace(seen, phase=died.phase, step=died.step)
+                seen = replace(seen, phase=died.phase, step=died.step, reason=died.reason)
             yield seen
 
 
@@ -92,24 +109,22 @@ class Lives:
 
         ``at``: its moment, where that is known already.
         """
-        if event.rank < 0 or event.incarnation < 1 or type(event) not in _OF_TRAINING:
+        is_training = event.rank >= 0 and event.incarnation >= 1 and type(event) in _OF_TRAINING
+        if not is_training and type(event) is not events.ClocksCompared:
             return
-        life = self._lives[event.incarnation]
         if at is None:
             at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        self.clocks.note(event, at)
+        if not is_training:
+            return
+        life = self._lives[event.incarnation]
         if type(event) in _OF_DEATHS:
             self._take_death(life, event, at)
             return
         life.timeline.take(event, at)
-        first = life.first.get(head.by_host)
-        if first is None or at < first:
-            life.first[head.by_host] = at
-        moments = life.moments.get(head.by_host)
-        if moments is None:
-            life.moments[head.by_host] = head.time_s, head.time_s
-        elif not moments[0] <= head.time_s <= moments[1]:
-            first_s, last_s = moments
-            life.moments[head.by_host] = min(first_s, head.time_s), max(last_s, head.time_s)
+        if event.rank not in life.ranks:
+            life.seen[event.rank] = head.by_host
+        life.heard(head, at)
         match event:
             case events.SaveReturned() | events.StepsDone():
                 life.done(event.step)
@@ -119,6 +134,8 @@ class Lives:
                 life.hosts.add(event.host)
             case events.RunEnded():
                 life.outcomes[event.rank] = event.outcome
+                if event.reason:
+                    life.errors[event.rank] = at, event.reason
             case events.Restored():
                 life.parent = (event.parent_incarnation, event.step)
             case _:
@@ -149,10 +166,6 @@ class Lives:
 
     def clock(self) -> CommonClock:
         """Returns the clock that all moments are brought to."""
-        for number, life in self._lives.items():
-            for name, moments in life.timeline.meetings().items():
-                for moment in moments:
-                    self.clocks.meet((number, name), moment)
         return self.clocks.solve()
 
     def times(self, common: CommonClock) -> dict[int, LifeTimes]:
@@ -176,21 +189,31 @@ class Lives:
         first = before.lost[0] if before.lost else None
         line = self._lives[after.incarnation].timeline
         newest = before.newest_step
+        life = self._lives[before.incarnation]
+        errors = [(common.seconds(at), rank, why) for rank, (at, why) in life.errors.items()]
+        _, rank, reason = min(errors, default=(0.0, -1, ""))
+        if first is not None:
+            rank, reason = first.rank, first.reason or reason
         return Interrupted(
             incarnation=before.incarnation,
-            rank=-1 if first is None else first.rank,
-            host="" if first is None else first.host,
+            rank=rank,
+            host=life.ranks.get(rank, "") if first is None else first.host,
             phase="" if first is None else first.phase,
+            reason=reason,
             cause="failed" if before.ended == "failed" else "killed",
             lost_steps=after.lost_steps,
             done_again_us=None if newest is None else line.moment_of(newest, common),
         )
 
     def newest_ranks(self) -> dict[str, tuple[int, ...]]:
-        """Returns the ranks of the newest start by their host."""
-        known = [life for _, life in sorted(self._lives.items()) if life.ranks]
+        """Returns the ranks of the newest start by their host.
+
+        Where the beginning of none was read, those that have records.
+        """
+        each = [life for _, life in sorted(self._lives.items())]
+        known = [life.ranks for life in each if life.ranks] or [life.seen for life in each]
         found: dict[str, list[int]] = defaultdict(list)
-        for rank, host in sorted(known[-1].ranks.items()) if known else ():
+        for rank, host in sorted(known[-1].items()) if known else ():
             found[host].append(rank)
         return {host: tuple(ranks) for host, ranks in found.items()}
 

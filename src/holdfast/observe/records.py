@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -51,6 +51,17 @@ _decode_event = msgspec.json.Decoder(AnyEvent).decode
 _decode_head = msgspec.json.Decoder(RecordHead).decode
 _decode_name = msgspec.json.Decoder(_Name).decode
 _KNOWN = {kind.__name__ for kind in AnyEvent.__args__}
+
+
+class RecordCounts(NamedTuple):
+    """What was not read of a run, and from how many files the rest is."""
+
+    files: int = 0
+    torn_lines: int = 0
+    unknown_lines: int = 0
+    invalid_lines: int = 0
+    lost_records: int = 0
+    unreadable: tuple[str, ...] = ()
 
 
 class RecordReader:
@@ -101,6 +112,18 @@ class RecordReader:
         """Returns how many numbers of records are in no file, of every process together."""
         missing = (self._highest[writer] + 1 - seen for writer, seen in self._seen.items())
         return sum(max(0, count) for count in missing)
+
+    @property
+    def counts(self) -> RecordCounts:
+        """Returns all counts as they are now."""
+        return RecordCounts(
+            self.files,
+            self.torn_lines,
+            self.unknown_lines,
+            self.invalid_lines,
+            self.lost_records,
+            self.unreadable,
+        )
 
     def _lines(self) -> Iterator[bytes]:
         total_bytes = sum(map(size_bytes, self._writers))

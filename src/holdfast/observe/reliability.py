@@ -40,6 +40,8 @@ class RunInterruption:
     restore_s: float
     source: str
     repeat_s: float | None
+    reason: str = ""
+    """The error, where one was recorded."""
 
     @property
     def back_after_s(self) -> float:
@@ -96,6 +98,7 @@ class Interrupted:
     cause: str
     lost_steps: int | None
     done_again_us: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ def _interruption(
         host=one.host,
         phase=one.phase,
         cause=one.cause,
+        reason=one.reason,
         lost_steps=one.lost_steps,
         rank_hours=lost_us / 3.6e9,
         detect_s=max(0, life.over_us - gone_us) / 1e6,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.observe.clocks import ClockOffset
+from holdfast.observe.interference import Interference
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.log import Divergence
 from holdfast.observe.reliability import Reliability
@@ -32,6 +33,8 @@ class LostTrainer:
     """What it was doing, where its memory was found: training, saving, a phase of the program."""
     step: int = -1
     """The last step that it had ended, where that is known."""
+    reason: str = ""
+    """What it left in the error file that torchrun gave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,12 @@ class Save:
     """How long after the first rank the last one called ``save``, by one clock for all hosts."""
     late_rank: int = -1
     """The last rank to call it."""
+    asked_durable: bool = False
+    """It was to be durable."""
+    uncopied: tuple[int, ...] = ()
+    """Of a save that was not captured: ranks that returned and copied no image; 16 at most."""
+    unwritten: tuple[int, ...] = ()
+    """Of one that was to be durable and is not: ranks whose image was not written; 16 at most."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
@@ -127,6 +136,22 @@ class Restore:
     time_s: float
     read_bytes: int = 0
     received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """Round trips of short messages between the keepers of two hosts, in seconds.
+
+    ``count``: how often they were measured, ``median_s``: half of the last hundreds took more,
+    ``newest_s``: of the last twenty.
+    """
+
+    host: str
+    other: str
+    count: int
+    median_s: float
+    newest_s: float
+    largest_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +236,10 @@ class KeeperLife:
     slowest_finish_s: float = 0.0
     least_free_bytes: int | None = None
     most_keeper_bytes: int = 0
+    cpu_pressure: float = -1.0
+    """The part of the time in which a process of the host waited for a CPU; -1: not told."""
+    io_pressure: float = -1.0
+    """The same for I/O."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +322,12 @@ class Report:
     """The newest moment in any record."""
     pinned: tuple[PinnedMemory, ...] = ()
     """The slowest pinning of shared memory on each rank."""
+    behind: tuple[int, ...] = ()
+    """Ranks that did not return from the newest save, from which others did; 16 at most."""
+    interference: Interference | None = None
+    """What a step takes longer behind a copy or a write; None where that cannot be told."""
+    links: tuple[LinkFigures, ...] = ()
+    """What messages between keepers take."""
 
     @property
     def misses(self) -> tuple[Save, ...]:

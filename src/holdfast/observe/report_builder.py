@@ -7,7 +7,10 @@ killed thirty times is the one that needs a report.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never, cast, get_args
@@ -18,10 +21,12 @@ from holdfast import events
 from holdfast.events import AnyEvent
 from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.exposure import pace_of
+from holdfast.observe.interference import BackgroundWork
 from holdfast.observe.ledger import account
+from holdfast.observe.links import LinkTrips
 from holdfast.observe.lives import Lives
 from holdfast.observe.log import divergence_of
-from holdfast.observe.records import Progress, RecordHead, RecordReader
+from holdfast.observe.records import Progress, RecordCounts, RecordHead, RecordReader
 from holdfast.observe.reliability import measure
 from holdfast.observe.report import (
     Damage,
@@ -46,6 +51,7 @@ _KeeperEvent = (
     | events.DamageFound
     | events.ImageRebuilt
     | events.MemoryPinned
+    | events.ClocksCompared
 )
 
 
@@ -58,10 +64,31 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     ``progress(done_bytes, total_bytes)`` is called now and then.
     """
     records = RecordReader(root, progress)
+    with _no_collection():
+        fold = _Fold()
+        for event, head in records:
+            fold.take(event, head)
+        return fold.report(str(root), records.counts)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collects no garbage meanwhile: a fold makes many objects, keeps them, and has no circles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def report_of(root: str, records: Iterable[tuple[AnyEvent, RecordHead]]) -> Report:
+    """Returns the report of these records alone."""
     fold = _Fold()
     for event, head in records:
         fold.take(event, head)
-    return fold.report(str(root), records)
+    return fold.report(root, RecordCounts())
 
 
 @dataclass(slots=True)
@@ -76,11 +103,18 @@ class _HostSoFar:
     samples: int = 0
     #: The extremes of all samples, as one.
     extreme: events.HostSampled | None = None
+    #: Sums of the pressure that was told, and how often it was.
+    cpu: float = 0.0
+    io: float = 0.0
+    told: int = 0
 
     def sample(self, one: events.HostSampled) -> None:
         """Takes a sample of the host."""
         before = self.extreme or one
         self.samples += 1
+        if one.cpu_pressure >= 0 and one.io_pressure >= 0:
+            self.cpu, self.io = self.cpu + one.cpu_pressure, self.io + one.io_pressure
+            self.told += 1
         self.extreme = msgspec.structs.replace(
             one,
             queued_s=max(one.queued_s, before.queued_s),
@@ -112,6 +146,8 @@ class _Fold:
         self._values: list[str] = []
         self._warned: list[str] = []
         self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self._background = BackgroundWork()
+        self._links: dict[tuple[str, str], LinkTrips] = {}
         self._damages: list[tuple[events.DamageFound, HostMoment]] = []
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
@@ -121,6 +157,8 @@ class _Fold:
         if end is None or end.at_s < at.at_s:
             self._ends[at.clock] = at
         self._lives.take(event, head, at)
+        if event.rank == 0:
+            self._background.take(event, at)
         if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
             self._saves.take(cast(SaveEvent, event), head, at)
         else:
@@ -166,6 +204,7 @@ class _Fold:
                 | events.DamageFound()
                 | events.ImageRebuilt()
                 | events.MemoryPinned()
+                | events.ClocksCompared()
             ):
                 self._keeper_event(event, head, at)
             case _:
@@ -202,24 +241,27 @@ class _Fold:
                     self._pinned[event.rank] = PinnedMemory(
                         event.rank, event.size_bytes, event.pinned_bytes, event.elapsed_s
                     )
+            case events.ClocksCompared():
+                self._links.setdefault((event.host, event.other), LinkTrips()).take(event)
             case _:
                 assert_never(event)
 
-    def report(self, root: str, records: RecordReader) -> Report:
+    def report(self, root: str, counts: RecordCounts) -> Report:
         """Returns the report, when every record was taken."""
         common = self._lives.clock()
         saves = self._saves.saves(common)
         times = self._lives.times(common)
         ledger = account(times) if times else None
+        ranks_by_host = self._lives.newest_ranks()
         last_s = max(map(common.seconds, self._ends.values()), default=0.0)
         return Report(
             root=root,
-            files=records.files,
-            torn_lines=records.torn_lines,
-            unknown_lines=records.unknown_lines,
-            invalid_lines=records.invalid_lines,
-            lost_records=records.lost_records,
-            unreadable=records.unreadable,
+            files=counts.files,
+            torn_lines=counts.torn_lines,
+            unknown_lines=counts.unknown_lines,
+            invalid_lines=counts.invalid_lines,
+            lost_records=counts.lost_records,
+            unreadable=counts.unreadable,
             starts=self._lives.starts(common),
             saves=saves,
             ledger=ledger,
@@ -233,7 +275,8 @@ class _Fold:
             ),
             clocks=common.offsets,
             unplaced_hosts=tuple(host for host in common.unknown if host),
-            ranks_by_host=self._lives.newest_ranks(),
+            ranks_by_host=ranks_by_host,
+            behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),
             last_s=last_s,
             restores=tuple(
                 _restore(records, common) for _, records in sorted(self._restored.items())
@@ -259,6 +302,8 @@ class _Fold:
             damages=_damages(self._damages, common),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
             late_hosts=self._saves.late_hosts(),
+            interference=self._background.measure(common),
+            links=tuple(trips.figures(*of) for of, trips in sorted(self._links.items())),
         )
 
     def _keeper_losses(self, common: CommonClock) -> tuple[KeeperLoss, ...]:
@@ -291,6 +336,8 @@ def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
         extreme.finish_s if extreme else 0.0,
         extreme.free_bytes if extreme else None,
         extreme.keeper_bytes if extreme else 0,
+        seen.cpu / seen.told if seen.told else -1.0,
+        seen.io / seen.told if seen.told else -1.0,
     )
 
 
@@ -300,7 +347,7 @@ def _restore(records: list[tuple[events.Restored, HostMoment]], common: CommonCl
         incarnation=first.incarnation,
         parent_incarnation=first.parent_incarnation,
         step=first.step,
-        sources=tuple(sorted({event.source for event, _ in records})),
+        sources=tuple(sorted({event.origin or event.source for event, _ in records})),
         elapsed_s=max(event.elapsed_s for event, _ in records),
         size_bytes=sum({event.rank: event.size_bytes for event, _ in records}.values()),
         saved_world=first.saved_world,

@@ -10,29 +10,39 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
+from holdfast.observe.page_charts import (
+    WIDTH,
+    escaped,
+    heat_maps,
+    map_style,
+    save_timeline,
+    svg,
+)
 from holdfast.observe.report import Report, Save
 from holdfast.observe.save_view import PHASES, host_by_rank
-from holdfast.observe.summary import PARTS, health_text, parts_text, reliability_lines
+from holdfast.observe.spans import RunSpans
+from holdfast.observe.summary import (
+    PARTS,
+    error_lines,
+    health_text,
+    parts_text,
+    reliability_lines,
+)
 from holdfast.observe.text import (
     moment_text,
-    on_one_line,
-    printable,
     rate_text,
     seconds_text,
     size_text,
 )
 
-#: Saves of a chart, and rows of a heat map; of more the newest and the slowest are shown.
-MOST_SAVES, MOST_ROWS, MOST_LINES = 240, 64, 200
-#: Characters of a text from a record.
-MOST_TEXT = 400
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 220, 70, 24
+#: Saves of a chart, and lines of a table; of more the newest are shown.
+MOST_SAVES, MOST_LINES = 240, 200
+_HEIGHT, _LEFT, _BOTTOM = 220, 70, 24
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#57606a;--paper:#fff;--line:#d0d7de;
@@ -45,6 +55,7 @@ h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 8px}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{border-bottom:1px solid var(--line);
 padding:3px 6px;text-align:left;vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
+svg text.sign{fill:#fff;font-weight:700}
 .soft{color:var(--soft)}.critical{color:var(--bad);font-weight:600}.warning{color:var(--warn);
 font-weight:600}.scroll{overflow-x:auto}.grid{stroke:var(--line)}.axis{stroke:var(--soft)}
 .a{stroke:var(--a);fill:var(--a)}.b{stroke:var(--b);fill:var(--b)}.cell{fill:rgb(var(--h))}
@@ -54,20 +65,21 @@ margin:0 0 8px;padding:4px 8px}label{margin-right:12px;white-space:nowrap}
 .productive{fill:#2da44e}.blocking{fill:#8250df}.first_step{fill:#b8860b}.stall{fill:#cf222e}
 .declared{fill:#0598bc}.lost_work{fill:#e16f24}.detection{fill:#bf3989}.restart{fill:#6e7781}
 .start_up{fill:#57a0d3}.waiting{fill:#a475f9}.restore{fill:#1f6feb}.absent{fill:#444c56}
-.away{fill:#8b949e}.unknown{fill:#767676}.bar text{fill:#fff;font-weight:700}
+.away{fill:#8b949e}.unknown{fill:#767676}.inner{fill:#fff;fill-opacity:.35}
+.bar text{fill:#fff;font-weight:700}
 @media print{body{max-width:none;font-size:11px}h2{break-after:avoid}svg,table{break-inside:avoid}
 fieldset{display:none}}
 """
 
 
-def render_page(report: Report, findings: Sequence[RunFinding]) -> str:
-    """Returns the page."""
+def render_page(
+    report: Report, findings: Sequence[RunFinding], one_save: RunSpans | None = None
+) -> str:
+    """Returns the page. ``one_save``: the spans of a save that is drawn over time."""
     maps = [phase for phase in PHASES if any(phase in save.phases for save in report.saves)]
-    style = _STYLE + "".join(
-        f"main:has(#map-{phase}:checked) .map-{phase}{{display:block}}" for phase in maps
-    )
+    style = _STYLE + map_style(maps)
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    body = "\n".join(_body(report, findings, maps))
+    body = "\n".join(_body(report, findings, maps, one_save))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
@@ -78,15 +90,12 @@ def render_page(report: Report, findings: Sequence[RunFinding]) -> str:
     )
 
 
-def escaped(text: object) -> str:
-    """Returns text that is nothing but text in HTML, wherever it stands."""
-    shown = printable(on_one_line(str(text)))
-    if len(shown) > MOST_TEXT:
-        shown = shown[:MOST_TEXT] + " ... (whole in --json)"
-    return html.escape(shown, quote=True)
-
-
-def _body(report: Report, findings: Sequence[RunFinding], maps: Sequence[str]) -> Iterator[str]:
+def _body(
+    report: Report,
+    findings: Sequence[RunFinding],
+    maps: Sequence[str],
+    one_save: RunSpans | None,
+) -> Iterator[str]:
     severity = findings[0].severity if findings else "healthy"
     yield f"<h1>{escaped(report.root)}</h1>"
     yield f'<p class="{severity}">{escaped(health_text(report, findings))}</p>'
@@ -97,32 +106,31 @@ def _body(report: Report, findings: Sequence[RunFinding], maps: Sequence[str]) -
         yield _ledger_table(report.ledger)
     if report.reliability is not None:
         yield from (f"<p>{escaped(line)}</p>" for line in reliability_lines(report.reliability))
+    if report.interference is not None:
+        yield f"<p>{escaped(report.interference.sentence)}</p>"
     yield "<h2>Findings</h2>"
     yield _findings(findings)
     yield "<h2>Interruptions</h2>"
     yield _timeline(report)
     yield _interruptions(report)
+    if one_save is not None and one_save.spans:
+        first = one_save.spans[0]
+        yield f"<h2>Save {first.incarnation}-{first.step} over time</h2>"
+        yield save_timeline(one_save)
     saves = report.saves[-MOST_SAVES:]
     if saves:
         yield "<h2>Saves over time</h2>"
         yield _chart(saves)
-        yield "<h2>Ranks by saves</h2>"
-        yield _heat_maps(report, saves, maps)
+        yield "<h2>Ranks and hosts by saves</h2>"
+        yield heat_maps(report, saves, maps)
         yield "<h2>Saves</h2>"
         yield _save_table(report, saves[-MOST_LINES:])
-
-
-def _svg(height: float, title: str, parts: Iterable[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escaped(title)}">'
-        f"{''.join(parts)}</svg>"
-    )
 
 
 def _ledger_bar(ledger: Ledger) -> str:
     at, parts = 0.0, []
     for name, (label, sign) in PARTS.items():
-        width = _WIDTH * ledger.seconds[name] / ledger.elapsed_s
+        width = WIDTH * ledger.seconds[name] / ledger.elapsed_s
         if width <= 0:
             continue
         title = f"{label}: {seconds_text(ledger.seconds[name])}"
@@ -134,7 +142,7 @@ def _ledger_bar(ledger: Ledger) -> str:
             parts.append(f'<text x="{at + 4:.1f}" y="22">{escaped(sign)}</text>')
         parts.append("</g>")
         at += width
-    drawn = _svg(36, "the run's time by what it went into", parts)
+    drawn = svg(36, "the run's time by what it went into", parts)
     return f'<div class="bar">{drawn}</div>'
 
 
@@ -190,8 +198,8 @@ def _timeline(report: Report) -> str:
     ends = [start.time_s - (start.down_s or 0.0) for start in starts[1:]] + [report.last_s]
     parts = []
     for start, end_s in zip(starts, ends, strict=True):
-        at = _WIDTH * (start.time_s - first_s) / span_s
-        width = max(1.0, _WIDTH * (end_s - start.time_s) / span_s - 2)
+        at = WIDTH * (start.time_s - first_s) / span_s
+        width = max(1.0, WIDTH * (end_s - start.time_s) / span_s - 2)
         title = f"start {start.incarnation}: {start.world} ranks, {start.ended}"
         parts.append(
             f'<g><title>{escaped(title)}</title><rect class="start_up" x="{at:.1f}" y="4" '
@@ -199,14 +207,14 @@ def _timeline(report: Report) -> str:
             f"{start.incarnation}</text></g>"
         )
     for one in report.reliability.interruptions if report.reliability is not None else ():
-        at = min(_WIDTH - 2, max(2.0, _WIDTH * (one.at_s - first_s) / span_s))
+        at = min(WIDTH - 2, max(2.0, WIDTH * (one.at_s - first_s) / span_s))
         who = f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen who"
         title = f"{moment_text(one.at_s)}: {who}, {one.lost_steps} steps lost"
         parts.append(
             f'<g><title>{escaped(title)}</title><path class="stall" '
             f'd="M{at - 5:.1f} 0h10l-5 12z"/></g>'
         )
-    return _svg(46, "starts and interruptions over time", parts)
+    return svg(46, "starts and interruptions over time", parts)
 
 
 def _interruptions(report: Report) -> str:
@@ -226,7 +234,8 @@ def _interruptions(report: Report) -> str:
         for one in found[-MOST_LINES:]
     ]
     names = ("when", "who", "doing", "steps lost", "back after", "stop", "start", "restore", "redo")
-    return _table((*names, "from"), rows, texts=3)
+    errors = "".join(f"<p>{escaped(line)}</p>" for line in error_lines(found[-MOST_LINES:]))
+    return _table((*names, "from"), rows, texts=3) + errors
 
 
 def _chart(saves: Sequence[Save]) -> str:
@@ -246,13 +255,13 @@ def _chart(saves: Sequence[Save]) -> str:
         return 8 + (_HEIGHT - _BOTTOM - 8) * (1 - part)
 
     def x(at: int) -> float:
-        return _LEFT + (_WIDTH - _LEFT - 10) * (at + 0.5) / len(saves)
+        return _LEFT + (WIDTH - _LEFT - 10) * (at + 0.5) / len(saves)
 
     parts = []
     for power in range(low, high + 1):
         line = y(10.0**power)
         parts.append(
-            f'<path class="grid" d="M{_LEFT} {line:.1f}H{_WIDTH}"/><text x="4" y="{line + 4:.1f}">'
+            f'<path class="grid" d="M{_LEFT} {line:.1f}H{WIDTH}"/><text x="4" y="{line + 4:.1f}">'
             f"{escaped(seconds_text(10.0**power))}</text>"
         )
     for name, (style, points) in series.items():
@@ -267,56 +276,12 @@ def _chart(saves: Sequence[Save]) -> str:
                 'width="6" height="6"/>'
             )
             parts.append(f"<g><title>{escaped(title)}</title>{mark}</g>")
-    ends = (saves[0], _LEFT), (saves[-1], _WIDTH - 60)
+    ends = (saves[0], _LEFT), (saves[-1], WIDTH - 60)
     for save, at in ends:
         label = f"{save.incarnation}-{save.step}"
         parts.append(f'<text x="{at}" y="{_HEIGHT - 6}">{label}</text>')
     key = '<p class="soft">&#9679; captured, &#9632; durable, since the call of save</p>'
-    return key + _svg(_HEIGHT, "seconds to captured and durable, by save", parts)
-
-
-def _heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str]) -> str:
-    buttons = "".join(
-        f'<label><input type="radio" name="map" id="map-{phase}"'
-        f"{' checked' if at == 0 else ''}> {escaped(PHASES[phase])}</label>"
-        for at, phase in enumerate(sorted(maps, key=lambda name: name != "copy_s"))
-    )
-    host_of = host_by_rank(report.ranks_by_host)
-    drawn = "".join(
-        f'<div class="map map-{phase}">{_heat_map(saves, phase, host_of)}</div>' for phase in maps
-    )
-    note = "Of each save the 16 slowest ranks are known; an empty cell is a rank that was not one."
-    return f"<fieldset><legend>phase</legend>{buttons}</fieldset>{drawn}<p class=soft>{note}</p>"
-
-
-def _heat_map(saves: Sequence[Save], phase: str, host_of: Mapping[int, str]) -> str:
-    columns = [dict(save.phases[phase].slowest) if phase in save.phases else {} for save in saves]
-    totals: dict[int, float] = {}
-    for column in columns:
-        for rank, value in column.items():
-            totals[rank] = totals.get(rank, 0.0) + value
-    rows = sorted(sorted(totals, key=lambda rank: -totals[rank])[:MOST_ROWS])
-    largest = max((value for column in columns for value in column.values()), default=0.0)
-    width, height = (_WIDTH - 120) / max(1, len(saves)), 14
-    parts = []
-    for line, rank in enumerate(rows):
-        host = host_of.get(rank, "")
-        name = f"{rank} {host}"[:18]
-        parts.append(f'<text x="0" y="{line * height + 11}">{escaped(name)}</text>')
-        for at, column in enumerate(columns):
-            place = f'x="{120 + at * width:.2f}" y="{line * height}"'
-            size = f'width="{max(0.5, width - 0.5):.2f}" height="{height - 1}"'
-            if rank not in column:
-                continue
-            part = math.sqrt(column[rank] / largest) if largest > 0 else 0.0
-            save = saves[at]
-            title = f"rank {rank} at {save.incarnation}-{save.step}: {seconds_text(column[rank])}"
-            parts.append(
-                f'<rect class="cell" {place} {size} fill-opacity="{0.06 + 0.94 * part:.2f}">'
-                f"<title>{escaped(title)}</title></rect>"
-            )
-    label = f"{PHASES[phase]} by rank and save; darkest {seconds_text(largest)}"
-    return f'<p class="soft">{escaped(label)}</p>' + _svg(max(1, len(rows)) * height, label, parts)
+    return key + svg(_HEIGHT, "seconds to captured and durable, by save", parts)
 
 
 def _save_table(report: Report, saves: Sequence[Save]) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from holdfast.events import TrainerDied, Warned, emit, to_record
+from holdfast.observe.error_file import error_in
 from holdfast.observe.event_files import EventFile, encode_alone, encode_event, encode_record
 from holdfast.observe.event_ring import (
     DRAIN_LOCK,
@@ -254,6 +255,7 @@ class RingDrain:
             host=owner.host,
             phase=doing.phase,
             quiet_s=max(0.0, now_s - doing.since_s),
+            reason=error_in(owner.error_file),
         )
         record = to_record(died, time.time())
         return self.file.append([encode_alone(record, now_s, owner.host, owner.boot)]) == 1

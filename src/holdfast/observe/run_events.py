@@ -26,6 +26,7 @@ from holdfast.observe.event_ring import RINGS, EventRing
 from holdfast.observe.metrics_port import require_metrics
 from holdfast.observe.ring_drain import RingDrain, RingDrainer, Watch, end_ring_alone
 from holdfast.observe.sinks import JsonlSink
+from holdfast.observe.telemetry_setting import require_live_telemetry
 from holdfast.observe.text import restart_warning
 from holdfast.observe.training import ENDED, TrainingRecorder
 from holdfast.protocol.arena import boot_id
@@ -35,6 +36,7 @@ def check_settings() -> None:
     """Raises UsageError for a setting about events or metrics that has no meaning here."""
     event_budget()
     require_metrics()
+    require_live_telemetry()
 
 
 def follow_run(

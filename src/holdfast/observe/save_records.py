@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
@@ -15,7 +16,7 @@ from holdfast import events
 from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Save
-from holdfast.observe.rollups import PhaseRollup
+from holdfast.observe.rollups import NAMED, PhaseRollup
 
 _RankEvent = (
     events.SaveReturned
@@ -68,7 +69,11 @@ class _OpenRanks:
     def even(self) -> dict[str, dict[int, float]]:
         """Returns the phases that grow with the bytes, as if all ranks had the same."""
         found = {}
-        for phase, sizes in (("copy_s", self.image_bytes), ("write_s", self.written_bytes)):
+        for phase, sizes in (
+            ("copy_s", self.image_bytes),
+            ("write_s", self.written_bytes),
+            ("finish_s", self.written_bytes),
+        ):
             seconds = self.seconds.get(phase, {})
             if not (total := sum(sizes.values())):
                 continue
@@ -113,6 +118,10 @@ class _SaveParts:
     late_hosts: set[str] = field(default_factory=set)
     unprotected: list[str] = field(default_factory=list)
     ring_bytes: int = 0
+    asked_durable: bool = False
+    #: Ranks that returned from ``save`` and whose image was not copied, or not written: a few.
+    uncopied: set[int] = field(default_factory=set)
+    unwritten: set[int] = field(default_factory=set)
 
     def done(self, incarnation: int, step: int, common: CommonClock) -> Save:
         time_s, late_s, late_rank = self._calls(common)
@@ -142,6 +151,9 @@ class _SaveParts:
             reason=self.missed or "",
             reused_bytes=self.reused_bytes or None,
             ring_bytes=self.ring_bytes,
+            asked_durable=self.asked_durable,
+            uncopied=() if self.captured or self.durable else tuple(sorted(self.uncopied)),
+            unwritten=() if self.durable else tuple(sorted(self.unwritten)),
         )
 
     def _largest(self, quantity: str) -> float | None:
@@ -185,7 +197,11 @@ class _SaveParts:
         if not clocks:
             return None, None, -1
         first_us = min(common.micros(HostMoment(c, self.called_at_s[c])) for c in clocks)
-        own = [c for c in clocks if math.isfinite(self.called_last_s[c])]
+        # A clock that was compared with no other says nothing of who was late.
+        own = [c for c in clocks if math.isfinite(self.called_last_s[c]) and common.is_placed(c)]
+        first_us = min(
+            (common.micros(HostMoment(c, self.called_at_s[c])) for c in own), default=first_us
+        )
         last_us, rank = max(
             (
                 (common.micros(HostMoment(c, self.called_last_s[c])), self.called_last_by[c])
@@ -224,9 +240,20 @@ class _SaveParts:
             self.phases.setdefault(phase, PhaseRollup()).add(seconds)
         for phase, seconds in ranks.even().items():
             self.even.setdefault(phase, PhaseRollup()).add(seconds)
+        self._note_missing(ranks)
         self.asked_bytes += sum(ranks.asked_bytes.values())
         self.image_bytes += sum(ranks.image_bytes.values())
         self.has_images = self.has_images or bool(ranks.image_bytes)
+
+    def _note_missing(self, ranks: _OpenRanks) -> None:
+        """Notes which ranks are not yet where they are to come; of many only the first."""
+        self.uncopied -= ranks.image_bytes.keys()
+        self.unwritten -= ranks.written_bytes.keys()
+        missing = ranks.asked_bytes.keys() - ranks.image_bytes.keys()
+        self.uncopied.update(sorted(missing)[: NAMED - len(self.uncopied)])
+        if self.asked_durable:
+            missing = ranks.image_bytes.keys() - ranks.written_bytes.keys()
+            self.unwritten.update(sorted(missing)[: NAMED - len(self.unwritten)])
 
     def take_of_rank(self, event: _RankEvent, head: RecordHead, clock: int) -> None:
         """Takes a record that is of one rank."""
@@ -241,6 +268,7 @@ class _SaveParts:
                 at_s = head.time_s if head.mono_s is None else head.mono_s
                 self._note_call(clock, at_s - event.held_s, event.rank, is_own_clock=is_own)
                 ranks.asked_bytes[event.rank] = event.size_bytes
+                self.asked_durable = self.asked_durable or event.durable
             case events.FenceWaited():
                 ranks.add("fence_s", event.rank, event.held_s)
             case events.ImageCaptured():
@@ -252,6 +280,8 @@ class _SaveParts:
                 self.ring_bytes = max(self.ring_bytes, event.ring_bytes)
             case events.ImageDurable():
                 ranks.add_longest("write_s", event.rank, event.elapsed_s)
+                if event.finish_s > 0:
+                    ranks.add_longest("finish_s", event.rank, event.finish_s)
                 ranks.written_bytes[event.rank] = event.size_bytes
             case _:
                 assert_never(event)
@@ -287,6 +317,8 @@ class SaveRecords:
         self._clocks = HostClocks() if clocks is None else clocks
         #: Those of which the values of ranks are kept apart, the last that had a record last.
         self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
+        #: The newest generation of which a rank returned from ``save``.
+        self._newest_of: dict[int, tuple[int, int]] = {}
 
     def take(self, event: SaveEvent, head: RecordHead, at: HostMoment | None = None) -> None:
         """Takes a record of a save; ``at``: its moment, where that is known already."""
@@ -298,6 +330,10 @@ class SaveRecords:
         if isinstance(event, _RankEvent):
             self._keep_open(key, save)
             save.take_of_rank(event, head, clock)
+            if type(event) is events.SaveReturned and key > self._newest_of.get(
+                event.rank, (0, -1)
+            ):
+                self._newest_of[event.rank] = key
         else:
             save.take_of_all(event, head, clock)
 
@@ -316,6 +352,12 @@ class SaveRecords:
         self._open.clear()
         common = self._clocks.solve() if common is None else common
         return tuple(save.done(*key, common) for key, save in sorted(self._saves.items()))
+
+    def behind(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """Returns those of the ranks that did not return from the newest save of any: the first."""
+        newest = max((self._newest_of.get(rank, (0, -1)) for rank in ranks), default=(0, -1))
+        missing = sorted(rank for rank in ranks if self._newest_of.get(rank, (0, -1)) < newest)
+        return tuple(missing[:NAMED])
 
     def unprotected(self) -> tuple[str, ...]:
         """Returns the generations of which no parity could be made, with the reason."""

@@ -23,6 +23,7 @@ PHASES = {
     "copy_s": "copying",
     "fence_s": "at the fence",
     "write_s": "writing",
+    "finish_s": "of it, fsync",
 }
 _NAMED_RANKS = 4
 
@@ -78,6 +79,10 @@ def critical_path(save: Save, host_of: Mapping[int, str]) -> Iterator[str]:
         yield f"captured after {seconds_text(save.captured_s)}{_slowest(save, 'copy_s', host_of)}"
     if save.protect_s is not None:
         yield f"protected in {seconds_text(save.protect_s)} from when parity was begun"
+    for what, ranks in (("copied", save.uncopied), ("written", save.unwritten)):
+        if ranks:
+            names = ", ".join(_name(rank, host_of) for rank in ranks)
+            yield f"not {what}: the image of {names}"
     if save.durable_s is not None:
         yield f"durable after {seconds_text(save.durable_s)}{_slowest(save, 'write_s', host_of)}"
 

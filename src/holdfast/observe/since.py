@@ -1,4 +1,4 @@
-"""PURE. Leaves out of a report what was before a moment."""
+"""PURE. Leaves out of a report what was before a moment, or not in one start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import re
 from dataclasses import replace
 
-from holdfast.errors import UsageError
+from holdfast.errors import NotFound, UsageError
 from holdfast.observe.report import Report
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -46,5 +46,35 @@ def since(report: Report, moment_s: float) -> Report:
         restores=tuple(one for one in report.restores if one.time_s >= moment_s),
         keeper_losses=tuple(one for one in report.keeper_losses if one.time_s >= moment_s),
         damages=tuple(one for one in report.damages if one.time_s >= moment_s),
+        reliability=reliability,
+    )
+
+
+def of_start(report: Report, number: int) -> Report:
+    """Returns the report without what is known to be of another start than ``number``.
+
+    Ledger and reliability stay those of the whole run, but for the end of this start; what is of no
+    start stays. Raises NotFound where there is no such start.
+    """
+    starts = tuple(one for one in report.starts if one.incarnation == number)
+    if not starts:
+        known = ", ".join(str(one.incarnation) for one in report.starts[-5:]) or "none"
+        raise NotFound(
+            f"no start {number} in the events of {report.root}: the last are {known}",
+            root=report.root,
+        )
+    reliability = report.reliability
+    if reliability is not None:
+        own = tuple(one for one in reliability.interruptions if one.incarnation == number)
+        reliability = replace(reliability, interruptions=own)
+    return replace(
+        report,
+        starts=starts,
+        saves=tuple(save for save in report.saves if save.incarnation == number),
+        restores=tuple(one for one in report.restores if one.incarnation == number),
+        keeper_losses=tuple(one for one in report.keeper_losses if one.incarnation == number),
+        protection=tuple(one for one in report.protection if one.incarnation == number),
+        rebuilt=tuple(one for one in report.rebuilt if one.incarnation == number),
+        damages=tuple(one for one in report.damages if one.incarnation == number),
         reliability=reliability,
     )

@@ -1,16 +1,14 @@
 """Makes the spans of saves and restores from records: who did what, from when to when, for which
 generation.
 
-Within a host, moments are taken by its monotonic clock, which never goes back; hosts are put beside
-each other by their wall clocks, and a difference between these shows.
+All moments are on one clock, that of the run's first host, to which those of the others are brought
+(``observe.clocks``); of a host that was compared with none the wall clock is believed.
 """
 
 from __future__ import annotations
 
 import re
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ import msgspec
 from holdfast import events
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import AnyEvent, Event
+from holdfast.observe.clocks import ClockOffset, CommonClock, HostClocks, HostMoment
 from holdfast.observe.phases import BY_EVENT, Phase
 from holdfast.observe.records import Progress, RecordHead, RecordReader
 
@@ -39,7 +38,7 @@ class SaveName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One phase of one rank, or of a keeper (rank -1), by the wall clock of ``host``."""
+    """One phase of one rank, or of a keeper (rank -1), by the clock that is common to all hosts."""
 
     phase: Phase
     host: str
@@ -77,12 +76,14 @@ class RunSpans:
     """Spans and moments of a run, each in the order of time.
 
     ``samples``: what keepers told of their hosts. ``instants``: all other records without a length.
+    ``clocks``: how far the clocks of hosts were ahead, which is taken out.
     """
 
     spans: list[Span] = field(default_factory=list)
     instants: list[Instant] = field(default_factory=list)
     samples: list[Instant] = field(default_factory=list)
     run_id: str = ""
+    clocks: tuple[ClockOffset, ...] = ()
 
     def every_span(self) -> Iterator[Span]:
         """Yields each span, and behind it those within it."""
@@ -91,16 +92,53 @@ class RunSpans:
             yield from span.inner
 
 
+class RecordClock:
+    """The moments of records on one clock for all hosts; to be asked when all were taken."""
+
+    def __init__(self, records: Iterable[tuple[AnyEvent, RecordHead]] = ()) -> None:
+        self._clocks = HostClocks()
+        self._last: dict[int, HostMoment] = {}
+        self._common: CommonClock | None = None
+        for event, head in records:
+            self.take(event, head)
+
+    def take(self, event: AnyEvent, head: RecordHead) -> None:
+        """Takes a record, for its moment and for what it says of clocks."""
+        at = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        self._last[at.clock] = max(at, self._last.get(at.clock, at))
+        self._clocks.note(event, at)
+
+    @property
+    def common(self) -> CommonClock:
+        """Returns the one clock."""
+        if self._common is None:
+            self._common = self._clocks.solve()
+        return self._common
+
+    def place(self, head: RecordHead) -> float:
+        """Returns the moment of a record in seconds since 1970."""
+        at = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        is_known = at.clock in self._last
+        return self.common.exact(at) if is_known else head.time_s
+
+    @property
+    def last_s(self) -> float:
+        """Returns the moment of the newest record."""
+        return max(map(self.common.exact, self._last.values()), default=0.0)
+
+
 class RecordChoice(NamedTuple):
-    """Which records are taken: of one save, or those from a moment on."""
+    """Which records are taken: of one save, or those from a moment on, by ``clock``."""
 
     generation: SaveName | None = None
     since_s: float = 0.0
+    clock: RecordClock | None = None
 
     def takes(self, event: Event, head: RecordHead) -> bool:
         """Returns True if a record is among them."""
         if self.generation is None:
-            return head.time_s >= self.since_s
+            at_s = head.time_s if self.clock is None else self.clock.place(head)
+            return at_s >= self.since_s
         incarnation, step = self.generation
         return event.step == step and incarnation in (None, event.incarnation)
 
@@ -136,8 +174,8 @@ def select(
     if since is None:
         return RecordChoice()
     duration_s = parse_duration(since)
-    last_s = max((head.time_s for _, head in RecordReader(root, progress)), default=0.0)
-    return RecordChoice(None, last_s - duration_s)
+    clock = RecordClock(RecordReader(root, progress))
+    return RecordChoice(None, clock.last_s - duration_s, clock)
 
 
 def read_spans(
@@ -145,9 +183,11 @@ def read_spans(
 ) -> RunSpans:
     """Returns the spans of the records that are chosen. Raises NotFound if there are none."""
     taken, run_id = [], ""
+    clock = RecordClock()
     for event, head in RecordReader(root, progress):
         if isinstance(event, events.RunStarted):
             run_id = event.run_id
+        clock.take(event, head)
         if chosen.takes(event, head):
             taken.append((event, head))
     if not taken:
@@ -155,18 +195,21 @@ def read_spans(
         raise NotFound(
             f"{root}: {what}; `holdfast report {root}` shows the saves of the run", root=str(root)
         )
-    found = spans_of(taken)
+    found = spans_of(taken, clock)
     found.run_id = run_id
     return found
 
 
-def spans_of(records: Iterable[tuple[AnyEvent, RecordHead]]) -> RunSpans:
-    """Returns the spans of these records."""
+def spans_of(
+    records: Iterable[tuple[AnyEvent, RecordHead]], clock: RecordClock | None = None
+) -> RunSpans:
+    """Returns the spans of these records; ``clock``: has taken them, and more where there are."""
     records = list(records)
-    place = _clock(records)
-    found = RunSpans()
+    if clock is None:
+        clock = RecordClock(records)
+    found = RunSpans(clocks=clock.common.offsets)
     for event, head in records:
-        host, time_s = _host_of(event, head), place(head)
+        host, time_s = _host_of(event, head), clock.place(head)
         span = _span(event, host, time_s)
         if span is not None:
             found.spans.append(span)
@@ -182,24 +225,6 @@ def spans_of(records: Iterable[tuple[AnyEvent, RecordHead]]) -> RunSpans:
 
 def _host_of(event: Event, head: RecordHead) -> str:
     return head.by_host or getattr(event, "host", "")
-
-
-def _clock(records: list[tuple[AnyEvent, RecordHead]]) -> Callable[[RecordHead], float]:
-    """Returns what puts a record on the wall clock of its host, which a step of that clock in the
-    middle of a run does not disturb.
-    """
-    ahead: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for _, head in records:
-        if head.mono_s is not None:
-            ahead[head.by_host, head.boot].append(head.time_s - head.mono_s)
-    ahead_s = {key: statistics.median(values) for key, values in ahead.items()}
-
-    def place(head: RecordHead) -> float:
-        if head.mono_s is None:
-            return head.time_s
-        return head.mono_s + ahead_s[head.by_host, head.boot]
-
-    return place
 
 
 def _span(event: Event, host: str, end_s: float) -> Span | None:

@@ -127,6 +127,14 @@ def interruption_table(interruptions: Sequence[RunInterruption]) -> Table:
     return table
 
 
+def error_lines(interruptions: Sequence[RunInterruption]) -> Iterator[str]:
+    """Yields the error that each interruption began with, of those of which one was recorded."""
+    for one in interruptions:
+        if one.reason:
+            who = f"rank {one.rank}" + (f" on {one.host}" if one.host else "")
+            yield on_one_line(f"start {one.incarnation} ended as {who} failed: {one.reason}")
+
+
 def reliability_lines(reliability: Reliability) -> Iterator[str]:
     """Yields the figures of a run's reliability."""
     low, high = reliability.mtti_low_s, reliability.mtti_high_s

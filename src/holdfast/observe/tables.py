@@ -16,6 +16,7 @@ from holdfast.observe.log import lines_of
 from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
 from holdfast.observe.summary import (
     bar_text,
+    error_lines,
     finding_lines,
     health_text,
     interruption_table,
@@ -38,14 +39,17 @@ from holdfast.observe.text import (
 _LINE_LENGTH = 600
 #: A save that waits for longer to be written is told of.
 _LONG_QUEUED_S = 60.0
+#: Short messages between keepers that take longer are told of.
+_LONG_TRIP_S = 0.1
 
 
-def render(report: Report, console: Console, *, last: int = 20) -> None:
+def render(report: Report, console: Console, *, last: int = 20, now_s: float | None = None) -> None:
     """Prints the report: first how the run is, then its tables.
 
-    Only the ``last`` saves are shown one by one, all of them for 0.
+    Only the ``last`` saves are shown one by one, all of them for 0. ``now_s``: the present, of a
+    run that may train; without it a run that did not close is not judged by its silence.
     """
-    findings = find(report)
+    findings = find(report, now_s)
     console.print(f"{report.root}: {health_text(report, findings)}", markup=False)
     ledger, reliability = report.ledger, report.reliability
     if ledger is not None and ledger.elapsed_s > 0:
@@ -54,14 +58,43 @@ def render(report: Report, console: Console, *, last: int = 20) -> None:
     if reliability is not None:
         for line in reliability_lines(reliability):
             console.print(line, markup=False)
+    if report.interference is not None:
+        console.print(report.interference.sentence, markup=False)
     for line in finding_lines(findings):
         console.print(_shortened(line), style="yellow", markup=False)
     if reliability is not None and reliability.interruptions:
         interruptions = reliability.interruptions
-        console.print(interruption_table(interruptions[-last:] if last else interruptions))
+        shown = interruptions[-last:] if last else interruptions
+        console.print(interruption_table(shown))
+        for line in error_lines(shown):
+            console.print(_shortened(line), markup=False)
     if report.saves:
         console.print(_figure_table(report.figures))
     _render_details(report, console, last)
+
+
+def render_links(report: Report, console: Console, *, last: int = 20) -> None:
+    """Prints what messages between keepers take, the slowest first, ``last`` of them, all for 0."""
+    clocks = {one.host: one for one in report.clocks}
+    links = sorted(report.links, key=lambda one: (-one.newest_s, one.host))
+    shown = links[:last] if last else links
+    table = _table("Links between keepers, there and back", "from", "to")
+    for name in ("measured", "lately", "median", "largest", "clock ahead", "give or take"):
+        table.add_column(name, justify="right")
+    for one in shown:
+        clock = clocks.get(one.host)
+        times = map(seconds_text, (one.newest_s, one.median_s, one.largest_s))
+        ahead = (
+            ("-", "-") if clock is None else (_signed(clock.ahead_s), seconds_text(clock.error_s))
+        )
+        table.add_row(escape(one.host), escape(one.other), str(one.count), *times, *ahead)
+    console.print(table)
+    if len(shown) < len(links):
+        console.print(f"{len(links) - len(shown)} more: --last 0 shows all")
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else ''}{seconds_text(abs(seconds))}"
 
 
 def _render_details(report: Report, console: Console, last: int) -> None:
@@ -248,6 +281,12 @@ def _troubles(report: Report) -> list[str]:
         for one in report.rebuilt
     ]
     lines += [line for keeper in report.keepers for line in _keeper_lines(keeper)]
+    lines += [
+        f"messages between the keepers of {one.host} and {one.other} take "
+        f"{seconds_text(one.newest_s)} there and back, {seconds_text(one.largest_s)} at most"
+        for one in report.links
+        if one.newest_s > _LONG_TRIP_S
+    ]
     lines += [
         f"rank {one.rank} pinned {size_text(one.pinned_bytes)} of {size_text(one.size_bytes)} "
         f"of shared memory in {seconds_text(one.elapsed_s)}"

@@ -138,27 +138,45 @@ def _ns(time_s: float) -> int:
     return round(time_s * 1e9)
 
 
+class TelemetrySender:
+    """Sends spans to one receiver of OTLP over HTTP; what it takes is imported at the first."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.url = endpoint if endpoint.endswith(_PATH) else endpoint.rstrip("/") + _PATH
+        self._exporter: Any = None
+        self._resources: dict[str, Any] = {}
+
+    def send(self, spans: Iterable[TelemetrySpan], run_id: str) -> bool:
+        """Sends spans of a run; returns False if the receiver does not take them."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        if self._exporter is None:
+            self._exporter = OTLPSpanExporter(self.url, timeout=_TIMEOUT_S)
+        ready = [_readable(span, run_id, self._resources) for span in spans]
+        return bool(self._exporter.export(ready) is SpanExportResult.SUCCESS)
+
+    def close(self) -> None:
+        """Lets the receiver go."""
+        if self._exporter is not None:
+            self._exporter.shutdown()
+
+
 def send_traces(found: RunSpans, endpoint: str) -> SentTraces:
     """Sends all traces to the receiver; raises UsageError if it does not take them."""
     require_telemetry()
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace.export import SpanExportResult
-
-    url = endpoint if endpoint.endswith(_PATH) else endpoint.rstrip("/") + _PATH
-    exporter = OTLPSpanExporter(url, timeout=_TIMEOUT_S)
-    traces, count, left = set[int](), 0, telemetry_of(found)
-    resources: dict[str, Any] = {}
+    sender, left = TelemetrySender(endpoint), telemetry_of(found)
+    traces, count = set[int](), 0
     try:
         while batch := list(islice(left, _BATCH)):
-            sent = exporter.export([_readable(span, found.run_id, resources) for span in batch])
-            if sent is not SpanExportResult.SUCCESS:
+            if not sender.send(batch, found.run_id):
                 raise UsageError(
-                    f"{url} did not take the spans: is a receiver of OTLP over HTTP there?"
+                    f"{sender.url} did not take the spans: is a receiver of OTLP over HTTP there?"
                 )
             traces.update(span.trace_id for span in batch)
             count += len(batch)
     finally:
-        exporter.shutdown()  # type: ignore[no-untyped-call]
+        sender.close()
     return SentTraces(len(traces), count)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,6 +15,8 @@ from holdfast.observe.ledger import LifeTimes, RankTimes, Span
 
 #: A step is a stall that takes so many medians, and this much longer than one.
 STALL_TIMES, STALL_S = 10.0, 1.0
+#: Where a restore came from, the farther the more: one rank alone decides what it was for all.
+FARTHER = {"memory": 1, "peers": 2, "decoded": 3, "storage": 4}
 #: A rank that has records so long after it was said to be gone had only lost its connection.
 _STILL_THERE_US = 500_000
 
@@ -49,7 +51,7 @@ class StartTimeline:
     outcomes: dict[int, str] = field(default_factory=dict)
     tokens: int = 0
     _ranks: dict[int, _RankMoments] = field(default_factory=lambda: defaultdict(_RankMoments))
-    _sources: Counter[str] = field(default_factory=Counter)
+    _sources: set[str] = field(default_factory=set)
     _saved: dict[int, HostMoment] = field(default_factory=dict)
     _blocked: list[tuple[HostMoment, float]] = field(default_factory=list)
     _blocked_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -78,7 +80,7 @@ class StartTimeline:
             case events.Restored():
                 rank.restored, rank.restore_s = at, event.elapsed_s
                 self.parent = (event.parent_incarnation, event.step)
-                self._sources[event.source] += 1
+                self._sources.add(event.origin or event.source)
             case events.RunEnded():
                 rank.ended = at
                 self.outcomes[event.rank] = event.outcome
@@ -115,14 +117,6 @@ class StartTimeline:
     def is_known(self) -> bool:
         """True if the start of some rank was recorded."""
         return any(rank.began is not None for rank in self._ranks.values())
-
-    def meetings(self) -> dict[str, list[HostMoment]]:
-        """Returns the moments at which ranks returned from what all of them agree on."""
-        ranks = self._ranks.values()
-        return {
-            "start": [rank.began for rank in ranks if rank.began is not None],
-            "restore": [rank.restored for rank in ranks if rank.restored is not None],
-        }
 
     def median_step_s(self, common: CommonClock) -> float | None:
         """Returns what a step takes on rank 0, half of them more; None without two of them."""
@@ -166,7 +160,7 @@ class StartTimeline:
             over_us=max(signs, default=0),
             is_closed=bool(ranks) and all(self.outcomes.get(n) == "closed" for n in ranks),
             parent=self.parent,
-            source=max(self._sources, key=lambda name: (self._sources[name], name), default=""),
+            source=max(self._sources, key=lambda name: (FARTHER.get(name, 0), name), default=""),
             saved_us=saved_us,
             blocked=[_span(micros(at), elapsed_s) for at, elapsed_s in self._blocked],
             blocked_us={step: round(s * 1e6) for step, s in self._blocked_s.items()},

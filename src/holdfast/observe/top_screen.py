@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from holdfast.events import HostSampled
@@ -20,7 +22,8 @@ from holdfast.observe.text import (
 #: Lines that say what is wrong, the worst first: made of the state and the present.
 Findings = Callable[[LiveRun, float], Sequence[str]]
 _QUIET_S = 60.0
-_MOST_FINDINGS = 6
+#: Lines of the screen that findings take, and one of them.
+_MOST_FINDINGS, _MOST_OF_ONE = 8, 3
 _TROUBLE_S = 900.0
 
 
@@ -44,13 +47,21 @@ def screen_lines(
     findings: Findings = findings_of,
 ) -> list[str]:
     """Returns the lines of the screen: never more than ``height``, never wider than ``width``."""
-    troubles = list(findings(run, now_s))[:_MOST_FINDINGS]
+    troubles = list(islice(_wrapped(findings(run, now_s), width), _MOST_FINDINGS))
     head = [*_head(root, run, now_s), "", *_phases(run)]
     tail = ["", *(troubles or ["no trouble in the last 15 minutes"])]
     room = height - len(head) - len(tail)
     hosts = _hosts(run, room - 1)
     lines = head + (["", *hosts] if hosts and room > 2 else []) + tail
     return [_cut(printable(line), width) for line in lines[:height]]
+
+
+def _wrapped(findings: Sequence[str], width: int) -> Iterator[str]:
+    """Yields the lines of findings: each over a few lines at most, indented from the second on."""
+    for one in findings:
+        shown = printable(one)[: _MOST_OF_ONE * width]
+        lines = textwrap.wrap(shown, width, subsequent_indent="  ", break_on_hyphens=False)
+        yield from lines[:_MOST_OF_ONE]
 
 
 def _cut(line: str, width: int) -> str:
@@ -85,7 +96,7 @@ def _head(root: str, run: LiveRun, now_s: float) -> Iterator[str]:
     copies = run.slowest_ranks(3)
     slowest = [f"{rank} on {host or '?'} {times:.1f}x" for rank, host, times in copies]
     if slowest:
-        yield f"slow      copies, against the median: rank {', '.join(slowest)}"
+        yield f"slow      copies of a byte, against the median: rank {', '.join(slowest)}"
 
 
 def _age(now_s: float, time_s: float) -> str:

@@ -7,12 +7,14 @@ no record, no system call and no lock.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
 from holdfast.events import PhaseEnded, RunEnded, StepsDone, emit
+from holdfast.observe.error_file import one_line
 from holdfast.observe.event_ring import PHASES, EventRing
 
 #: Seconds between two records of steps.
@@ -110,6 +112,7 @@ class TrainingRecorder:
             incarnation=self._incarnation,
             rank=self._rank,
             outcome=outcome,
+            reason="" if outcome == "closed" else _error_under_way(),
             closing_s=max(0.0, self._clock() - self._since_s) if self._is_saving else 0.0,
         )
 
@@ -140,3 +143,9 @@ class TrainingRecorder:
                 times=times,
             )
         )
+
+
+def _error_under_way() -> str:
+    """Returns the error that is being handled, in a line; "" if there is none."""
+    kind, error, _ = sys.exc_info()
+    return "" if kind is None else one_line(f"{kind.__name__}: {error}")

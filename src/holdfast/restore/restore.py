@@ -235,6 +235,7 @@ class _RestoreAttempt:
                 parent_incarnation=candidate.incarnation,
                 read_bytes=traffic.read_bytes,
                 received_bytes=traffic.received_bytes,
+                origin=self.checkpoint.origin if candidate.where == "memory" else "",
             )
         )
         raise_outcome(self.world.rank, self.adopted)

@@ -38,7 +38,8 @@ _PASSED, _FAILED = 0, 1  # as pytest exits; whatever else there is tells nothing
 class Mutant:
     """One fault: ``old`` becomes ``new`` in ``file``, and ``test`` must fail.
 
-    ``promise``: the number of the broken promise. ``breaks``: what would happen to a run.
+    ``promise``: the number of the broken promise; 0 if what is told of a run is wrong.
+    ``breaks``: what would happen to a run.
     ``device``: the simulated device, if the test needs it.
     """
 
@@ -81,7 +82,7 @@ def render(mutants: Sequence[Mutant]) -> str:
     """Returns the mutants as a table for docs/invariants.md."""
     lines = ["| promise | mutant | what it breaks | test that notices |", "|---|---|---|---|"]
     for one in sorted(mutants, key=lambda one: one.promise):
-        lines.append(f"| {one.promise} | {one.name} | {one.breaks} | `{one.test}` |")
+        lines.append(f"| {one.promise or 'told'} | {one.name} | {one.breaks} | `{one.test}` |")
     return "\n".join(lines) + "\n"
 
 

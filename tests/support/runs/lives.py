@@ -71,6 +71,8 @@ class Life:
     #: A rank whose state cannot be had at the last step of a run that was told to end, and what
     #: it does instead: "raises" or "stops".
     moody: tuple[int, str] = (-1, "")
+    #: A rank that comes so many seconds late to each save.
+    late: tuple[int, float] = (-1, 0.0)
 
 
 class Moody:
@@ -241,6 +243,8 @@ def _train(rank: int, life: Life) -> None:
         if dist.is_initialized() and life.meets:
             dist.barrier()  # stands for the collectives of a backward
         time.sleep(random.random() * life.pause_s)
+        if rank == life.late[0]:
+            time.sleep(life.late[1])
         signpost.say("update")
         take_step(model, state, step)
         signpost.say("save", step)

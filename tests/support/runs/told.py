@@ -12,7 +12,15 @@ import msgspec
 from holdfast import events
 from holdfast.events import AnyEvent
 
-_TYPES = {"Seconds": 0.0, "Rate": 0.0, "Count": 0, "Bytes": 0, "bool": False, "str": ""}
+_TYPES = {
+    "Seconds": 0.0,
+    "_Difference": 0.0,
+    "Rate": 0.0,
+    "Count": 0,
+    "Bytes": 0,
+    "bool": False,
+    "str": "",
+}
 _EMPTY = {
     "dict[str, Count]": {},
     "tuple[Count, ...]": (),

@@ -29,6 +29,7 @@ from holdfast.keeper.connections import LocalConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheOrder
+from holdfast.keeper.hosts.clock_exchange import ClockExchange, TellTime
 from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.handover import answer_handover, describe
 from holdfast.keeper.hosts.host_reports import encode_reports
@@ -152,12 +153,29 @@ class Follower:
                 )
             )
         )
+        clocks = self._clocks_on(line)
+        comparing = asyncio.create_task(clocks.run())
         try:
             while True:
-                await self._do(line, messages.from_coordinator(await line.receive()))
+                fact = messages.from_coordinator(await line.receive())
+                if isinstance(fact, TellTime):
+                    clocks.take(fact)
+                else:
+                    await self._do(line, fact)
         finally:
+            comparing.cancel()
             line.close()
             self._detached()
+
+    def _clocks_on(self, line: SealedChannel) -> ClockExchange:
+        """Return what compares the clock of this host with the coordinator's."""
+        role = self.role
+        own, other = role.hosts[role.host].id, role.hosts[0].id
+
+        def send(fact: Fact) -> None:
+            line.send(messages.pack(fact))
+
+        return ClockExchange(own, other, role.incarnation, send)
 
     def _detached(self) -> None:
         """Disconnect all trainers, as if their keeper had gone."""

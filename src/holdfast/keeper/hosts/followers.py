@@ -7,7 +7,6 @@ breaks is lost with its ranks and slots, until it connects again.
 from __future__ import annotations
 
 import asyncio
-import resource
 import sys
 import time
 import traceback
@@ -28,9 +27,11 @@ from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
+from holdfast.keeper.hosts.clock_exchange import AskTime, tell_time
 from holdfast.keeper.hosts.facts import Fact, ignore
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
 from holdfast.keeper.hosts.host_reports import decode_reports
+from holdfast.keeper.hosts.open_files import allow_open_files
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.persist.frozen_parts import StoredPart
@@ -44,28 +45,6 @@ if TYPE_CHECKING:  # a run on one host does not need it
 
 #: Queue limit of one trainer's messages: a trainer sends a few per save.
 MOST_SAID = 4096
-
-
-#: Open files that a keeper needs: for itself, its ranks and its peers; and for each other host.
-FILES, FILES_OF_HOST = 4096, 2
-
-
-def allow_open_files(hosts: int) -> None:
-    """Raise this process's limit of open files to what so many hosts need, or as far as allowed."""
-    needed = FILES + FILES_OF_HOST * hosts
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
-        emit(
-            Warned(
-                message=(
-                    f"this keeper may open {allowed} files, and with {hosts} hosts needs up to "
-                    f"{needed}: raise the hard limit where training is started (ulimit -Hn)"
-                )
-            )
-        )
 
 
 class TrainerDispatcher(Protocol):
@@ -428,6 +407,8 @@ class FollowerRegistry:
 
     def _handle(self, follower: FollowerSession, fact: messages.ToCoordinator) -> None:
         match fact:
+            case AskTime():
+                follower.send(tell_time(fact))
             case messages.TrainerConnected() | messages.TrainerMessage() | messages.TrainerGone():
                 self._handle_trainer(follower, fact)
             case messages.HostRequests() | messages.HostCaptured():

@@ -12,6 +12,7 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId, ImageRef
 from holdfast.keeper.hosts.cache_messages import CacheOrder, CacheReport
+from holdfast.keeper.hosts.clock_exchange import AskTime, TellTime
 from holdfast.keeper.hosts.facts import Column, Fact
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
@@ -539,6 +540,7 @@ ToCoordinator = (
     | ImageLost
     | ShardLost
     | CacheReport
+    | AskTime
 )
 ToFollower = (
     HostAttached
@@ -567,6 +569,7 @@ ToFollower = (
     | RebuildImage
     | CancelRebuild
     | CacheOrder
+    | TellTime
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -111,7 +111,24 @@ def open_recovery(
     if open_stored is not None and recovery.candidate.where == "storage":
         opening.stored = open_stored(layout)
     opening.open_own()
-    return Checkpoint(layout, opening.files, recovery.world, opening.identity)
+    return Checkpoint(
+        layout,
+        opening.files,
+        recovery.world,
+        opening.identity,
+        origin=origin_of(recovery, reach.host),
+    )
+
+
+def origin_of(recovery: Recovery, host: str) -> str:
+    """Return where the images of a recovery in memory are for ``host``: in its own ("memory"), with
+    "peers" alone, or to be "decoded" in part; "" where some are in storage.
+    """
+    if recovery.candidate.where == "storage":
+        return ""
+    if any(one.decoding is not None for one in recovery.sources):
+        return "decoded"
+    return "memory" if any(host in one.hosts for one in recovery.sources) else "peers"
 
 
 class _ImageFiles(Mapping[int, ImageFile]):

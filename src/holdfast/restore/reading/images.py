@@ -288,8 +288,11 @@ class Checkpoint:
         *,
         has_sums: bool = True,
         require_unchanged: Callable[[], None] = lambda: None,
+        origin: str = "",
     ) -> None:
         self.layout = layout
+        self.origin = origin
+        """Where images in memory are for this host: "memory" | "peers" | "decoded"; else ""."""
         self.require_unchanged = require_unchanged
         """Raises ForeignFormatError when another writer has changed what was read."""
         self.has_sums = has_sums

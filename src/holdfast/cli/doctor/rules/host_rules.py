@@ -10,6 +10,7 @@ from holdfast.cli.doctor.rules.findings import Facts, Finding, HostFacts, PlaceF
 from holdfast.coordinator.slots import SLOTS_PER_IMAGE, SLOTS_WITH_PARITY
 from holdfast.errors import UsageError
 from holdfast.observe import text as torchrun
+from holdfast.observe.telemetry_setting import is_endpoint
 from holdfast.observe.text import count_text, size_text
 from holdfast.parity.planning.budget import HALVES
 from holdfast.parity.planning.groups import GROUP_SIZE
@@ -33,6 +34,7 @@ SETTINGS = (
     "HOLDFAST_KEEPER_SCRUB_S",
     "HOLDFAST_EVENT_BYTES",
     "HOLDFAST_METRICS",
+    "HOLDFAST_OTLP",
     "HOLDFAST_EXCHANGE",
     "HOLDFAST_BUCKET_BYTES_S",
     "HOLDFAST_DRAIN_BYTES_S",
@@ -222,6 +224,8 @@ def _setting_fault(name: str, value: str) -> str:
         return "give a number of bytes, such as 8589934592 for 8 GiB"
     if name == "HOLDFAST_METRICS" and not _is_port(value):
         return "give a port, such as 9464, or an IP address and a port"
+    if name == "HOLDFAST_OTLP" and value.strip() and not is_endpoint(value.strip()):
+        return "give the address of a receiver, such as http://127.0.0.1:4318"
     if name == "HOLDFAST_PARITY_RATE" and not _is_parity_rate(value):
         return "give bytes a second, such as 500M, and 4M or more"
     if name == "HOLDFAST_RUN_ID" and not _is_file_name(value):

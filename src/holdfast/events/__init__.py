@@ -10,33 +10,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-# The values a reader accepts. Who makes an event is not checked: a record out of these bounds is
-# damaged, and must not become a figure.
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
-#: A part of a whole; -1 where it is not known.
-PartOrNone = Annotated[float, msgspec.Meta(ge=-1, le=1)]
-StepOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
-RankOrKeeper = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
-    """The fields of every event.
-
-    ``incarnation``: the start of the run that the event belongs to; 0 where it belongs to none.
-    ``step``: the step that the event is about; -1 where it is about none. ``rank``: the rank that
-    reports; -1 for the keeper.
-    """
-
-    incarnation: Count = 0
-    step: StepOrNone = -1
-    rank: RankOrKeeper = -1
+from holdfast.events.fields import Bytes as Bytes
+from holdfast.events.fields import Count as Count
+from holdfast.events.fields import Event as Event
+from holdfast.events.fields import Rate as Rate
+from holdfast.events.fields import Seconds as Seconds
+from holdfast.events.of_hosts import ClocksCompared as ClocksCompared
+from holdfast.events.of_hosts import HostSampled as HostSampled
+from holdfast.events.of_hosts import KeeperLost as KeeperLost
+from holdfast.events.of_hosts import KeeperStarted as KeeperStarted
+from holdfast.events.of_hosts import KeeperStopped as KeeperStopped
+from holdfast.events.of_hosts import LoopHeld as LoopHeld
+from holdfast.events.of_hosts import RequestsRefused as RequestsRefused
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
@@ -60,11 +49,12 @@ class RunEnded(Event, frozen=True, kw_only=True):
     """A trainer let go of its run by its own will: whoever left none was killed, or still trains.
 
     ``outcome``: "closed", or "failed" where an error ended the ``with`` block. ``closing_s``: how
-    long ``close`` waited for what was promised.
+    long ``close`` waited for what was promised. ``reason``: the error, in a line.
     """
 
     outcome: str
     closing_s: Seconds = 0.0
+    reason: str = ""
 
 
 class StepsDone(Event, frozen=True, kw_only=True):
@@ -105,12 +95,14 @@ class TrainerDied(Event, frozen=True, kw_only=True):
     Reported by whoever reads what the process left in shared memory, which may be much later.
 
     ``host``: its host. ``phase``: what it was doing: "starting", "restoring", "training", "saving",
-    or a phase that the program declared. ``quiet_s``: the time since it began to.
+    or a phase that the program declared. ``quiet_s``: the time since it began to. ``reason``: what
+    it left in the error file that torchrun gave it, in a line.
     """
 
     host: str
     phase: str
     quiet_s: Seconds
+    reason: str = ""
 
 
 class SaveReturned(Event, frozen=True, kw_only=True):
@@ -340,7 +332,8 @@ class Restored(Event, frozen=True, kw_only=True):
     ``source``: "memory" or "storage". ``elapsed_s``: the time that the restore took on this rank.
     ``size_bytes``: the size of what was restored here. ``saved_world``: the number of ranks that
     saved it. ``world``: the number of ranks now. ``parent_incarnation``: the start of the run that
-    saved it.
+    saved it. ``origin``: where in memory that was for this rank: "memory" of its own host, "peers"
+    where that had none of it, "decoded" where images of lost hosts were; else "".
     """
 
     source: str
@@ -351,6 +344,7 @@ class Restored(Event, frozen=True, kw_only=True):
     parent_incarnation: Count
     read_bytes: Bytes = 0
     received_bytes: Bytes = 0
+    origin: str = ""
 
 
 class SourceDropped(Event, frozen=True, kw_only=True):
@@ -391,95 +385,6 @@ class TrainerLost(Event, frozen=True, kw_only=True):
 
     host: str
     pid: Count
-
-
-class KeeperStarted(Event, frozen=True, kw_only=True):
-    """A keeper answers on this host.
-
-    ``pid``: its process. ``found_generations``: the number of whole generations that an earlier
-    keeper left in memory. ``elapsed_s``: the time that taking them over took.
-    """
-
-    pid: Count
-    found_generations: Count
-    elapsed_s: Seconds
-
-
-class KeeperLost(Event, frozen=True, kw_only=True):
-    """The keeper of this host went away; another is started at the next save.
-
-    ``reason``: what showed it, in words.
-    """
-
-    reason: str
-
-
-class KeeperStopped(Event, frozen=True, kw_only=True):
-    """A keeper ended in order.
-
-    ``reason``: why, in words.
-    """
-
-    reason: str
-
-
-class RequestsRefused(Event, frozen=True, kw_only=True):
-    """The keeper of ``host`` turned requests or connections away; ``counts``: how many, by kind.
-
-    ``door``: "socket", where its trainers come, "peers", where other hosts fetch images, or
-    "control", where their keepers call. Counted since the last of these events.
-    """
-
-    host: str
-    door: str
-    counts: dict[str, Count]
-
-
-class LoopHeld(Event, frozen=True, kw_only=True):
-    """A keeper's loop was held for more than 50 ms: meanwhile it answered nobody. Nothing was lost.
-
-    ``host``: the keeper's. ``times``: how often since the last report. ``longest_s``: the longest,
-    in seconds, without the time for which the keeper waited for a processor.
-    """
-
-    host: str
-    times: Count
-    longest_s: Seconds
-
-
-class HostSampled(Event, frozen=True, kw_only=True):
-    """What the keeper of ``host`` and its memory were like at one moment, told every 10 s.
-
-    ``slots``: how many slots there are in each state. ``arena_bytes``: what slots and rings take of
-    shared memory. ``parity_bytes``: what parity takes of it. ``free_bytes``: what more slots may
-    take. ``queued_jobs``: the saves that wait to be written to storage from this host, or are being
-    written. ``queued_bytes``: the size of their images here. ``writing_bytes``: of these, the ones
-    whose writing has begun. ``queued_s``: for how long the oldest of them waits. ``finish_s``: the
-    longest that storage took to make an image durable at its end, since the sample before.
-    ``trainers``: the processes of the run on this host that are connected.
-    ``trainers_bytes``: their resident memory, shared memory aside. ``keeper_bytes``: the same
-    of the keeper. ``keeper_cpu_s``: the processor time of the keeper since it started.
-    ``cpu_pressure``, ``io_pressure``, ``memory_pressure``: the part of the last 10 s in which some
-    process of the host waited for it (PSI); -1 where the kernel does not tell.
-    """
-
-    host: str
-    slots: dict[str, Count]
-    arena_bytes: Bytes
-    parity_bytes: Bytes
-    free_bytes: Bytes
-    queued_jobs: Count
-    queued_bytes: Bytes
-    writing_bytes: Bytes
-    queued_s: Seconds
-    finish_s: Seconds
-    trainers: Count
-    trainers_bytes: Bytes
-    keeper_bytes: Bytes
-    keeper_cpu_s: Seconds
-    cpu_pressure: PartOrNone = -1.0
-    io_pressure: PartOrNone = -1.0
-    memory_pressure: PartOrNone = -1.0
 
 
 class ValuesDiffer(Event, frozen=True, kw_only=True):
@@ -543,6 +448,7 @@ AnyEvent = (
     | RequestsRefused
     | LoopHeld
     | HostSampled
+    | ClocksCompared
     | ValuesDiffer
     | SinkFailed
     | Warned

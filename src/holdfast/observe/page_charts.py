@@ -1,0 +1,238 @@
+"""Draws the charts of the page of a report: heat maps, and one save over time.
+
+They are drawings in the page, without a script: radio buttons choose which heat map shows. All text
+of records is escaped here, whatever it is.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from holdfast.observe.report import Report, Save
+from holdfast.observe.save_view import PHASES, host_by_rank
+from holdfast.observe.spans import RunSpans, Span
+from holdfast.observe.text import on_one_line, printable, seconds_text
+
+WIDTH = 900
+#: Rows of a heat map, and lanes of a timeline: of more, the slowest are shown.
+MOST_ROWS = 64
+#: Characters of a text from a record.
+MOST_TEXT = 400
+#: What a row of a heat map is of.
+ROWS = ("rank", "host")
+#: Phase of a span -> the sign on its bar, and the class of its colour.
+_BARS = {
+    "held": ("s", "blocking"),
+    "fence": ("f", "stall"),
+    "copy": ("c", "restore"),
+    "pass": ("c", "restore"),
+    "capture": ("C", "waiting"),
+    "protect": ("P", "declared"),
+    "write": ("w", "start_up"),
+    "persist": ("D", "productive"),
+    "restore": ("r", "restart"),
+}
+_NAMES = 150
+#: Cells of a heat map that have a text each; shades of them; the height of a row.
+MOST_TITLED, _LEVELS, _ROW = 1000, 16, 14
+#: Characters of a host's name in a cell.
+_SHORT = 40
+
+
+def escaped(text: object) -> str:
+    """Returns text that is nothing but text in HTML, wherever it stands."""
+    shown = printable(on_one_line(str(text)))
+    if len(shown) > MOST_TEXT:
+        shown = shown[:MOST_TEXT] + " ... (whole in --json)"
+    return html.escape(shown, quote=True)
+
+
+def svg(height: float, title: str, parts: Iterable[str]) -> str:
+    """Returns a drawing; ``title``: what it shows, for who does not see it."""
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escaped(title)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+class _Cell(NamedTuple):
+    """One cell of a heat map; ``level``: how dark it is."""
+
+    column: int
+    line: int
+    level: int
+    text: str
+
+
+# ── heat maps ────────────────────────────────────────────────────────────────────────────────────
+
+
+def map_style(maps: Sequence[str]) -> str:
+    """Returns the rules by which the buttons show one heat map and no other."""
+    return "".join(
+        f"main:has(#map-{phase}:checked):has(#rows-{rows}:checked) .map-{phase}.rows-{rows}"
+        "{display:block}"
+        for phase in maps
+        for rows in ROWS
+    )
+
+
+def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str]) -> str:
+    """Returns the heat maps of all phases, by rank and by host, with their buttons."""
+    phases = sorted(maps, key=lambda name: name != "copy_s")
+    buttons = _buttons("map", "phase", {phase: PHASES[phase] for phase in phases})
+    buttons += _buttons("rows", "rows", {rows: f"by {rows}" for rows in ROWS})
+    host_of = host_by_rank(report.ranks_by_host)
+    drawn = "".join(
+        f'<div class="map map-{phase} rows-{rows}">{_heat_map(saves, phase, rows, host_of)}</div>'
+        for phase in maps
+        for rows in ROWS
+    )
+    note = (
+        "Of each save the 16 slowest ranks are known; an empty cell is a rank that was not one. A "
+        "host has the time of its slowest rank."
+    )
+    return f"{buttons}{drawn}<p class=soft>{note}</p>"
+
+
+def _buttons(name: str, legend: str, labels: Mapping[str, str]) -> str:
+    buttons = "".join(
+        f'<label><input type="radio" name="{name}" id="{name}-{value}"'
+        f"{' checked' if at == 0 else ''}> {escaped(label)}</label>"
+        for at, (value, label) in enumerate(labels.items())
+    )
+    return f"<fieldset><legend>{legend}</legend>{buttons}</fieldset>"
+
+
+def _heat_map(saves: Sequence[Save], phase: str, rows: str, host_of: Mapping[int, str]) -> str:
+    columns = [_column(save, phase, rows, host_of) for save in saves]
+    totals: dict[tuple[int, str], float] = {}
+    for column in columns:
+        for row, value in column.items():
+            totals[row] = totals.get(row, 0.0) + value
+    slowest = sorted(totals, key=lambda row: -totals[row])[:MOST_ROWS]
+    largest = max((value for column in columns for value in column.values()), default=0.0)
+    parts, cells = [], []
+    for line, row in enumerate(sorted(slowest)):
+        rank, host = row
+        name = f"{rank} {host}" if rank >= 0 else host or "?"
+        parts.append(f'<text x="0" y="{line * _ROW + 11}">{escaped(name[:18])}</text>')
+        who = f"rank {rank}" if rank >= 0 else f"host {host[:_SHORT]}"
+        for at, column in enumerate(columns):
+            if row in column:
+                part = math.sqrt(column[row] / largest) if largest > 0 else 0.0
+                save, took = saves[at], seconds_text(column[row])
+                text = f"{who} at {save.incarnation}-{save.step}: {took}"
+                cells.append(_Cell(at, line, round(part * (_LEVELS - 1)), text))
+    parts += _cells(cells, (WIDTH - 120) / max(1, len(saves)))
+    label = f"{PHASES[phase]} by {rows} and save; darkest {seconds_text(largest)}"
+    drawn = svg(max(1, len(slowest)) * _ROW, label, parts)
+    return f'<p class="soft">{escaped(label)}</p>{drawn}'
+
+
+def _cells(cells: Sequence[_Cell], width: float) -> Iterator[str]:
+    """Yields the cells of a heat map: each with its text, or, of very many, all of a shade as one
+    drawing.
+    """
+    yield f'<g class="cell" transform="translate(120 0) scale({width:.3f} {_ROW})">'
+    if len(cells) <= MOST_TITLED:
+        for one in cells:
+            yield (
+                f'<path d="{_square(one)}" fill-opacity="{_shade(one.level)}">'
+                f"<title>{escaped(one.text)}</title></path>"
+            )
+    else:
+        for level in sorted({one.level for one in cells}):
+            drawn = "".join(_square(one) for one in cells if one.level == level)
+            yield f'<path d="{drawn}" fill-opacity="{_shade(level)}"/>'
+    yield "</g>"
+
+
+def _square(one: _Cell) -> str:
+    return f"M{one.column} {one.line}h.9v.93h-.9z"
+
+
+def _shade(level: int) -> str:
+    return f"{0.06 + 0.94 * level / (_LEVELS - 1):.2f}"
+
+
+def _column(
+    save: Save, phase: str, rows: str, host_of: Mapping[int, str]
+) -> dict[tuple[int, str], float]:
+    """Returns the seconds of each row in one save: (rank, host), or (-1, host)."""
+    column: dict[tuple[int, str], float] = {}
+    for rank, value in save.phases[phase].slowest if phase in save.phases else ():
+        host = host_of.get(rank, "")
+        row = (rank, host) if rows == "rank" else (-1, host)
+        column[row] = max(value, column.get(row, 0.0))
+    return column
+
+
+# ── one save ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_timeline(found: RunSpans) -> str:
+    """Returns a drawing of what each rank and keeper did, from when to when."""
+    first_s = min(span.start_s for span in found.spans)
+    span_s = max(1e-6, max(span.end_s for span in found.spans) - first_s)
+    lanes = _lanes(found.spans)
+    height, scale = 18, (WIDTH - _NAMES - 10) / span_s
+    parts = list(_ruler(span_s, scale, len(lanes) * height))
+    for line, ((host, rank), spans) in enumerate(lanes.items()):
+        name = f"keeper of {host or '?'}" if rank < 0 else f"rank {rank} on {host or '?'}"
+        parts.append(f'<text x="0" y="{line * height + 13}">{escaped(name[:24])}</text>')
+        for span in spans:
+            parts += _bar(span, _NAMES + (span.start_s - first_s) * scale, line * height, scale)
+    label = f"what ranks and keepers did in the {seconds_text(span_s)} of this save"
+    signs = {sign: name for name, (sign, _) in reversed(_BARS.items()) if name != "restore"}
+    key = ", ".join(f"{sign} {name}" for sign, name in sorted(signs.items(), key=lambda e: e[1]))
+    note = (
+        ""
+        if len(lanes) < MOST_ROWS
+        else f" Of all lanes the {MOST_ROWS} that took longest are here."
+    )
+    drawn = svg(len(lanes) * height + 22, label, parts)
+    return f'<p class="soft">{escaped(label)}: {escaped(key)}.{note}</p>{drawn}'
+
+
+def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
+    """Returns the spans by host and rank, in order; of too many lanes those that took longest."""
+    lanes: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        lanes.setdefault((span.host, span.rank), []).append(span)
+    longest = sorted(lanes, key=lambda lane: -max(span.length_s for span in lanes[lane]))
+    return {lane: lanes[lane] for lane in sorted(longest[:MOST_ROWS])}
+
+
+def _bar(span: Span, x: float, y: float, scale: float) -> Iterator[str]:
+    sign, style = _BARS[span.name]
+    width = max(1.0, span.length_s * scale)
+    title = f"{span.name}: {seconds_text(span.length_s)}"
+    within = ", ".join(f"{one.name} {seconds_text(one.length_s)}" for one in span.inner)
+    yield (
+        f"<g><title>{escaped(title + (f' ({within})' if within else ''))}</title>"
+        f'<rect class="{style}" fill-opacity="0.8" x="{x:.1f}" y="{y + 1}" width="{width:.1f}" '
+        'height="15"/>'
+    )
+    for one in span.inner:
+        start = x + (one.start_s - span.start_s) * scale
+        yield (
+            f'<rect class="inner" x="{start:.1f}" y="{y + 1}" '
+            f'width="{max(0.5, one.length_s * scale):.1f}" height="5"/>'
+        )
+    if width > 12:
+        yield f'<text class="sign" x="{x + 3:.1f}" y="{y + 13}">{sign}</text>'
+    yield "</g>"
+
+
+def _ruler(span_s: float, scale: float, height: float) -> Iterator[str]:
+    """Yields a line at each of a few round moments."""
+    unit = 10.0 ** math.floor(math.log10(span_s))
+    every = next(unit * part for part in (0.1, 0.2, 0.5, 1.0, 2.0) if span_s / (unit * part) <= 10)
+    for n in range(int(span_s / every) + 1):
+        x = _NAMES + n * every * scale
+        yield f'<path class="grid" d="M{x:.1f} 0V{height}"/>'
+        yield f'<text x="{x + 2:.1f}" y="{height + 14}">{escaped(seconds_text(n * every))}</text>'
