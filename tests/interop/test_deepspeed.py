@@ -307,3 +307,32 @@ def test_masters_without_names_are_said_to_be_left_out(tmp_path: Path, key: str)
     assert any(f"{key} of mp_rank_00_model_states.pt" in note for note in notes_of(root))
     with holdfast.open(root) as opened:
         assert {name.partition(".")[0] for name in opened.leaves} == {"model"}
+
+
+def test_what_accelerate_keeps_beside_deepspeeds_folder_comes_along() -> None:
+    """The schedule, and the generators of each rank."""
+    case = GOLDEN / "accelerate-zero2-2"
+    values = json.loads((case / "expected.json").read_text())
+    assert notes_of(case / "checkpoint") == ()
+    model = Net()
+    schedule = torch.optim.lr_scheduler.LinearLR(torch.optim.AdamW(model.parameters()))
+    holdfast.load(case / "checkpoint", {"scheduler": schedule})
+    assert json.loads(json.dumps(schedule.state_dict())) == values["scheduler"]
+    assert run_ranks(2, _drawn, str(case / "checkpoint")) == values["drawn"]
+
+
+def _drawn(rank: int, world: int, source: str) -> list[float]:
+    holdfast.load(source, {"rng": holdfast.Rng()})
+    return list(torch.rand(3).tolist())
+
+
+def test_what_the_trainer_says_beside_deepspeeds_folder_comes_along(tmp_path: Path) -> None:
+    root = copied(tmp_path, "accelerate-zero2-2")
+    (root / "trainer_state.json").write_text('{"global_step": 3, "epoch": 0.5}')
+    torch.save({"scale": 2.0}, root / "scaler.pt")
+    save_file({"w": torch.ones(2)}, root / "model.safetensors")
+    state: dict[str, Any] = {"trainer_state": {}, "scaler": {}}
+    holdfast.load(root, state)
+    assert state == {"trainer_state": {"global_step": 3, "epoch": 0.5}, "scaler": {"scale": 2.0}}
+    (note,) = notes_of(root)
+    assert "model.safetensors is not read" in note
