@@ -34,6 +34,8 @@ MAX_DEPTH = 64
 MAX_PATH = 4096
 #: Texts, bytes and arrays of all values: each as often as it is named.
 MAX_VALUE_BYTES = 256 << 20
+#: A model and its optimizer stand in at most so many dictionaries.
+_MAX_APART = 4
 #: The key of a state dict that stands in a file by itself.
 MODEL = "model"
 
@@ -58,7 +60,7 @@ def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = 
     ``orders``: of the optimizers that are to be filled, which tell what a number stands for.
     ``where``: the file, for ForeignFormatError.
     """
-    found = Arranged()
+    found, tree = Arranged(), _apart(tree, {})
     fitting = _Fitting(found.notes)
     numbers = _Numbers(orders or {}, _modules(tree))
     for key, value in tree.items():
@@ -82,6 +84,50 @@ def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = 
         found.notes += part.notes
     _tie(found)
     return found
+
+
+def _apart(tree: Mapping[str, Any], known: dict[int, bool]) -> dict[str, Any]:
+    """The entries of a state, those of a dictionary that holds an optimizer each by its path.
+
+    So a state has them here whose model and optimizer stand in a dictionary, as ``app``.
+    ``known``: of each dictionary that was looked at, by its id.
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = {}
+        if type(key) is str and _holds_optimizer(value, known, 0):
+            inner = {f"{key}.{name}": item for name, item in _apart(value, known).items()}
+        if inner and inner.keys().isdisjoint(found.keys() | tree.keys()):
+            found |= inner
+        else:
+            found[key] = value
+    return found
+
+
+def _holds_optimizer(value: Any, known: dict[int, bool], depth: int) -> bool:
+    """True for a dictionary with an optimizer in it, or in a dictionary in it."""
+    if not isinstance(value, dict) or depth > _MAX_APART:
+        return False
+    if id(value) not in known:
+        known[id(value)] = False  # also for what contains itself
+        known[id(value)] = (
+            not is_optimizer_state(value)
+            and all(type(name) is str for name in value)
+            and any(
+                is_optimizer_state(item) or _holds_optimizer(item, known, depth + 1)
+                for item in value.values()
+            )
+        )
+    return known[id(value)]
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """True for the state dict of an optimizer, nested or flat."""
+    if not isinstance(value, dict):
+        return False
+    return _is_flat_optimizer(value) or (
+        isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
+    )
 
 
 @dataclass(frozen=True, slots=True)
