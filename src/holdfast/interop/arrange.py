@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.errors import ForeignFormatError, UnsupportedState
 from holdfast.format import values as codec
 from holdfast.interop.foreign import ForeignLeaf
-from holdfast.interop.parameter_names import UnknownOrder, names_of_numbers
+from holdfast.interop.parameter_names import UnknownOrder, names_of_numbers, wrapper_prefix
 from holdfast.interop.pickle_records import (
     GlobalName,
     NumpyArray,
@@ -139,11 +139,14 @@ class _Numbers:
 
 
 def _modules(tree: Mapping[str, Any]) -> dict[str, dict[str, ForeignLeaf]]:
-    return {
-        key: {name: leaf for name, leaf in value.items() if isinstance(leaf, ForeignLeaf)}
-        for key, value in tree.items()
-        if is_module(value)
-    }
+    """The tensors of each module, by their names without those of wrappers."""
+    found: dict[str, dict[str, ForeignLeaf]] = {}
+    for key, value in tree.items():
+        if is_module(value):
+            cut = len(wrapper_prefix(value))
+            leaves = {n[cut:]: one for n, one in value.items() if isinstance(one, ForeignLeaf)}
+            found[key] = leaves
+    return found
 
 
 class Unfit(ValueError):

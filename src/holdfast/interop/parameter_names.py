@@ -24,6 +24,9 @@ _HOW = (
     "parameters in the order of its groups"
 )
 
+#: What DistributedDataParallel and torch.compile put before all names of a module.
+_WRAPPERS = ("module.", "_orig_mod.")
+
 
 class UnknownOrder(ValueError):
     """Numbers that may stand for other parameters than those at their places."""
@@ -149,3 +152,13 @@ def _refuse_other_shapes(
                     f"its {kind} has the shape {leaf.shape}, the parameter {shape}. Its groups "
                     f"have another order; {_HOW}"
                 )
+
+
+def wrapper_prefix(names: Iterable[str]) -> str:
+    """What wrappers have put before all of these names; "" where some have it not."""
+    known, found = list(names), ""
+    while prefix := next((w for w in _WRAPPERS if known and known[0].startswith(found + w)), ""):
+        if not all(name.startswith(found + prefix) for name in known):
+            break
+        found += prefix
+    return found
