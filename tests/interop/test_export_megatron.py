@@ -120,6 +120,16 @@ def test_what_has_no_place_there_is_refused_by_name(tmp_path: Path, capsys: Out)
     assert report and (out / "iter_0000001" / ".metadata").exists()
 
 
+def test_state_of_chained_optimizers_is_refused_by_name(tmp_path: Path, capsys: Out) -> None:
+    """Megatron names the tensors of each by its number, which no import keeps."""
+    root, out = tmp_path / "root", tmp_path / "out"
+    moments = {"weight": {"exp_avg": torch.ones(3, 4)}}
+    state = {"model": nn.Linear(4, 3), "optimizer_state": moments}
+    holdfast.save(root, {**state, "optimizer_common": {0: {"n": 1}, 1: {"n": 2}}}, step=1)
+    said = error_of(capsys, "export", root, out, "--to", "megatron", code=2)
+    assert "2 chained optimizers" in said and not out.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not MEGATRON.exists(), reason="`make foreign` makes Megatron's environment")

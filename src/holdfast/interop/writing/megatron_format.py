@@ -86,6 +86,12 @@ def _take_optimizer(
     """Plan the moments; returns what the common state has of the optimizer."""
     said = state.pop(_COMMON, None)
     moments: Mapping[str, Mapping[str, Any]] = state.pop(_STATE, {})
+    if isinstance(said, Mapping) and any(type(key) is int for key in said):
+        raise UsageError(
+            f"the state is that of {len(said)} chained optimizers, as for experts, and which "
+            "parameter each has is not kept: leave their state out with "
+            f"--only '{MODEL}.**'"
+        )
     if _OPTIMIZER in state:
         optimizer = state.pop(_OPTIMIZER)
         moments = optimizer["state"]
@@ -96,8 +102,9 @@ def _take_optimizer(
         rest = said if isinstance(said, Mapping) else {"param_state_sharding_type": _SHARDING}
         said = {**rest, _OPTIMIZER: {"param_groups": groups}}
     for name, kinds in moments.items():
+        shape = getattr(model.get(name), "shape", None)
         for kind, value in kinds.items():
-            if not isinstance(value, TorchTensor) or value.shape != model[name].shape:
+            if not isinstance(value, TorchTensor) or value.shape != shape:
                 raise UsageError(
                     f"{kind} of {name} has not the shape of the parameter, and torch_dist has a "
                     "place for such state of a parameter only: leave the optimizer out with "
