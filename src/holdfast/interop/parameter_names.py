@@ -76,8 +76,8 @@ def _refuse_other_places(
             )
 
 
-def _fixed_options(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(str(key) for key in keys if key not in _CHANGING))
+def _fixed_options(keys: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(sorted(key for key in keys if type(key) is str and key not in _CHANGING))
 
 
 def _marked(group: Mapping[str, Any], keys: Sequence[str]) -> str:
