@@ -196,6 +196,8 @@ _PREFIXES = {
     "OFT": ("oft_",),
     "BOFT": ("boft_",),
 }
+#: What DoRA adds to an adapter of LoRA.
+_MAGNITUDE = "lora_magnitude_vector"
 #: The name that an adapter has in a model unless it is given another.
 _DEFAULT = "default"
 
@@ -225,6 +227,8 @@ def _in_model(name: str, prefixes: tuple[str, ...], kept: list[str]) -> str | No
             start = name.rfind(prefix)
             dot = name.find(".", start)
             cut = len(name) if dot < 0 else dot
+            if name[start:] == _MAGNITUDE:  # PEFT leaves the end of this one out, too
+                return f"{name}.{_DEFAULT}.weight"
             return f"{name[:cut]}.{_DEFAULT}{name[cut:]}"
     for module in kept:
         if f".{module}." in name:
