@@ -55,7 +55,7 @@ from holdfast.startup import RunOptions, start_run
 from holdfast.state.mapped.mapper import check_rules
 from holdfast.state.objects import State
 from holdfast.state.optimizers import fence_replays
-from holdfast.state.saved_values import names_in_groups
+from holdfast.state.saved_values import parameter_orders
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import listeners
 from holdfast.storage.open import normal_cache, normal_root, open_store
@@ -262,7 +262,7 @@ class Checkpointer:
                 restored = restore_stored(
                     self.world,
                     self.state,
-                    open_source(start_from, None, partial(names_in_groups, self.state), None),
+                    open_source(start_from, None, partial(parameter_orders, self.state), None),
                     request,
                     timeout_s=self.timeout_s,
                     incarnation=self.incarnation,

@@ -46,7 +46,7 @@ from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
 from holdfast.state.mapped.mapper import check_rules, require_all_used
 from holdfast.state.objects import State
-from holdfast.state.saved_values import names_in_groups
+from holdfast.state.saved_values import parameter_orders
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
@@ -380,7 +380,7 @@ def load(
     request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
-    store = open_source(path, format, partial(names_in_groups, state), step)
+    store = open_source(path, format, partial(parameter_orders, state), step)
     world = current_world(timeout_s=timeout_s)
     try:
         return restore_stored(world, state, store, request, step, timeout_s=timeout_s)

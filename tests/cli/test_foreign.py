@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 import holdfast
 from support.checkpoints.commands import error_of, json_of, run_alone, text_of
@@ -99,6 +100,35 @@ def test_verify_deep_finds_shards_of_another_save(
     os.replace(tmp_path / "other" / "__0_0.distcp", dcp_root / "__0_0.distcp")
     said = text_of(capsys, "verify", dcp_root, "--deep", code=4)
     assert "different saves" in said
+
+
+@pytest.mark.promise
+def test_a_save_over_another_that_was_stopped_is_said_by_verify_and_by_a_load(
+    dcp_root: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP writes over the shards of an older save, and leaves that one's metadata if it stops."""
+    said = text_of(capsys, "verify", dcp_root)
+    assert "two saves" not in said
+    old = (dcp_root / ".metadata").stat().st_mtime - 300
+    os.utime(dcp_root / ".metadata", (old, old))
+
+    def stopped(*_: object) -> None:
+        raise OSError("stopped")
+
+    monkeypatch.setattr(FileSystemWriter, "finish", stopped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        newer = {"model": {"w": torch.zeros(3, 4), "b": torch.zeros(5)}, "n": 4}
+        with pytest.raises(CheckpointException):
+            dcp.save(newer, checkpoint_id=dcp_root, no_dist=True)
+    assert "a save over this directory was stopped" in text_of(capsys, "verify", dcp_root)
+    heard: list[str] = []
+    stop = holdfast.subscribe(lambda event, _: heard.append(str(event)))
+    try:
+        holdfast.open(dcp_root).close()
+    finally:
+        stop()
+    assert any("its tensors are of two saves" in text for text in heard)
 
 
 def test_commands_that_write_refuse_it(dcp_root: Path, tmp_path: Path, capsys: Out) -> None:

@@ -116,6 +116,61 @@ def test_names_at_the_top_are_the_model_as_torchtitan_writes_them(tmp_path: Path
     assert state["train_state"]["step"] == 7 and state["note"] == "x"
 
 
+class App:
+    """A model and its optimizer in one object, as torch's own pages on DCP have them."""
+
+    def __init__(self, seed: int, *, flat: bool = False) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(4, 3)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.1 + seed)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optim, 1)
+        self.flat = flat
+        self.model(torch.ones(4)).sum().backward()
+        self.optim.step()
+        self.schedule.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        options = StateDictOptions(flatten_optimizer_state_dict=self.flat)
+        model, optim = get_state_dict(self.model, self.optim, options=options)
+        rest = {"schedule": self.schedule.state_dict(), "epoch": 7}
+        return {"model": model, "optim": optim, **rest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("it is not loaded by torch")
+
+
+@pytest.mark.parametrize("writer", ["nested", "flat", "numbered"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_model_and_its_optimizer_in_a_dictionary_are_loaded_by_their_paths(
+    tmp_path: Path, writer: str, depth: int
+) -> None:
+    one, other = App(1, flat=writer == "flat"), App(2)
+    source = tmp_path / "step-5"
+    held: Any = one
+    if writer == "numbered":
+        held = {**one.state_dict(), "model": one.model.state_dict()}
+        held["optim"] = one.optim.state_dict()
+        source = tmp_path / "step-5.pt"
+    elif depth == 2:  # torch asks the objects at the top alone
+        held = one.state_dict()
+    state: dict[str, Any] = {"app": held if depth == 1 else {"main": held}}
+    if writer == "numbered":
+        torch.save(state, source)
+    else:
+        save(state, source)
+    mine: dict[str, Any] = {"model": other.model, "optim": other.optim, "epoch": 0}
+    mine["schedule"] = other.schedule
+    state = {"app": mine if depth == 1 else {"main": mine}}
+    assert holdfast.load(source, state).step == 5
+    for name, parameter in one.model.named_parameters():
+        there = other.model.get_parameter(name)
+        assert torch.equal(parameter, there)
+        for kind, moment in one.optim.state[parameter].items():
+            assert torch.equal(moment, other.optim.state[there][kind])
+    assert other.optim.param_groups[0]["lr"] == one.optim.param_groups[0]["lr"]
+    assert mine["epoch"] == 7 and other.schedule.state_dict() == one.schedule.state_dict()
+
+
 def test_a_transposed_tensor_comes_back_in_its_order(tmp_path: Path) -> None:
     turned = torch.arange(24.0).reshape(4, 6).T
     root = save({"model": {"w": turned}, "a": {"t": turned[1:]}}, tmp_path / "dcp")

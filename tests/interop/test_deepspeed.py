@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,68 @@ def test_an_optimizer_of_other_steps_than_the_model_is_noted(tmp_path: Path, cas
     for file in (root / "global_step3").glob("*_model_states.pt"):
         change(file, global_steps=5, skipped_steps=2)
     assert not any("has taken" in note for note in notes_of(root))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("size", [16, 100])
+def test_state_that_is_not_one_number_for_each_element_is_taken_for_no_moment(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """As the code books of 8-bit optimizers: a part of one would be some parameter's moment."""
+    read = deepspeed._Checkpoint._zero_state
+
+    def with_book(self: deepspeed._Checkpoint, name: str) -> dict[str, Any]:
+        found = read(self, name)
+        kinds = found["base_optimizer_state"]["state"][0]
+        kinds["qmap"] = replace(kinds["exp_avg"], shape=(size,))
+        return found
+
+    root = GOLDEN / "zero1-fp32-2" / "checkpoint"
+    monkeypatch.setattr(deepspeed._Checkpoint, "_zero_state", with_book)
+    with holdfast.open(root) as opened:
+        assert {name.partition(".")[0] for name in opened.leaves} == {"model"}
+    assert any("'qmap' of group 0" in note and f"({size},)" in note for note in notes_of(root))
+    model = Net()
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(holdfast.StateMismatch, match="optimizer"):
+        holdfast.load(root, state)
+
+
+@pytest.mark.parametrize("key", ["fp32_groups", "fp32_groups_flat"])
+def test_masters_without_names_are_said_to_be_left_out(tmp_path: Path, key: str) -> None:
+    root = copied(tmp_path, "zero0-fp32-2")
+    file = root / "global_step3" / "mp_rank_00_model_states.pt"
+    inner = torch.load(file, weights_only=False)["optimizer"]
+    change(file, optimizer={key: [torch.ones(3)], "optimizer_state_dict": inner})
+    assert any(f"{key} of mp_rank_00_model_states.pt" in note for note in notes_of(root))
+    with holdfast.open(root) as opened:
+        assert {name.partition(".")[0] for name in opened.leaves} == {"model"}
+
+
+def test_what_accelerate_keeps_beside_deepspeeds_folder_comes_along() -> None:
+    """The schedule, and the generators of each rank."""
+    case = GOLDEN / "accelerate-zero2-2"
+    values = json.loads((case / "expected.json").read_text())
+    assert notes_of(case / "checkpoint") == ()
+    model = Net()
+    schedule = torch.optim.lr_scheduler.LinearLR(torch.optim.AdamW(model.parameters()))
+    holdfast.load(case / "checkpoint", {"scheduler": schedule})
+    assert json.loads(json.dumps(schedule.state_dict())) == values["scheduler"]
+    assert run_ranks(2, _drawn, str(case / "checkpoint")) == values["drawn"]
+
+
+def _drawn(rank: int, world: int, source: str) -> list[float]:
+    holdfast.load(source, {"rng": holdfast.Rng()})
+    return list(torch.rand(3).tolist())
+
+
+def test_what_the_trainer_says_beside_deepspeeds_folder_comes_along(tmp_path: Path) -> None:
+    root = copied(tmp_path, "accelerate-zero2-2")
+    (root / "trainer_state.json").write_text('{"global_step": 3, "epoch": 0.5}')
+    torch.save({"scale": 2.0}, root / "scaler.pt")
+    save_file({"w": torch.ones(2)}, root / "model.safetensors")
+    state: dict[str, Any] = {"trainer_state": {}, "scaler": {}}
+    holdfast.load(root, state)
+    assert state == {"trainer_state": {"global_step": 3, "epoch": 0.5}, "scaler": {"scale": 2.0}}
+    (note,) = notes_of(root)
+    assert "model.safetensors is not read" in note

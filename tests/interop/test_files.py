@@ -162,6 +162,49 @@ def test_a_range_is_read_and_not_the_tensor(
     assert sum(taken) <= 2 << 20
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_module_that_was_wrapped_when_it_was_saved_fills_one_that_is_not(
+    tmp_path: Path, prefix: str
+) -> None:
+    """As DistributedDataParallel and torch.compile name parameters; exports keep these names."""
+    model, optimizer = build(0)
+    named = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save({"model": named, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    other, there = build(1)
+    holdfast.load(tmp_path / "a.pt", {"model": other, "optimizer": there})
+    assert same(other.state_dict(), model.state_dict())
+    assert same(there.state_dict(), optimizer.state_dict())
+    if prefix == "module.":  # a module that has a part of this name keeps it
+        wrapped, (inner, moments) = nn.Module(), build(2)
+        wrapped.module = inner
+        holdfast.load(tmp_path / "a.pt", {"model": wrapped})
+        assert same(inner.state_dict(), model.state_dict())
+        wrapped.module, moments = build(3)
+        holdfast.load(tmp_path / "a.pt", {"model": wrapped, "optimizer": moments})
+        assert same(wrapped.state_dict(), named) and same(
+            moments.state_dict(), optimizer.state_dict()
+        )
+    with holdfast.open(tmp_path / "a.pt") as opened:
+        assert {n for n in opened.leaves if n.startswith("model.")} == {f"model.{n}" for n in named}
+
+
+def test_values_that_name_tensors_below_a_wrappers_name_stay_as_they_are(tmp_path: Path) -> None:
+    model, optimizer = build(0)
+    held = {"module": {"optim": optimizer.state_dict(), "model": model.state_dict()}}
+    plain = {"module": {"a": {"b": {"x": torch.ones(2)}}, "n": 1}}
+    torch.save({"app": held, "plain": plain}, tmp_path / "a.pt")
+    other, there = build(1)
+    state: dict[str, Any] = {
+        "app": {"module": {"optim": there, "model": other}},
+        "plain": {"module": {"a": {"b": {"x": torch.zeros(2)}}, "n": 0}},
+    }
+    holdfast.load(tmp_path / "a.pt", state)
+    assert same(other.state_dict(), model.state_dict())
+    assert same(there.state_dict(), optimizer.state_dict())
+    assert state["plain"]["module"]["n"] == 1
+    assert torch.equal(state["plain"]["module"]["a"]["b"]["x"], torch.ones(2))
+
+
 def test_safetensors_with_an_index_fill_a_model(tmp_path: Path) -> None:
     model, _ = build(0)
     tensors = dict(model.state_dict())

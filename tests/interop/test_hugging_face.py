@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import holdfast
@@ -273,6 +273,24 @@ def test_an_adapter_has_the_names_of_its_file_and_of_its_model() -> None:
     holdfast.load(ADAPTER / "checkpoint", {"model": model}, only=list(tensors))
     for name, tensor in tensors.items():
         assert torch.equal(model.state_dict()[name.removeprefix("model.")], tensor), name
+
+
+def test_an_adapter_of_dora_has_the_names_of_its_model(tmp_path: Path) -> None:
+    """PEFT 0.21 leaves out the end of one name, too: these are those it has in file and model."""
+    inner = "base_model.model.0."
+    names = {
+        f"{inner}lora_A.weight": f"{inner}lora_A.default.weight",
+        f"{inner}lora_B.weight": f"{inner}lora_B.default.weight",
+        f"{inner}lora_magnitude_vector": f"{inner}lora_magnitude_vector.default.weight",
+    }
+    tensors = {name: torch.full((2,), float(n)) for n, name in enumerate(names)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "use_dora": True, "modules_to_save": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    model = _module({name: torch.zeros(2) for name in names.values()})
+    holdfast.load(tmp_path, {"model": model}, only=[f"model.{name}" for name in names.values()])
+    for name, there in names.items():
+        assert torch.equal(model.state_dict()[there], tensors[name]), there
 
 
 def _module(tensors: dict[str, torch.Tensor]) -> nn.Module:

@@ -24,6 +24,7 @@ from holdfast.interop.writing.export_files import DEFAULT_MEMORY_BYTES, window_b
 from holdfast.interop.writing.import_plan import ImportPlan, open_imports, plan_import
 from holdfast.interop.writing.import_state import ImportReport, import_all
 from holdfast.observe.text import count_text, size_text
+from holdfast.state.parameter_order import ParameterOrder
 from holdfast.storage.open import is_bucket, open_store
 
 
@@ -136,7 +137,7 @@ def _orders(path: str) -> Orders:
         is_list = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
         if not is_list or any(type(name) is not str for group in groups for name in group):
             raise UsageError(f"--parameters {path}: {key} is no list of lists of names")
-    return orders
+    return {key: ParameterOrder(groups) for key, groups in orders.items()}
 
 
 def _record(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import ForeignFormatError, UnsupportedState
 from holdfast.format import values as codec
 from holdfast.interop.foreign import ForeignLeaf
+from holdfast.interop.parameter_names import UnknownOrder, names_of_numbers, wrapper_prefix
 from holdfast.interop.pickle_records import (
     GlobalName,
     NumpyArray,
@@ -24,6 +25,7 @@ from holdfast.interop.pickle_records import (
     StorageRef,
     TorchDtype,
 )
+from holdfast.state.parameter_order import ParameterOrder
 
 #: Nested values are walked to here; a pickle can name one list in many places.
 MAX_NODES = 2_000_000
@@ -32,6 +34,8 @@ MAX_DEPTH = 64
 MAX_PATH = 4096
 #: Texts, bytes and arrays of all values: each as often as it is named.
 MAX_VALUE_BYTES = 256 << 20
+#: A model and its optimizer stand in at most so many dictionaries.
+_MAX_APART = 4
 #: The key of a state dict that stands in a file by itself.
 MODEL = "model"
 
@@ -46,8 +50,8 @@ class Arranged:
     notes: list[str] = field(default_factory=list)
 
 
-#: The names of the parameters in each group of an optimizer, by its key.
-Orders = Mapping[str, Sequence[Sequence[str]]]
+#: The parameters of the optimizers that are to be filled, by the key of each.
+Orders = Mapping[str, ParameterOrder]
 
 
 def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = "") -> Arranged:
@@ -56,14 +60,15 @@ def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = 
     ``orders``: of the optimizers that are to be filled, which tell what a number stands for.
     ``where``: the file, for ForeignFormatError.
     """
-    found = Arranged()
+    found, tree = Arranged(), _apart(tree, {})
     fitting = _Fitting(found.notes)
+    numbers = _Numbers(orders or {}, _modules(tree))
     for key, value in tree.items():
         part = Arranged()
         try:
             fitted = fitting.fit_entry(value, key)
-            _take(key, fitted, part, orders or {})
-        except (UnsupportedState, Unfit) as error:
+            _take(key, fitted, part, numbers)
+        except (UnsupportedState, Unfit, UnknownOrder) as error:
             shown = key[:200] if _is_text(key) else ascii(key)[:200]
             found.notes.append(f"{shown} is left out: {error}")
             continue
@@ -78,6 +83,69 @@ def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = 
         found.values |= part.values
         found.notes += part.notes
     _tie(found)
+    return found
+
+
+def _apart(tree: Mapping[str, Any], known: dict[int, bool]) -> dict[str, Any]:
+    """The entries of a state, those of a dictionary that holds an optimizer each by its path.
+
+    So a state has them here whose model and optimizer stand in a dictionary, as ``app``.
+    ``known``: of each dictionary that was looked at, by its id.
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = {}
+        if type(key) is str and _holds_optimizer(value, known, 0):
+            inner = {f"{key}.{name}": item for name, item in _apart(value, known).items()}
+        if inner and inner.keys().isdisjoint(found.keys() | tree.keys()):
+            found |= inner
+        else:
+            found[key] = value
+    return found
+
+
+def _holds_optimizer(value: Any, known: dict[int, bool], depth: int) -> bool:
+    """True for a dictionary with an optimizer in it, or in a dictionary in it."""
+    if not isinstance(value, dict) or depth > _MAX_APART:
+        return False
+    if id(value) not in known:
+        known[id(value)] = False  # also for what contains itself
+        known[id(value)] = (
+            not is_optimizer_state(value)
+            and all(type(name) is str for name in value)
+            and any(
+                is_optimizer_state(item) or _holds_optimizer(item, known, depth + 1)
+                for item in value.values()
+            )
+        )
+    return known[id(value)]
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """True for the state dict of an optimizer, nested or flat."""
+    if not isinstance(value, dict):
+        return False
+    return _is_flat_optimizer(value) or (
+        isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What tells which parameters the numbers of an optimizer are."""
+
+    orders: Orders
+    modules: Mapping[str, Mapping[str, ForeignLeaf]]
+
+
+def _modules(tree: Mapping[str, Any]) -> dict[str, dict[str, ForeignLeaf]]:
+    """The tensors of each module, by their names without those of wrappers."""
+    found: dict[str, dict[str, ForeignLeaf]] = {}
+    for key, value in tree.items():
+        if is_module(value):
+            cut = len(wrapper_prefix(value))
+            leaves = {n[cut:]: one for n, one in value.items() if isinstance(one, ForeignLeaf)}
+            found[key] = leaves
     return found
 
 
@@ -191,7 +259,7 @@ def _plain_key(key: Any) -> Any:
     return tuple(map(_plain_key, key)) if type(key) is tuple else key
 
 
-def _take(key: str, value: Any, found: Arranged, orders: Orders) -> None:
+def _take(key: str, value: Any, found: Arranged, numbers: _Numbers) -> None:
     if isinstance(value, ForeignLeaf):
         _add_leaf(found, key, value)
         found.values[key] = codec.encode(codec.LeafRef(key), key)
@@ -201,9 +269,9 @@ def _take(key: str, value: Any, found: Arranged, orders: Orders) -> None:
                 _add_leaf(found, f"{key}.{name}", item)
         _take_extra(key, {name: item for name, item in value.items() if is_extra(name)}, found)
     elif isinstance(value, dict) and _is_flat_optimizer(value):
-        _take_optimizer(key, _unflatten(value), found, orders)
+        _take_optimizer(key, _unflatten(value), found, numbers)
     elif isinstance(value, dict) and {"state", "param_groups"} <= value.keys():
-        _take_optimizer(key, value, found, orders)
+        _take_optimizer(key, value, found, numbers)
     else:
         found.values[key] = _encode(value, key, found)
 
@@ -320,7 +388,7 @@ def _same_for_equal(options: Mapping[str, Any]) -> bytes:
     )
 
 
-def _take_optimizer(key: str, value: Mapping[str, Any], found: Arranged, orders: Orders) -> None:
+def _take_optimizer(key: str, value: Mapping[str, Any], found: Arranged, numbers: _Numbers) -> None:
     state, groups = value["state"], value["param_groups"]
     is_formed = isinstance(state, dict) and isinstance(groups, list)
     if not is_formed or not all(isinstance(group, dict) for group in groups):
@@ -328,7 +396,7 @@ def _take_optimizer(key: str, value: Mapping[str, Any], found: Arranged, orders:
     members = [group.get("params") for group in groups]
     if not all(isinstance(some, list) for some in members):
         raise Unfit("a group of it has no list of parameters")
-    names = _parameter_names(groups, orders.get(key))
+    names = _parameter_names(groups, state, numbers.orders.get(key), numbers.modules)
     encoded = []
     for number, group in enumerate(groups):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -355,35 +423,27 @@ def _take_optimizer(key: str, value: Mapping[str, Any], found: Arranged, orders:
 
 
 def _parameter_names(
-    groups: list[dict[str, Any]], order: Sequence[Sequence[str]] | None
+    groups: list[dict[str, Any]],
+    state: Mapping[Any, Any],
+    order: ParameterOrder | None,
+    modules: Mapping[str, Mapping[str, ForeignLeaf]],
 ) -> dict[Any, str]:
-    """The name of each parameter of the groups, no two alike."""
+    """The name of each parameter of the groups, no two alike.
+
+    Without an optimizer that is to be filled, numbers stay numbers.
+    """
     members = [one for group in groups for one in group["params"]]
     if any(type(one) not in (str, int) for one in members) or len(set(members)) != len(members):
         raise Unfit("its groups name their parameters by neither names nor numbers")
-    names = _names_in_order(groups, members, order)
+    said = [one for group in groups for one in group.get("param_names") or ()]
+    if all(type(one) is str for one in members):
+        names = members
+    elif len(said) == len(members) and all(type(one) is str for one in said):
+        names = said
+    elif order is None:
+        names = [str(one) for one in members]
+    else:
+        names = names_of_numbers(groups, state, order, modules)
     if len(set(names)) != len(names):
         raise Unfit("two of its parameters have one name")
     return dict(zip(members, names, strict=True))
-
-
-def _names_in_order(
-    groups: list[dict[str, Any]], members: list[Any], order: Sequence[Sequence[str]] | None
-) -> list[str]:
-    """The names of ``members``. Numbers are positions in the groups of the optimizer that is to be
-    filled, as torch itself takes them; without one they stay numbers.
-    """
-    if all(type(one) is str for one in members):
-        return members
-    said = [one for group in groups for one in group.get("param_names") or ()]
-    if len(said) == len(members) and all(type(one) is str for one in said):
-        return said
-    if order is None:
-        return [str(one) for one in members]
-    sizes, wanted = [len(group["params"]) for group in groups], [len(some) for some in order]
-    if sizes != wanted:
-        raise Unfit(
-            f"its state is keyed by numbers, in groups of {sizes} parameters, and the optimizer "
-            f"to be filled has groups of {wanted}: make its groups as they were"
-        )
-    return [name for some in order for name in some]

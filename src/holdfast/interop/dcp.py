@@ -32,6 +32,8 @@ METADATA = ".metadata"
 SUFFIX = ".distcp"
 MAX_METADATA_BYTES = 1 << 30
 MAX_RANKS_SHOWN = 1 << 16
+#: The files of one save, and of most copies, are written within so many seconds.
+LATER_S = 60.0
 _FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
 
 
@@ -89,6 +91,7 @@ class _DcpDirectory:
         paths = fields.get("planner_data")
         items = dict(self._items(self._dictionary(fields, "storage_data")))
         missing = self._missing_files(items)
+        self._note_later({item.file for item in items.values()} - missing)
         there = {item.rank for item in items.values() if item.file not in missing}
         self._images = {rank: number for number, rank in enumerate(sorted(there))}
         entries: dict[str, Any] = {}
@@ -170,6 +173,19 @@ class _DcpDirectory:
                 what = "is not there" if have is None else f"has {have} bytes, {end} are named"
                 self._notes.append(f"{self._files.where(file)} {what}")
         return missing
+
+    def _note_later(self, present: set[str]) -> None:
+        """Note files that were written after the metadata, which a save writes last."""
+        written_s = self._files.changed_s(self._name)
+        after = {file: self._files.changed_s(file) - written_s for file in present}
+        later = sorted(file for file, after_s in after.items() if after_s > LATER_S)
+        if later:
+            self._notes.append(
+                f"{len(later)} files of {len(present)}, {self._files.where(later[0])} first, were "
+                f"written up to {max(after.values()):.0f} s after {METADATA}, which a save writes "
+                "last: if a save over this directory was stopped, its tensors are of two saves "
+                "(a copy that does not keep the times of files looks the same)"
+            )
 
     def _entry(
         self, name: str, about: Any, items: Mapping[tuple[Any, ...], _Item], missing: set[str]

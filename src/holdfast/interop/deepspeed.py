@@ -29,6 +29,8 @@ _ATOM = re.compile(r"zero/(.+)/fp32\.pt")
 _EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
 _LAYER = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
 _LATEST = ("latest", "latest_universal")
+#: The masters of fp16 without ZeRO, in the dictionary of its optimizer.
+_MASTERS = frozenset(("fp32_groups", "fp32_groups_flat"))
 #: Of the element types that a count of steps has.
 _CODES = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 #: What describes the files of a checkpoint and is no state.
@@ -140,6 +142,8 @@ class _Checkpoint:
         self._partitioned = {int(m[1]): m[0] for m in models if m[1] is not None}
         self._main = next((m[0] for m in models if m[1] is None), self._partitioned.get(0))
         self._notes: list[str] = []
+        #: Why the optimizer cannot be taken: without a part of its state it is another.
+        self._unfit: list[str] = []
         self._opened: dict[str, TorchFile] = {}
 
     def _refuse_parallel(self, names: list[str]) -> None:
@@ -192,13 +196,21 @@ class _Checkpoint:
             raise self._error(
                 self._main, "it is of a ZeRO checkpoint, and no rank's optimizer file is there"
             )
+        elif optimizer is not None and (masters := optimizer.keys() & _MASTERS):
+            self._unfit.append(
+                f"{masters.pop()} of {self._main}, as fp16 without ZeRO has them, are masters in "
+                "F32 without names, so parameters are the copies of 16 bits. Save with ZeRO-1 for "
+                "both"
+            )
         if self._partitioned:
             self._frozen(model, main)
         for name, source in (main.get("shared_params") or {}).items():
             if source in model:
                 model[name] = model[source]
         ours: dict[str, Any] = {MODEL: model}
-        if optimizer is not None:
+        if self._unfit:
+            self._notes.append(f"the optimizer is left out: {self._unfit[0]}")
+        elif optimizer is not None:
             ours["optimizer"] = optimizer
         self._notes += [
             f"{key} of the client state is left out: what DeepSpeed keeps is called so"
@@ -268,7 +280,7 @@ class _Checkpoint:
                     "form, which DeepSpeed's ds_to_universal makes of it"
                 )
             for number, flat in enumerate(flats):
-                kinds = {"": flat, **self._moments(one[key], number)}
+                kinds = {"": flat, **self._moments(file, one, one[key], number, flat)}
                 cuts = (
                     _third_cuts(shapes[number], rank, len(names))
                     if is_third
@@ -321,13 +333,25 @@ class _Checkpoint:
             )
         return state
 
-    def _moments(self, inner: Mapping[str, Any], number: int) -> dict[str, TensorRef]:
-        state = inner["state"].get(number) or {}
-        return {
-            kind: ref
-            for kind, ref in state.items()
-            if isinstance(ref, TensorRef) and len(ref.shape) == 1
-        }
+    def _moments(
+        self, file: str, state: Mapping[str, Any], inner: Mapping[str, Any], number: int, flat: Any
+    ) -> dict[str, TensorRef]:
+        """The state of a flat group that has one number for each element, padded as it was."""
+        have = flat.shape[0] if isinstance(flat, TensorRef) and len(flat.shape) == 1 else 0
+        paddings = state.get("group_paddings") or ()
+        padding = paddings[number] if number < len(paddings) else 0
+        found: dict[str, TensorRef] = {}
+        for kind, ref in (inner["state"].get(number) or {}).items():
+            if not isinstance(ref, TensorRef) or ref.shape == ():
+                continue
+            if ref.shape in ((have,), (have + padding,)):
+                found[kind] = ref
+            else:
+                self._unfit.append(
+                    f"{kind!r:.100} of group {number} in {file} has the shape {ref.shape}, its "
+                    f"parameters {have} elements: what it has of which is not stored"
+                )
+        return found
 
     def _mapped_cuts(
         self, file: str, state: Mapping[str, Any], number: int

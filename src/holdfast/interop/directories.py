@@ -33,6 +33,7 @@ from holdfast.interop.trainer_directories import (
     read_accelerate,
     read_trainer,
     read_weights,
+    take_beside,
     weight_files,
 )
 
@@ -140,14 +141,15 @@ def _read_deepspeed(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     if tag is None:
         raise UsageError(f"{files.path} has no checkpoint of DeepSpeed")
     found = read_deepspeed(files, tag)
+    gathered = Gathered(dict(found.tree), list(found.notes), world=found.world)
+    taken = take_beside(files, gathered) if tag else set()
     beside = (name for name in files.names() if tag and "/" not in name)
     left = [name for name in beside if name.endswith((*STATE_SUFFIXES, ".json"))]
-    notes = [*found.notes, *(f"{files.where(name)} is not read" for name in left)]
-    notes += [
+    gathered.notes += [f"{files.where(name)} is not read" for name in left if name not in taken]
+    gathered.notes += [
         f"{files.where(other)} is another checkpoint, and is not read: give its path"
         for other in other_tags(files, tag)
     ]
-    gathered = Gathered(dict(found.tree), notes, world=found.world)
     return checkpoint_of("deepspeed", files, step_of(files, found.step), gathered, orders)
 
 

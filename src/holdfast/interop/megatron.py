@@ -78,7 +78,6 @@ def read_torch_dist(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
             "--dist-ckpt-optim-fully-reshardable for moments by name"
         )
     objects = {name: _single(one) for name, one in objects.items()}
-    objects = {name: one for name, one in objects.items() if one is not None}
     if objects:
         tree["objects"] = _by_place(objects, files)
     gathered.notes += [
@@ -91,7 +90,7 @@ def read_torch_dist(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
 
 
 def _single(value: Any) -> Any:
-    """The object of a list of one, as each is stored; a module without extra state stores None."""
+    """The object of a list of one, as each is stored; a module without extra state has None."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -140,6 +139,8 @@ def _take_optimizer(
             "state": moments,
             "param_groups": [{**options, "params": sorted(moments)}],
         }
+        if inner is not said and (rest := {k: v for k, v in said.items() if k != "optimizer"}):
+            gathered.tree["optimizer_common"] = rest  # a scaler, and how it was sharded
         return
     gathered.tree["optimizer_state"] = moments
     if said is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from holdfast.storage.open import is_bucket, normal_root, open_store, root_aroun
 
 if TYPE_CHECKING:
     from holdfast.interop.arrange import Orders
+    from holdfast.interop.foreign import ForeignCheckpoint
 
 #: In place of a step: all that there are.
 EVERY = "every"
@@ -62,7 +64,8 @@ def open_source(
             return ForeignSteps(path, places, notes)
         place = choose_step(path, places, step)
         files = SourceFiles(path / place.name)
-    found = read_directory(files, format_, orders() if orders else None)
+    live = orders() if orders else None
+    found = read_directory(files, format_, live)
     if found is None:
         return open_store(root)
     if place is not None and found.step != place.step:
@@ -71,7 +74,39 @@ def open_source(
             f"{found.step}: give its path"
         )
     _warn(found.notes, where)
-    return ForeignStore(files, found)
+    return ForeignStore(files, found if live is None else _unwrapped(found, live))
+
+
+def _unwrapped(found: ForeignCheckpoint, live: Orders) -> ForeignCheckpoint:
+    """The same for live objects: tensors of a module that was wrapped when it was saved have the
+    names that they have in the module itself, and those of the wrapper as further ones.
+
+    Not so where the module that is filled has a part of the wrapper's name.
+    """
+    from holdfast.interop.parameter_names import wrapper_prefix
+
+    here = {name for order in live.values() for name in order.registered}
+    with_values = {key.partition(".")[0] for key in found.values}  # which name leaves
+    inside: dict[str, list[str]] = {}
+    for name in (*found.leaves, *found.aliases):
+        key, _, rest = name.partition(".")
+        if key not in with_values:
+            inside.setdefault(key, []).append(rest)
+    renamed: dict[str, str] = {}
+    for key, names in inside.items():
+        prefix = wrapper_prefix(names)
+        for name in names if prefix and here.isdisjoint((*names, *_below(key, names))) else ():
+            renamed[f"{key}.{name}"] = f"{key}.{name.removeprefix(prefix)}"
+    leaves = {renamed.get(name, name): leaf for name, leaf in found.leaves.items()}
+    if len(leaves) < len(found.leaves):
+        return found
+    aliases = {renamed.get(one, one): renamed.get(of, of) for one, of in found.aliases.items()}
+    aliases |= {name: renamed[name] for name in found.leaves if name in renamed}
+    return replace(found, leaves=leaves, aliases=aliases)
+
+
+def _below(key: str, names: list[str]) -> list[str]:
+    return [f"{key}.{name}" for name in names]
 
 
 def _is_ours(store: Store) -> bool:

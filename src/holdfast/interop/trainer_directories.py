@@ -116,6 +116,25 @@ def _take_weights(files: SourceFiles, weights: list[str], gathered: Gathered) ->
         _name_adapter(files, list(leaves), gathered)
 
 
+def take_beside(files: SourceFiles, gathered: Gathered) -> set[str]:
+    """Add what the Trainer and Accelerate keep beside a checkpoint of DeepSpeed: schedules, random
+    states, registered objects, what the Trainer says. Returns the names of these files.
+    """
+    names, taken = [name for name in files.names() if "/" not in name], set()
+    for name in names:
+        key = _key(name)
+        is_state = key is None or key.startswith((MODEL, "optimizer"))
+        if key is not None and not is_state and key not in gathered.tree:
+            gathered.tree[key] = value_in(files, name)
+            taken.add(name)
+    if TRAINER_STATE in names and "trainer_state" not in gathered.tree:
+        gathered.tree["trainer_state"] = document_in(files, TRAINER_STATE, "state of a trainer")
+        taken.add(TRAINER_STATE)
+    random = [name for name in names if is_random_states(name)]
+    take_random_states(files, random, gathered)
+    return taken.union(random)
+
+
 def _gather(files: SourceFiles) -> Gathered:
     names, gathered = files.names(), Gathered()
     weights = weight_files(files, names) or []
@@ -177,6 +196,8 @@ _PREFIXES = {
     "OFT": ("oft_",),
     "BOFT": ("boft_",),
 }
+#: What DoRA adds to an adapter of LoRA.
+_MAGNITUDE = "lora_magnitude_vector"
 #: The name that an adapter has in a model unless it is given another.
 _DEFAULT = "default"
 
@@ -206,6 +227,8 @@ def _in_model(name: str, prefixes: tuple[str, ...], kept: list[str]) -> str | No
             start = name.rfind(prefix)
             dot = name.find(".", start)
             cut = len(name) if dot < 0 else dot
+            if name[start:] == _MAGNITUDE:  # PEFT leaves the end of this one out, too
+                return f"{name}.{_DEFAULT}.weight"
             return f"{name[:cut]}.{_DEFAULT}{name[cut:]}"
     for module in kept:
         if f".{module}." in name:

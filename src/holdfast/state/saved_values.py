@@ -26,6 +26,7 @@ from holdfast.state.param_groups import (
     merge_param_groups,
     regroup_scheduler,
 )
+from holdfast.state.parameter_order import ParameterOrder
 
 Document = Mapping[str, Any]
 #: The key of a module -> the leaves that its tensors are in a checkpoint.
@@ -110,9 +111,17 @@ def group_names(objects: Objects) -> dict[str, list[list[str]]]:
     return found
 
 
-def names_in_groups(state: State) -> dict[str, list[list[str]]]:
-    """Returns the same for the optimizers of a state, as it is now."""
-    return group_names(sort_objects(state))
+def parameter_orders(state: State) -> dict[str, ParameterOrder]:
+    """Returns what tells the parameters of each optimizer of a state, as it is now."""
+    objects = sort_objects(state)
+    placed = [id(one) for some in objects.tensors.values() for one in (h.tensor for h in some)]
+    found = {}
+    for key, groups in group_names(objects).items():
+        names = {id(p): n for n, p in _parameters(objects, key).items()}
+        options = objects.optimizers[key].param_groups
+        registered = [names[one] for one in dict.fromkeys(placed) if one in names]
+        found[key] = ParameterOrder(groups, options, registered)
+    return found
 
 
 def _parameters(objects: Objects, key: str) -> dict[str, Any]:

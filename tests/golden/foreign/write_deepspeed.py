@@ -1,4 +1,6 @@
-"""Write small checkpoints by DeepSpeed on a CPU: ZeRO 0 to 3, and the universal form of them."""
+"""Write small checkpoints by DeepSpeed on a CPU: ZeRO 0 to 3, and the universal form of them; and
+what Accelerate writes through it.
+"""
 
 from __future__ import annotations
 
@@ -158,6 +160,59 @@ def zero(rank: int, world: int, case: str, config: dict[str, Any]) -> None:
             script.unlink()
 
 
+def by_accelerate(rank: int, world: int, case: str, config: dict[str, Any]) -> None:
+    """What Accelerate's ``save_state`` keeps beside the engine's own folder, and that."""
+    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_TORCH_DEVICE="cpu")
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, PartialState
+
+    deepspeed.init_distributed("gloo")
+    config = {key: value for key, value in config.items() if key != "scheduler"}
+    root = Path(case)
+
+    def accelerated(seed: int) -> tuple[Any, ...]:
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config))
+        )
+        for shared in (PartialState, AcceleratorState):  # it knows ranks of devices only
+            shared._shared_state.update(
+                process_index=rank, local_process_index=rank, num_processes=world
+            )
+        torch.manual_seed(seed)
+        model = Net()
+        optimizer = torch.optim.AdamW(groups_of(model))
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+        return accelerator, *accelerator.prepare(model, optimizer, schedule)
+
+    accelerator, engine, optimizer, schedule = accelerated(1)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        accelerator.backward(engine(torch.randint(0, 11, (2, 5), generator=generator)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    torch.manual_seed(50 + rank)
+    accelerator.save_state(str(root / "checkpoint"))
+    AcceleratorState._reset_state()
+    other, engine, _, schedule = accelerated(2)
+    other.load_state(str(root / "checkpoint"))
+    tensors = loaded(engine, True)
+    states = torch.load(root / "checkpoint" / f"random_states_{rank}.pkl", weights_only=False)
+    torch.set_rng_state(states["torch_manual_seed"])
+    drawn: list[Any] = [None] * world
+    dist.all_gather_object(drawn, torch.rand(3).tolist())
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in engine.optimizer.param_groups
+    ]
+    if rank == 0:
+        values = {"groups": groups, "scheduler": schedule.scheduler.state_dict(), "drawn": drawn}
+        save_expected(root, tensors, values)
+        for script in (root / "checkpoint").glob("*.py"):
+            script.unlink()
+    dist.barrier()
+
+
 def universal(source: Path, case: Path) -> None:
     """Convert a case by DeepSpeed's own script; what is expected is that of the case."""
     tag = (source / "checkpoint" / "latest").read_text()
@@ -179,6 +234,7 @@ def main(out: Path) -> None:
         "zero3-bf16-2": (2, config_of(3, "bf16")),
         "zero2-bf16-4": (4, config_of(2, "bf16")),
         "zero3-fp16-4": (4, config_of(3, "fp16", zero_optimization={"sub_group_size": 100})),
+        "zero3-groups-2": (2, config_of(3, "bf16", zero_optimization={"sub_group_size": 30})),
         "bf16-optimizer-2": (2, config_of(1, "bf16", data_types={"grad_accum_dtype": "fp32"})),
     }
     only = sys.argv[2:]
@@ -186,6 +242,11 @@ def main(out: Path) -> None:
         if not only or name in only:
             (out / name).mkdir()
             run_ranks(world, zero, str(out / name), config)
+    name = "accelerate-zero2-2"
+    if not only or name in only:
+        (out / name).mkdir()
+        more = {"train_batch_size": 4, "gradient_accumulation_steps": 1}
+        run_ranks(2, by_accelerate, str(out / name), {**config_of(2, "fp32"), **more})
     for name in ("zero1-bf16-2", "zero2-fp16-2", "zero3-bf16-2"):
         if (out / name).exists():
             universal(out / name, out / f"universal-{name}")

@@ -38,7 +38,7 @@ def plan_dcp(saved: SavedState, file_bytes: int) -> FormatPlan:
     """The directory; its files have at most ``file_bytes`` each, or one item."""
     require_types(saved.leaves, TORCH_TYPES, "torch.distributed.checkpoint")
     tree = state_tree(saved, numbered=False)
-    planning = _Planning(file_bytes)
+    planning = ItemPlanning(file_bytes)
     for path, value in flattened(with_tensors(tree.state, saved)):
         planning.add(path, value)
     data = planning.metadata()
@@ -85,7 +85,7 @@ class _GrowingFile:
     parts: list[KnownBytes | LeafBytes] = field(default_factory=list)
     ends: list[tuple[int, Finish]] = field(default_factory=list)
 
-    def planned(self) -> PlannedFile:
+    def planned(self, top: str) -> PlannedFile:
         ends = tuple(self.ends)
 
         def finish(sums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
@@ -94,13 +94,17 @@ class _GrowingFile:
                 yield from end(sums[at : at + count])
                 at += count
 
-        return PlannedFile(self.path, self.size_bytes, tuple(self.parts), finish)
+        return PlannedFile(top + self.path, self.size_bytes, tuple(self.parts), finish)
 
 
-class _Planning:
-    """Places items in files, and describes them."""
+class ItemPlanning:
+    """Places items in files, and describes them.
 
-    def __init__(self, file_bytes: int) -> None:
+    ``has_paths``: whether the metadata say how the state dict was nested.
+    """
+
+    def __init__(self, file_bytes: int, *, has_paths: bool = True) -> None:
+        self._has_paths = has_paths
         self._file_bytes = file_bytes
         self._files: list[_GrowingFile] = []
         self._described: dict[str, Any] = {}
@@ -110,6 +114,7 @@ class _Planning:
         self._properties: dict[str, PickledObject] = {}
 
     def add(self, path: Path, value: Any) -> None:
+        """Add a tensor, or a value as one item. Raises UsageError for a name that is there."""
         name = ".".join(map(str, path))
         if name in self._described:
             raise UsageError(
@@ -172,8 +177,9 @@ class _Planning:
             )
         return self._properties[dtype]
 
-    def files(self) -> tuple[PlannedFile, ...]:
-        return tuple(file.planned() for file in self._files)
+    def files(self, top: str = "") -> tuple[PlannedFile, ...]:
+        """The files of items, in the directory ``top``, which ends with "/"."""
+        return tuple(file.planned(top) for file in self._files)
 
     def metadata(self) -> bytes:
         """The pickle that names everything."""
@@ -182,7 +188,7 @@ class _Planning:
                 "Metadata",
                 {
                     "state_dict_metadata": self._described,
-                    "planner_data": self._paths,
+                    "planner_data": self._paths if self._has_paths else None,
                     "storage_data": self._stored,
                     "storage_meta": None,
                     "version": _VERSION,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 from holdfast.interop.writing.dcp_format import plan_dcp
 from holdfast.interop.writing.deepspeed_format import plan_deepspeed_universal
+from holdfast.interop.writing.megatron_format import plan_torch_dist
 from holdfast.interop.writing.planned_files import FormatPlan
 from holdfast.interop.writing.safetensors_format import plan_safetensors
 from holdfast.interop.writing.state_tree import SavedState
@@ -20,6 +21,7 @@ from holdfast.interop.writing.torch_format import plan_torch_file
 FORMATS: dict[str, Callable[[SavedState, int, int], FormatPlan]] = {
     "dcp": lambda saved, size, _: plan_dcp(saved, size),
     "deepspeed-universal": lambda saved, _, step: plan_deepspeed_universal(saved, step),
+    "megatron": plan_torch_dist,
     "safetensors": lambda saved, size, _: plan_safetensors(saved, size),
     "torch": lambda saved, size, _: plan_torch_file(saved, size),
 }

@@ -1,0 +1,180 @@
+"""Moments that are keyed by numbers are those of the right parameters, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import holdfast
+from holdfast.interop.opening import open_source
+from support.checkpoints.commands import error_of
+
+Out = pytest.CaptureFixture[str]
+SIZE = 4
+
+
+class Blocks(nn.Module):
+    """Two layers of one shape, registered in the order that is given."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(SIZE, SIZE))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            inputs = layer(inputs)
+        return inputs
+
+
+def groups_of(model: nn.Module, *options: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group for each layer; one for all without options."""
+    if not options:
+        return [{"params": list(model.parameters())}]
+    layers = list(model.children())
+    return [
+        {"params": list(layer.parameters()), **one}
+        for layer, one in zip(layers, options, strict=True)
+    ]
+
+
+def trained(model: nn.Module, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    for number in range(2):
+        torch.manual_seed(number)
+        model(torch.randn(3, SIZE)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def saved(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+def refused(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Why the optimizer is not filled; the model stays as it was."""
+    before = [one.clone() for one in model.parameters()]
+    heard: list[str] = []
+    stop = holdfast.subscribe(lambda event, _: heard.append(str(event)))
+    try:
+        with pytest.raises(holdfast.StateMismatch, match="optimizer"):
+            holdfast.load(path, {"model": model, "optimizer": optimizer})
+    finally:
+        stop()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
+    (said,) = (text for text in heard if "keyed by numbers" in text)
+    assert "--parameters" in said
+    return said
+
+
+def filled(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    holdfast.load(path, {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    "options",
+    [
+        ({"weight_decay": 0.1}, {"weight_decay": 0.0}),
+        ({"lr": 0.5}, {"lr": 0.25}),
+        ({"betas": (0.8, 0.9)}, {"betas": (0.9, 0.99)}),
+    ],
+)
+def test_groups_that_have_changed_places_are_refused(
+    tmp_path: Path, options: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    """The groups have equal sizes and shapes: torch itself would give each the other's moments."""
+    model = Blocks("a", "b")
+    path = saved(tmp_path / "a.pt", model, trained(model, groups_of(model, *options)))
+    other = Blocks("a", "b")
+    wrong = torch.optim.AdamW(groups_of(other, *options)[::-1], lr=0.1)
+    assert "its group 0 has the options of group 1" in refused(path, other, wrong)
+    right = torch.optim.AdamW(groups_of(other, *options), lr=9.0)
+    filled(path, other, right)
+    assert set(right.state) == set(other.parameters())
+
+
+@pytest.mark.promise
+def test_a_schedule_does_not_make_groups_look_like_others(tmp_path: Path) -> None:
+    """Its rates have met by the time of the save; those it began with are compared."""
+    options: tuple[dict[str, Any], ...] = ({"lr": 0.5}, {"lr": 0.25})
+    model = Blocks("a", "b")
+    optimizer = trained(model, groups_of(model, *options))
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    first, second = optimizer.param_groups
+    first["lr"], second["lr"] = 0.25, 0.5  # as if each had come where the other began
+    path = saved(tmp_path / "a.pt", model, optimizer)
+    other = Blocks("a", "b")
+    there = torch.optim.AdamW(groups_of(other, *options))
+    torch.optim.lr_scheduler.ExponentialLR(there, 0.5)
+    filled(path, other, there)
+    assert [group["lr"] for group in there.param_groups] == [0.25, 0.5]
+
+
+def test_other_options_alone_are_no_other_order(tmp_path: Path) -> None:
+    model = Blocks("a", "b")
+    options = ({"weight_decay": 0.1}, {"weight_decay": 0.0})
+    path = saved(tmp_path / "a.pt", model, trained(model, groups_of(model, *options)))
+    other = Blocks("a", "b")
+    there = torch.optim.AdamW(groups_of(other, {"weight_decay": 0.3}, {"weight_decay": 0.3}))
+    filled(path, other, there)
+    assert [group["weight_decay"] for group in there.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.promise
+def test_parameters_that_are_registered_in_another_order_are_refused(tmp_path: Path) -> None:
+    model = Blocks("a", "b")
+    path = saved(tmp_path / "a.pt", model, trained(model, groups_of(model)))
+    other = Blocks("b", "a")
+    said = refused(path, other, torch.optim.AdamW(other.parameters()))
+    assert "has 'b.weight' the model in the file had 'a.weight'" in said
+
+
+def test_an_order_of_its_own_is_no_matter_where_the_model_has_the_same(tmp_path: Path) -> None:
+    model = Blocks("a", "b")
+    backwards = [{"params": list(model.parameters())[::-1]}]
+    optimizer = trained(model, backwards)
+    path = saved(tmp_path / "a.pt", model, optimizer)
+    other = Blocks("a", "b")
+    there = torch.optim.AdamW([{"params": list(other.parameters())[::-1]}])
+    filled(path, other, there)
+    for one, mine in zip(model.parameters(), other.parameters(), strict=True):
+        for kind, tensor in optimizer.state[one].items():
+            assert torch.equal(tensor, there.state[mine][kind])
+
+
+@pytest.mark.promise
+def test_names_of_other_shapes_are_refused_in_an_import(tmp_path: Path, capsys: Out) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    path, names = saved(tmp_path / "a.pt", model, optimizer), tmp_path / "names.json"
+    names.write_text(json.dumps([["1.weight", "1.bias", "0.weight", "0.bias"]]))
+    said = error_of(capsys, "import", path, tmp_path / "root", "--parameters", names, code=2)
+    assert "0 would be '1.weight': its exp_avg has the shape (3, 2), the parameter (2, 3)" in said
+    assert not (tmp_path / "root").exists()
+
+
+def test_safetensors_have_no_order_that_could_be_another(tmp_path: Path) -> None:
+    """They are sorted by name; the Trainer's groups are told by their sizes and options alone."""
+    model = Blocks("b", "a")
+    optimizer = trained(model, groups_of(model))
+    save_file(OrderedDict(model.state_dict()), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
+    other = Blocks("b", "a")
+    there = torch.optim.AdamW(other.parameters())
+    filled(tmp_path, other, there)
+    assert set(there.state) == set(other.parameters())
+    open_source(tmp_path)  # without an optimizer numbers stay numbers
