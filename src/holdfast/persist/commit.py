@@ -350,9 +350,13 @@ class Sweeper:
         """
         paths = frozenset(path for path, _ in broken)
         if paths - self._told:
-            text = f"no file is removed from {self.store.url}, because {', '.join(sorted(paths))}"
-            advice = "`holdfast repair` mends what a pin or another root has, or delete it"
-            emit(Warned(message=f"{text} cannot be read and may name it: {advice}"))
+            emit(
+                Warned(
+                    message=f"no file is removed from {self.store.url}, because "
+                    f"{', '.join(sorted(paths))} cannot be read and may name it: "
+                    "`holdfast repair` mends what a pin or another root has, or delete it"
+                )
+            )
         self._told = paths
         return not paths
 
