@@ -91,8 +91,9 @@ class GoodFile:
         first, last = start - begin, min(stop - begin, end)
         if first < last:
             self._fill(first, last, view[: last - first])
-        at = max(first, end)
-        view[at - first :] = self.table[at - end : stop - begin - end]
+        if (stop_at := stop - begin) > end:  # it runs on into the table
+            at = max(first, end)
+            view[at - first :] = self.table[at - end : stop_at - end]
         return view
 
     def stored(self, start: int, stop: int) -> None:

@@ -25,7 +25,6 @@ from holdfast.format.manifest import Generation, ImageRef, Manifest
 from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store, sync_names
 
-
 #: Says that a root is a cache, also while the root has had nothing of it.
 _SIGN = f"{DRAINED}/cache.json"
 
