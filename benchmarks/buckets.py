@@ -1,9 +1,10 @@
 """Measure puts and gets of a bucket beside obstore, and checkpoints beside DCP's ways to S3.
 
 Clients put an object in parts and get it by ranges: on a server that keeps nothing, which shows
-what the client costs, on SeaweedFS and on Azurite. Checkpoints are saved to SeaweedFS and restored by
-one rank and, in another layout, by two: by Holdfast, and by DCP through s3fs and s3torchconnector
-where those are installed. And roots in memory and on the disk are read, verified and copied.
+what the client costs, on SeaweedFS and on Azurite. Checkpoints are saved to SeaweedFS, and restored
+by one rank and, in another layout, by two: by Holdfast, and by DCP through s3fs and
+s3torchconnector where those are installed. And roots in memory and on the disk are read, verified
+and copied.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PART, THREADS = 8 << 20, 4
 SECTION = results.Section(
     "Buckets",
     "`python -m benchmarks buckets`: 4 threads, parts of 8 MiB, requests that are not signed over\n"
-    "their bodies. Server and client share the cores. *ratio*: the median of those of the rounds; of\n"
-    "speed the more the better, of processor time the less.",
+    "their bodies. Server and client share the cores. *ratio*: the median of those of the rounds;\n"
+    "of speed the more the better, of processor time the less.",
 )
 Way = Callable[[], object]
 
