@@ -161,6 +161,14 @@ def counted(requests: Sequence[tuple[str, str]]) -> int:
     return sum("/.probe-" not in key and "/live-" not in key for _, key in requests)
 
 
+def _kept(one: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured, with numbers of requests in the place of all requests."""
+    kept = {
+        name: counted(value) if name.endswith("requests") else value for name, value in one.items()
+    }
+    return {**kept, "publications": [counted(made) for made in one.get("publications", ())]}
+
+
 def _spread(requests: Sequence[int]) -> str:
     """The first publication looks at what it has not seen."""
     if not requests:
@@ -222,7 +230,11 @@ def main(arguments: Sequence[str]) -> int:
     results.keep(
         "roots",
         machine.facts(Path(__file__).parent, ["torch"]),
-        {"count": args.count, "ranks": args.ranks, "found": found},
+        {
+            "count": args.count,
+            "ranks": args.ranks,
+            "found": {name: _kept(one) for name, one in found.items()},
+        },
         text,
         document=args.document,
         section=SECTION,

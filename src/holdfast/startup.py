@@ -175,7 +175,7 @@ def _agree(
         except HoldfastError:  # every rank finds the same, and raises it
             return b""
         nonlocal listed
-        run_id, listed = _open_root(store, options, is_there=bool(own[0]))
+        run_id, listed = _open_root(store, options, found=own[0].decode())
         return run_id.encode()
 
     said = all_said_or_raise(
@@ -249,18 +249,22 @@ def _require_one_plan(plans: Sequence[Said]) -> None:
                 )
 
 
-def _open_root(store: Store, options: RunOptions, is_there: bool) -> tuple[str, Overview]:
-    wanted = os.environ.get("HOLDFAST_RUN_ID", "")
-    # The run's id stands in its checkpoints, too: a root may have lost its holdfast.json.
-    listed = UNSEEN if wanted or is_there or is_root(store) else read_newest(store)
-    before = wanted or run_id_of(listed)
-    found = commit.open_root(store, before or uuid.uuid4().hex[:12])
-    if wanted and found.run_id != wanted:
+def _open_root(store: Store, options: RunOptions, found: str) -> tuple[str, Overview]:
+    """Returns the run of the root, which is made where there is none. ``found``: the run that this
+    rank has just read there, "" for none.
+    """
+    wanted, listed = os.environ.get("HOLDFAST_RUN_ID", ""), UNSEEN
+    if not found:
+        # The run's id stands in its checkpoints, too: a root may have lost its holdfast.json.
+        listed = UNSEEN if wanted or is_root(store) else read_newest(store)
+        before = wanted or run_id_of(listed)
+        found = commit.open_root(store, before or uuid.uuid4().hex[:12]).run_id
+    if wanted and found != wanted:
         raise UsageError(
-            f"{options.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
+            f"{options.root} belongs to run {found}, HOLDFAST_RUN_ID says {wanted}: unset "
             "it, or use another root"
         )
-    return found.run_id, listed
+    return found, listed
 
 
 def _identify(store: Store, *, must_find: bool = False) -> tuple[bytes, bytes]:

@@ -7,15 +7,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 
+import holdfast
 from holdfast.catalogue import COPIES, LOCK, MANIFESTS, ROOT, catalogue, manifest_path
 from holdfast.errors import FormatError, HoldfastError, RootBusy, StorageError, UsageError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, seal
 from holdfast.maintenance.copies import CopyReport, copy, plan_copy
+from holdfast.maintenance.good_bytes import GoodFile
+from holdfast.maintenance.tier_copy import TierCopy
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, read_pins
 from holdfast.persist.removal import plan, remove
+from holdfast.persist.writer import CHUNK_BYTES
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
@@ -497,3 +502,40 @@ def test_a_root_is_not_copied_to_itself_nor_while_a_run_writes_there() -> None:
     another_attempt(source, target)
     with pytest.raises(FormatError, match="is another checkpoint"):
         plan_copy(source, target, None)
+
+
+class UncheckedFile(GoodFile):
+    """Gives out data that are no whole blocks, too."""
+
+    def _fill(self, start: int, stop: int, view: memoryview) -> None:
+        assert self._read(self._stores[0], start, view)
+
+
+def test_the_bytes_of_a_file_are_those_asked_for_wherever_a_piece_of_them_ends() -> None:
+    source = fallen_back()
+    ref = catalogue(source).manifests[0].images[0]
+    image, good = source.read(ref.path), UncheckedFile(ref, [source])
+    assert good.header is not None
+    begin, table = good.header.data_start, good.header.data_start + good.header.table.offset
+    for stop in (begin + 1, table - 4095, table - 1, table, table + 1, len(image)):
+        assert good.chunk(begin, stop) == image[begin:stop], f"{table - stop} before the table"
+
+
+@pytest.mark.slow
+def test_an_image_that_ends_just_behind_a_chunk_is_copied_and_drained(tmp_path: Path) -> None:
+    """Its table of blocks is longer than what the last chunk has of its data."""
+    weights = torch.zeros(512 << 18)
+    weights[::4096] = torch.arange(len(weights) >> 12)
+    holdfast.save(tmp_path / "source", {"w": weights}, step=1)
+    source, target = LocalStore(tmp_path / "source"), LocalStore(tmp_path / "target")
+    header = GoodFile(catalogue(source).manifests[0].images[0], [source]).header
+    assert header is not None
+    assert 0 < header.table.offset % CHUNK_BYTES < header.table.size_bytes
+    assert list(map(str, sync(source, target).copied)) == ["1-1"]
+    drained = LocalStore(tmp_path / "drained")
+    TierCopy(source, drained).copy_files(catalogue(source).manifests[0])
+    there = {"w": torch.zeros_like(weights)}
+    holdfast.load(tmp_path / "target", there)
+    assert torch.equal(there["w"], weights)
+    for ref in catalogue(source).manifests[0].images:
+        assert drained.read(ref.path) == source.read(ref.path)

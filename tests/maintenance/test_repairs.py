@@ -16,10 +16,12 @@ from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.maintenance.copies import copy
 from holdfast.maintenance.repairs import RepairPlan, RepairReport, plan_repair, repair
+from holdfast.maintenance.slot_images import SlotImages
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, remove
 from holdfast.policy.when import Keep
+from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile, SlotRecord, root_key
 from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -556,3 +558,42 @@ def test_a_source_that_is_pruned_and_takes_no_lease_leads_to_an_error_that_says_
         _, report = repair(root, [source], {SECOND})
         assert report.mended == {} and "pruned while it was read: 1-20" in report.failed[path]
     assert all_contents(root) == before
+
+
+@pytest.mark.parametrize("is_damaged_there", [False, True])
+def test_what_shared_memory_still_has_is_brought_back(
+    is_damaged_there: bool, tmp_path: Path
+) -> None:
+    root = LocalStore(tmp_path / "root")
+    save_steps(root, (10, 20))
+    kept = all_contents(root)
+    (_, newest), home = catalogue(root).manifests, tmp_path / "memory"
+    arena = home / f"r+{root_key(root.identity())}@host"
+    arena.mkdir(parents=True)
+    for ref in newest.images:
+        slot = SlotFile.create(arena / f"{ref.rank:05}{SLOT_SUFFIX}", ref.size_bytes)
+        slot.image[: ref.size_bytes] = root.read(ref.path)
+        record = SlotRecord(
+            state="captured",
+            run_id="r",
+            image_bytes=ref.size_bytes,
+            header_xxh3=ref.header_xxh3,
+            table_xxh3=ref.table_xxh3,
+        )
+        slot.write_record(record)
+        if is_damaged_there and ref.rank == 0:
+            slot.image[4100] ^= 1
+        slot.close()
+    first, second = newest.images
+    change(root, first.path, 4100)
+    root.remove(second.path)
+    assert not any(one.is_mendable for one in plan_repair(root, [], None).files)
+    slots = SlotImages(root, catalogue(root).manifests, home)
+    assert len(slots) == 2
+    plan, report = repair(root, [], None, memory=[slots])
+    slots.close()
+    mended = {second.path} if is_damaged_there else {first.path, second.path}
+    assert set(report.mended) == mended and not report.failed
+    assert {one.path for one in plan.files if one.is_mendable} == mended
+    assert root.read(second.path) == kept[second.path]
+    assert (root.read(first.path) == kept[first.path]) is not is_damaged_there

@@ -154,9 +154,11 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on_bit_for_bit_and_is_pruned(
     sink = store.create("steps/1-0-broken/live-00000", 30 << 20)
     sink.write(0, memoryview(bytes(9 << 20)))  # of an upload that nobody ends
     assert "broken" in holdfast(environment, "prune", root, "--dry-run")
-    holdfast(environment, "prune", root, "--last", "1", "--abandoned", "--yes")
-    assert store.bucket.uploads(name) == []
-    assert len(store.list("manifests")) == 1 and len(store.list("steps")) == 1
+    said = holdfast(environment, "prune", root, "--last", "1", "--abandoned", "--yes", "--json")
+    # A request of the keeper that was killed may still land: what no checkpoint names stays.
+    assert json.loads(said)["waits_s"] > 0
+    assert len(store.bucket.uploads(name)) == 1 and "1-0-broken" in store.list("steps")
+    assert len(store.list("manifests")) == 1
     holdfast(environment, "pin", root, "11")
     holdfast(environment, "report", root)
     said = holdfast(environment, "doctor", "--quick", root)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import uuid
 from pathlib import Path
 
 import pytest
@@ -11,44 +9,19 @@ import pytest
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.objects import ObjectStore
 from holdfast.storage.probe import Kept, probe
-from holdfast.storage.providers import open_bucket
+from holdfast.storage.racers import race
 from holdfast.storage.wrap import Patience
 from support.servers.gateways import GATEWAYS
 from support.servers.object_servers import BUCKET, running, use
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-ROUNDS, RACERS = 40, 8
+ROUNDS = 40
 #: What each keeps: create, replace, list after put, ranges.
 EXPECTED = {
     "rclone": (False, False, True, False),
     "juicefs": (False, False, True, True),
     "swift": (True, False, True, True),
 }
-
-
-def create(prefix: str, barrier: object, number: int, wins: object) -> None:
-    """Creates a name in each round, at the moment when all do."""
-    bucket = open_bucket(BUCKET, f"s3://{BUCKET}", patience=Patience(total_s=5.0), answer_s=20.0)
-    for round_ in range(ROUNDS):
-        barrier.wait(60)  # type: ignore[attr-defined]
-        outcome = bucket.put(f"{prefix}/{round_}", [f"{number}".encode()], if_none=True)
-        wins[round_ * RACERS + number] = outcome.is_done  # type: ignore[index]
-
-
-def race() -> list[int]:
-    """Returns how many of eight processes won each round."""
-    context, prefix = multiprocessing.get_context("spawn"), uuid.uuid4().hex
-    barrier, wins = context.Barrier(RACERS), context.Array("b", ROUNDS * RACERS)
-    racers = [
-        context.Process(target=create, args=(prefix, barrier, number, wins))
-        for number in range(RACERS)
-    ]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join(200)
-        assert racer.exitcode == 0
-    return [sum(wins[n * RACERS : (n + 1) * RACERS]) for n in range(ROUNDS)]
 
 
 @pytest.mark.parametrize("name", GATEWAYS)
@@ -60,7 +33,7 @@ def test_a_gateway_keeps_what_the_documents_say_or_is_refused(
         store = ObjectStore(BUCKET, "runs/a", patience=Patience(total_s=5.0))
         kept = probe(store.bucket, store.probe_prefix)
         print(server.name, kept)
-        won = race()
+        won = race(store.bucket, "races/", ROUNDS).created
         print(f"{sum(one == 1 for one in won)} of {ROUNDS} rounds with one winner: {sorted(won)}")
         assert found(kept) == EXPECTED[name]
         if kept.lacks:

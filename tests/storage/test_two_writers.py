@@ -20,7 +20,7 @@ from support.servers.object_servers import ObjectServer, object_store, use
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMES = LeaseTimes(renew_s=0.3, stop_s=1.0, take_over_s=2.5)
-WRITERS = 8
+WRITERS, ROUNDS = 8, 200
 
 
 def race(prefix: str, number: int, witness: str, until_s: float) -> None:
@@ -49,6 +49,49 @@ def race(prefix: str, number: int, witness: str, until_s: float) -> None:
                     store.remove(f"images/{gone}")
         except (RootBusy, StorageError, AlreadyPublished):
             time.sleep(chance.random() * 0.3)
+
+
+def take_turns(prefix: str, witness: str, until_s: float) -> None:
+    """Takes the lock again and again; under it nobody else may hold the witness's."""
+    store = object_store(prefix, lease=LeaseTimes(renew_s=2.0, stop_s=15.0, take_over_s=40.0))
+    with Path(witness).open("a+") as file:
+        while time.time() < until_s:
+            try:
+                with store.lock("writer", "one of eight"):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else there are two
+                    file.write("taken\n")
+                    file.flush()
+                    is_enough = file.seek(0) or len(file.readlines()) >= ROUNDS
+                    fcntl.flock(file, fcntl.LOCK_UN)
+                    if is_enough:
+                        return
+            except (RootBusy, StorageError):
+                if len(Path(witness).read_text().splitlines()) >= ROUNDS:
+                    return
+                time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "server", ["seaweedfs_server", "moto_server", "azurite_server", "google_server"]
+)
+def test_in_two_hundred_rounds_one_of_eight_holds_the_lock_at_a_time(
+    server: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    use(request.getfixturevalue(server), monkeypatch)
+    witness, until_s = str(tmp_path / "witness"), time.time() + 400
+    context, prefix = multiprocessing.get_context("spawn"), f"turns/{uuid.uuid4().hex}"
+    writers = [
+        context.Process(target=take_turns, args=(prefix, witness, until_s)) for _ in range(WRITERS)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(450)
+        assert writer.exitcode == 0
+    assert len(Path(witness).read_text().splitlines()) >= ROUNDS
 
 
 def test_of_eight_racing_writers_that_are_stopped_at_random_none_loses_what_another_published(

@@ -21,6 +21,7 @@ from holdfast.maintenance.repairs import (
     plan_repair,
     repair,
 )
+from holdfast.maintenance.slot_images import SlotImages
 from holdfast.observe.text import count_text
 from holdfast.persist.pins import pinned
 
@@ -46,6 +47,11 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         default=[],
         help="a copy of this root to take good bytes from; may be given several times",
     )
+    command.add_argument(
+        "--from-memory",
+        action="store_true",
+        help="also take good bytes from snapshots that this host's shared memory still has",
+    )
     command.add_argument("--step", metavar="STEP", help=STEP_HELP + "; without it, all are mended")
     command.add_argument(
         "--dry-run", action="store_true", help="show what is damaged, change nothing"
@@ -61,11 +67,13 @@ def run(args: argparse.Namespace) -> int:
     sources = [open_root(source).store for source in args.sources]
     wanted = None if args.step is None else _wanted(opened, args.step)
     report = RepairReport()
+    slots = SlotImages(opened.store, opened.catalogue.manifests) if args.from_memory else None
+    memory = () if slots is None else (slots,)
     with SlowProgress("reading every block") as progress:
         if args.dry_run:
-            plan = plan_repair(opened.store, sources, wanted, progress)
+            plan = plan_repair(opened.store, sources, wanted, progress, memory)
         else:
-            plan, report = repair(opened.store, sources, wanted, progress)
+            plan, report = repair(opened.store, sources, wanted, progress, memory)
     failed = dict(plan.unread) | report.failed
     is_whole = not failed and all(damage.path in report.mended for damage in plan.damages)
     if args.json:

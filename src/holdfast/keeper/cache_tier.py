@@ -51,6 +51,7 @@ from holdfast.persist.drain_order import (
     next_to_drain,
     pinned_in,
     ranks_held,
+    sign_cache,
     waiting,
 )
 from holdfast.persist.pins import copy_pin
@@ -92,6 +93,7 @@ class CacheTier:
         self.identity = self.store.identity()
         self._lock = self.store.lock(LOCK, owner)
         try:
+            sign_cache(self.store)
             mark_all_drained(self.store, root)
             _copy_records(root, self.store)
         except BaseException:

@@ -11,6 +11,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from holdfast.errors import (
     ChecksumMismatch,
@@ -33,7 +34,21 @@ from holdfast.format.image import Header, header_size, parse_header
 from holdfast.format.manifest import ImageRef
 from holdfast.persist.writer import CHUNK_BYTES, Arrival, write_image
 from holdfast.restore.reading.read import READERS
-from holdfast.storage.base import ImageSink, Store
+from holdfast.storage.base import ImageSink
+
+
+class ByteSource(Protocol):
+    """Where bytes of files may be: any ``Store``, of which only these are used."""
+
+    @property
+    def url(self) -> str: ...
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes: ...
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None: ...
+
 
 #: Finds a block elsewhere by its checksum and its length; None when nobody has it.
 FindBlock = Callable[[int, int], bytes | None]
@@ -63,7 +78,9 @@ class GoodFile:
     ``chunk`` for a block that nobody has.
     """
 
-    def __init__(self, ref: ImageRef, stores: Sequence[Store], find: FindBlock = nowhere) -> None:
+    def __init__(
+        self, ref: ImageRef, stores: Sequence[ByteSource], find: FindBlock = nowhere
+    ) -> None:
         self.ref, self.size_bytes = ref, ref.size_bytes
         self._stores, self._find = stores, find
         self._thread = threading.local()
@@ -91,8 +108,9 @@ class GoodFile:
         first, last = start - begin, min(stop - begin, end)
         if first < last:
             self._fill(first, last, view[: last - first])
-        at = max(first, end)
-        view[at - first :] = self.table[at - end : stop - begin - end]
+        if (stop_at := stop - begin) > end:  # it runs on into the table
+            at = max(first, end)
+            view[at - first :] = self.table[at - end : stop_at - end]
         return view
 
     def stored(self, start: int, stop: int) -> None:
@@ -134,7 +152,7 @@ class GoodFile:
             if any(start < entry.stop and entry.offset < stop for start, stop in spans):
                 yield "the plain values" if entry is self._parsed.values else entry.name
 
-    def _has(self, number: int, stores: Sequence[Store], find: FindBlock = nowhere) -> bool:
+    def _has(self, number: int, stores: Sequence[ByteSource], find: FindBlock = nowhere) -> bool:
         start, stop = self._span(number)
         return self._mend(stores, number, memoryview(bytearray(stop - start)), find)
 
@@ -156,7 +174,7 @@ class GoodFile:
                 )
 
     def _mend(
-        self, stores: Sequence[Store], number: int, into: memoryview, find: FindBlock
+        self, stores: Sequence[ByteSource], number: int, into: memoryview, find: FindBlock
     ) -> bool:
         start = self._span(number)[0]
         for store in stores:
@@ -172,7 +190,7 @@ class GoodFile:
         first, last = self._span(number)
         return checksum(view[first - start : last - start]) == self.sums[number]
 
-    def _read(self, store: Store, start: int, into: memoryview) -> bool:
+    def _read(self, store: ByteSource, start: int, into: memoryview) -> bool:
         try:
             store.read_into(self.ref.path, self._parsed.data_start + start, into)
         except HoldfastError as error:  # cut short, gone, or unreadable there
@@ -209,7 +227,7 @@ class GoodFile:
                 return made
         raise self._no("block table")
 
-    def _computed_table(self, store: Store) -> bytes:
+    def _computed_table(self, store: ByteSource) -> bytes:
         sums = []
         for number in range(self.blocks):
             start, stop = self._span(number)
@@ -229,7 +247,7 @@ class GoodFile:
         )
 
 
-def header_in(store: Store, ref: ImageRef) -> bytes | None:
+def header_in(store: ByteSource, ref: ImageRef) -> bytes | None:
     """Returns the bytes before the data; None where they are not those that are named."""
     try:
         size_bytes = header_size(store.read(ref.path, 0, 8), ref.path, ref.size_bytes)
@@ -240,7 +258,7 @@ def header_in(store: Store, ref: ImageRef) -> bytes | None:
     return raw if text(checksum(raw)) == ref.header_xxh3 else None
 
 
-def table_in(store: Store, ref: ImageRef, header: Header) -> bytes | None:
+def table_in(store: ByteSource, ref: ImageRef, header: Header) -> bytes | None:
     """Returns the block table; None where it is not the one that is named."""
     try:
         raw = store.read(ref.path, header.data_start + header.table.offset, header.table.size_bytes)

@@ -54,6 +54,7 @@ from holdfast.format.manifest import (
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.maintenance.good_bytes import (
+    ByteSource,
     GoodFile,
     header_in,
     require_damage,
@@ -144,12 +145,13 @@ def plan_repair(
     sources: Sequence[Store],
     wanted: Collection[Generation] | None,
     progress: Progress = lambda *_: None,
+    memory: Sequence[ByteSource] = (),
 ) -> RepairPlan:
     """Reads every block of the ``wanted`` checkpoints (None: all); what is damaged is looked for in
-    ``sources``, in the pins, and in every other file of these roots.
+    ``sources``, in the pins, in every other file of these roots, and in ``memory``.
     """
     with leased([store, *sources]) as known:
-        return _survey(store, sources, known, wanted, progress)[0]
+        return _survey(store, sources, known, wanted, progress, memory)[0]
 
 
 def repair(
@@ -157,6 +159,7 @@ def repair(
     sources: Sequence[Store],
     wanted: Collection[Generation] | None,
     progress: Progress = lambda *_: None,
+    memory: Sequence[ByteSource] = (),
 ) -> tuple[RepairPlan, RepairReport]:
     """Mends under the root's lock all that can be mended; returns what was found and what was done.
 
@@ -166,8 +169,8 @@ def repair(
     _require_one_run(store, sources)
     with store.lock(LOCK, "holdfast repair"), leased(sources) as others:
         known = [(store, catalogue(store)), *others]
-        plan, elsewhere = _survey(store, sources, known, wanted, progress)
-        report = _Repair(store, sources, plan, elsewhere).run()
+        plan, elsewhere = _survey(store, sources, known, wanted, progress, memory)
+        report = _Repair(store, [*sources, *memory], plan, elsewhere).run()
         gone = [pruned_text(place, there) for place, there in known if gone_since(place, there)]
         failed = {path: " ".join([reason, *gone]) for path, reason in report.failed.items()}
         return plan, replace(report, failed=failed)
@@ -190,6 +193,7 @@ def _survey(
     roots: Sequence[tuple[Store, Catalogue]],
     wanted: Collection[Generation] | None,
     progress: Progress,
+    memory: Sequence[ByteSource],
 ) -> tuple[RepairPlan, _Elsewhere]:
     """``roots``: the root itself, and the sources, as they were read."""
     run_id = _require_one_run(store, sources)
@@ -206,7 +210,7 @@ def _survey(
     elsewhere = _Elsewhere(
         (place, ref) for place, known in roots for ref in _named([*known.manifests, *brought])
     )
-    search = _DamageSearch(store, sources, elsewhere, layouts, progress)
+    search = _DamageSearch(store, [*sources, *memory], elsewhere, layouts, progress)
     files = search.damages(manifests)
     damages: list[Damage] = [*documents, *files]
     bad = {one.path for one in damages if not one.is_mendable} | search.unread.keys()
@@ -222,7 +226,7 @@ class _Repair:
     """
 
     def __init__(
-        self, store: Store, sources: Sequence[Store], plan: RepairPlan, elsewhere: _Elsewhere
+        self, store: Store, sources: Sequence[ByteSource], plan: RepairPlan, elsewhere: _Elsewhere
     ) -> None:
         self._store, self._stores = store, [store, *sources]
         self._plan, self._elsewhere = plan, elsewhere
@@ -529,7 +533,7 @@ class _DamageSearch:
     def __init__(
         self,
         store: Store,
-        sources: Sequence[Store],
+        sources: Sequence[ByteSource],
         elsewhere: _Elsewhere,
         layouts: _Layouts,
         progress: Progress,

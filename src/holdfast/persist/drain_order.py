@@ -25,6 +25,21 @@ from holdfast.format.manifest import Generation, ImageRef, Manifest
 from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store, sync_names
 
+#: Says that a root is a cache, also while the root has had nothing of it.
+_SIGN = f"{DRAINED}/cache.json"
+
+
+def sign_cache(cache: Store) -> None:
+    """Leaves a file that says what this root is: ``holdfast prune`` removes nothing there that the
+    root lacks. A full disk costs a warning.
+    """
+    try:
+        if not cache.exists(_SIGN):
+            cache.publish(_SIGN, b"{}\n", replace=True)
+    except StorageError as error:
+        text = f"{cache.url} cannot say that it is a cache: do not prune it by hand: {error}"
+        emit(Warned(message=text))
+
 
 def waiting(cache: Store, found: Catalogue = EMPTY) -> dict[Generation, Manifest]:
     """Returns the checkpoints of a cache without a mark; ``found``: its content, if it is known."""
@@ -81,9 +96,9 @@ def forget_marks(cache: Store) -> None:
     found = catalogue(cache)
     if found.broken:
         return
-    needed = {_mark(manifest).rpartition("/")[2] for manifest in found.manifests}
-    for name in set(cache.list(DRAINED)) - needed:
-        cache.remove(f"{DRAINED}/{name}")
+    needed = {_mark(manifest) for manifest in found.manifests} | {_SIGN}
+    for path in {f"{DRAINED}/{name}" for name in cache.list(DRAINED)} - needed:
+        cache.remove(path)
 
 
 def _mark(manifest: Manifest) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.storage.lease_lock import LeaseView
     from holdfast.storage.objects import ObjectStore
     from holdfast.storage.probe import Kept
+    from holdfast.storage.racers import RaceReport
 
 
 _BUCKETS = ("s3", "gs", "az")
@@ -122,6 +123,14 @@ def probe_bucket(root: str) -> Kept:
 
     store = _open_bucket(root)
     return probe(store.bucket, store.probe_prefix)
+
+
+def race_in_bucket(root: str) -> RaceReport:
+    """Returns how many of several processes win that create one object at once. StorageError."""
+    from holdfast.storage.racers import race
+
+    store = _open_bucket(root)
+    return race(store.bucket, store.probe_prefix)
 
 
 def is_place(root: object) -> bool:

@@ -38,6 +38,11 @@ AZURITE = Path(__file__).parents[3] / ".azurite/node_modules/.bin/azurite-blob"
 _READY_S = 60.0
 
 
+def _inherited() -> dict[str, str]:
+    """The environment without what names the arena of the test that starts a server for all."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+
+
 class ObjectServer:
     """A running server; ``environment`` is what a client of it needs."""
 
@@ -66,7 +71,7 @@ class ObjectServer:
                 stderr=log,
                 cwd=self._folder,
                 start_new_session=True,
-                env={**os.environ, **self.environment},
+                env={**_inherited(), **self.environment},
             )
         until_s = time.monotonic() + _READY_S
         while not self._answers():

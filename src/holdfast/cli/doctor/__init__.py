@@ -41,6 +41,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "tell what this machine can do and what is wrong, with the remedy",
         "holdfast doctor",
         "holdfast doctor runs/gpt --quick",
+        "holdfast doctor s3://bucket/runs/gpt --deep",
         "holdfast doctor --clean",
         "holdfast doctor --for 40GB --hosts 8 --parity 1",
     )
@@ -56,6 +57,12 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument(
         "--quick", action="store_true", help="measure no speed and do not load torch"
+    )
+    command.add_argument(
+        "--deep",
+        action="store_true",
+        help="of a bucket: have eight processes race for one name, too, as some servers let "
+        "several win",
     )
     command.add_argument(
         "--clean",
@@ -92,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     if args.clean or args.lose_snapshots:
         return clean(args)
     with SlowProgress("examining") as progress:
-        facts = examine(args.root, quick=args.quick, keeps=args.keep, progress=progress)
+        facts = examine(
+            args.root, quick=args.quick, keeps=args.keep, deep=args.deep, progress=progress
+        )
     findings = judge(facts)
     if args.json:
         listed = [asdict(one) for one in findings]
@@ -107,10 +116,13 @@ def examine(
     *,
     quick: bool,
     keeps: int = 0,
+    deep: bool = False,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Facts:
-    """Runs all probes. ``quick``: without measuring speed and without loading torch."""
-    storage = probe_storage(normal_root(root or "."))
+    """Runs all probes. ``quick``: without measuring speed and without loading torch. ``deep``: with
+    races for one name, where the root is in a bucket.
+    """
+    storage = probe_storage(normal_root(root or "."), deep=deep)
     found = None if root is None else probe_root(root, keeps=keeps)
     facts = Facts(
         host=probe_host(),

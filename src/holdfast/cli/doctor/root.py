@@ -29,7 +29,13 @@ from holdfast.persist.commit import unnamed_directories
 from holdfast.persist.pins import read_pins
 from holdfast.persist.removal import leftover
 from holdfast.storage.base import Store
-from holdfast.storage.open import is_bucket, normal_root, open_store, probe_bucket
+from holdfast.storage.open import (
+    is_bucket,
+    normal_root,
+    open_store,
+    probe_bucket,
+    race_in_bucket,
+)
 
 
 def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
@@ -52,15 +58,25 @@ def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
     )
 
 
-def probe_storage(root: str) -> PlaceFacts:
-    """Reads the facts about the place of ``root``: a file system, or the server of a bucket."""
+def probe_storage(root: str, *, deep: bool = False) -> PlaceFacts:
+    """Reads the facts about the place of ``root``: a file system, or the server of a bucket, where
+    a ``deep`` look has eight processes race.
+    """
     if not is_bucket(root):
         return probe_place(root)
     try:
         kept = probe_bucket(root)
+        raced = race_in_bucket(root).table if deep and not kept.lacks else ()
     except HoldfastError as error:
         return PlaceFacts(root, BUCKET, fault=str(error))
-    return PlaceFacts(root, BUCKET, kept.server, kept=kept.table, fault="; ".join(kept.lacks))
+    fault = "; ".join(kept.lacks)
+    if lost := [what for what, is_kept in raced if not is_kept]:
+        fault = (
+            f"{root} is no root for several writers: its server ({kept.server}) told more than one "
+            f"of several processes that each alone had written an object. It lacks: "
+            f"{'; '.join(lost)}. See to it that one run at a time writes there, or use another"
+        )
+    return PlaceFacts(root, BUCKET, kept.server, kept=(*kept.table, *raced), fault=fault)
 
 
 def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFacts:
