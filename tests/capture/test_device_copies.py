@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from capture.test_through_ring import bits, form
+from holdfast.accelerator import devices
 from holdfast.capture import device_copies, landing, staging, transfers
 from holdfast.capture.copy_plan import CopyPlan, Segment, SlotTarget, TensorCopy, copy_segment
 from holdfast.capture.copy_slot import copy_image
@@ -47,10 +49,12 @@ def run(
     pins: Any = None,
     check: Callable[[], None] = lambda: None,
     ready: Any = None,
-    pace: Callable[[int], None] = lambda _: None,
+    pace: Callable[[int], None] | None = None,
     at_fence: Callable[[], object] = lambda: None,
+    target: SlotTarget | None = None,
 ) -> tuple[bytes, Any]:
-    memory = memoryview(bytearray(through.image.size_bytes))
+    """``target``: that of the save before, with other bytes in it."""
+    target = target or new_target(through)
     enqueued: list[int] = []
     told: list[int] = []
 
@@ -64,12 +68,16 @@ def run(
         enqueued=lambda _: enqueued.append((at_fence(), len(late.work))[1]),
         pace=pace,
     )
-    target = SlotTarget(memory, through.plan)
+    target.memory[:] = bytes(len(target.memory))
     target.pins = pins
     detector = OvertakeDetector(Bindings())
     seal = copy_image(target, through.image, through.values, detector, progress, 0, {HOST: ready})
     assert enqueued == [len(late.work)] == [late.landed], "the fence opened too early"
-    return bytes(memory), seal
+    return bytes(target.memory), seal
+
+
+def new_target(through: Through) -> SlotTarget:
+    return SlotTarget(memoryview(bytearray(through.image.size_bytes)), through.plan)
 
 
 _counts = st.one_of(
@@ -222,6 +230,7 @@ def test_sums_of_what_lands_in_place_begin_when_all_is_enqueued(
     begun.clear()
     late.forget()
     monkeypatch.setattr(device_copies, "_HOLD_S", 0.0)  # each time that any is held
+    monkeypatch.setattr(device_copies, "_SPANS", 1 << 40)  # each group on its own
     assert run(through, late, Pins(1 << 40, 1 << 40)) == through.whole()
     assert len(begun) > 2
 
@@ -328,18 +337,106 @@ def test_no_copy_crosses_what_was_pinned_by_two_calls(
     late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     through = Through({"w": bits(6 * BLOCK_BYTES, torch.uint8, 1)})
+    target = new_target(through)
     first = IMAGE_START + through.image.data_start
     found: list[tuple[int, int]] = []
-    enqueue = Transfer.enqueue
+    copy_to_host = devices.copy_to_host
 
-    def seen(self: Transfer, into: torch.Tensor) -> None:
-        found.append((first + self.offset, first + self.stop - 1))
-        enqueue(self, into)
+    def seen(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        starts = [first + place.data_ptr() - target.data.data_ptr() for place in places]
+        found.extend((at, at + one.nbytes - 1) for at, one in zip(starts, places, strict=True))
+        copy_to_host(places, sources)
 
-    monkeypatch.setattr(Transfer, "enqueue", seen)
-    border = BLOCK_BYTES + 4096
-    run(through, late, Pins(1 << 40, border))
-    assert found and all(start // border == last // border for start, last in found)
+    monkeypatch.setattr(devices, "copy_to_host", seen)
+    for border in (BLOCK_BYTES + 4096, 2 * BLOCK_BYTES - 4096):  # also when other memory is pinned
+        late.forget()
+        found.clear()
+        run(through, late, Pins(1 << 40, border), target=target)
+        assert found and all(start // border == last // border for start, last in found)
+
+
+@pytest.mark.promise
+def test_a_slot_is_filled_alike_by_every_save_however_much_more_of_it_is_pinned_by_then(
+    late: LateDevice,
+) -> None:
+    """What a save prepared for the next one is of what was pinned then."""
+    tensors = {f"{n}": bits(700_001 + n, torch.uint8, n) for n in range(12)}
+    tensors |= {f"small {n}": bits(99, torch.float32, n) for n in range(3)}
+    tensors["apart"] = form(bits(24 * 30_000, torch.float32, 7), "cube")
+    through = Through(tensors)
+    target = new_target(through)
+    for copy in through.plan.copies:  # as they lie
+        copy.source = tensors[copy.leaf]
+    pins = Pins(0, 3 * BLOCK_BYTES)
+    for pinned_bytes in (0, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES, 6 * BLOCK_BYTES, 1 << 40, 0, 1 << 40):
+        for one in tensors.values():
+            one.copy_(torch.randint(0, 99, one.shape).to(one.dtype))
+        late.forget()
+        pins.pinned_bytes = pinned_bytes
+        found, seal = run(through, late, pins, target=target)
+        assert (found, seal) == through.whole()
+
+
+@pytest.mark.promise
+def test_what_was_prepared_for_one_plan_is_not_enqueued_for_another(late: LateDevice) -> None:
+    through = large()
+    target, pins = new_target(through), Pins(1 << 40, 1 << 40)
+    assert run(through, late, pins, target=target) == through.whole()
+    (copy,) = through.plan.copies
+    copy.source = bits(12 * BLOCK_BYTES, torch.uint8, 2)
+    through.plan.transfers = None  # as for other devices
+    late.forget()
+    found, _ = run(through, late, pins, target=target)
+    start = through.image.data_start
+    assert found[start : start + copy.size_bytes] == bytes(copy.source.numpy().data)
+
+
+@pytest.mark.promise
+def test_a_slot_whose_views_were_dropped_can_be_unmapped(late: LateDevice) -> None:
+    """What was prepared are views of its memory, too."""
+    through = large()
+    target = new_target(through)
+    run(through, late, Pins(1 << 40, 1 << 40), target=target)
+    late.forget()
+    memory = target.memory
+    target.release_views()
+    target.memory = memoryview(b"")
+    gc.collect()
+    memory.release()  # a BufferError while anything has a view of it
+
+
+def test_a_save_in_place_makes_no_copy_anew(
+    late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training waits while copies are enqueued: of thousands, a few calls are made."""
+    through = Through({f"{n:03}": bits(BLOCK_BYTES, torch.uint8, n) for n in range(60)})
+    target, pins = new_target(through), Pins(1 << 40, 3 * BLOCK_BYTES)
+    assert run(through, late, pins, target=target) == through.whole()
+    cut: list[Transfer] = []
+    calls: list[int] = []
+    within, copy_to_host = Transfer.within, devices.copy_to_host
+
+    def cut_again(self: Transfer, start: int, stop: int) -> Transfer | None:
+        cut.append(self)
+        return within(self, start, stop)
+
+    def count(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        calls.append(len(places))
+        copy_to_host(places, sources)
+
+    monkeypatch.setattr(Transfer, "within", cut_again)
+    monkeypatch.setattr(devices, "copy_to_host", count)
+    monkeypatch.setattr(device_copies, "_SPANS", 2)
+    late.forget()
+    assert run(through, late, pins, target=target) == through.whole()
+    monkeypatch.setattr(Transfer, "within", within)
+    assert len(late.work) == sum(calls) >= 60
+    assert cut and len(calls) <= 3, "other spans than the first save's are made anew, once"
+    cut.clear()
+    monkeypatch.setattr(Transfer, "within", cut_again)
+    late.forget()
+    assert run(through, late, pins, target=target) == through.whole()
+    assert not cut
 
 
 @pytest.mark.promise

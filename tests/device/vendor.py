@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,11 @@ class SimulatedEvent(torch.Event):
         made: SimulatedEvent = super().__new__(cls, recorded.device)
         made.recorded = recorded
         return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device it was recorded on, as ``torch.cuda.Event`` says it."""
+        return self.recorded.device
 
     def synchronize(self) -> None:
         self.recorded.synchronize()
@@ -61,6 +66,9 @@ class SimulatedVendor(Vendor):
     def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
         assert isinstance(event, SimulatedEvent)
         stream.wait_event(event.recorded)
+
+    def copy_to_host(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(list(places), list(sources), non_blocking=True)
 
     @contextmanager
     def relax_capture(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -61,6 +61,11 @@ class CudaVendor(Vendor):
             event.wait(self.stream_of(stream))
         else:
             stream.wait_event(event)
+
+    def copy_to_host(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        # Not batched by the device, as it would be on one: a loop in C++, which lets Python's lock
+        # go once and not for each copy.
+        torch._foreach_copy_(list(places), list(sources), non_blocking=True)
 
     def is_capturing(self, stream: torch.Stream) -> bool:
         if hasattr(stream, "is_capturing"):

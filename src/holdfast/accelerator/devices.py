@@ -7,7 +7,7 @@ memory by address only through ``host_address``, which refuses a device's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -131,6 +131,14 @@ def wait_event(stream: torch.Stream, event: torch.Event) -> None:
     """Let all that is enqueued on ``stream`` from now on begin behind ``event``."""
     with use_device(stream.device):
         vendor_of(stream.device).wait_event(stream, event)
+
+
+def copy_to_host(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Enqueue copies of bytes on one device to pinned memory, on the current stream, in one call
+    where the device can do that.
+    """
+    if sources:
+        vendor_of(sources[0].device).copy_to_host(places, sources)
 
 
 class EventPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 
@@ -47,6 +47,11 @@ class Vendor:
     def wait_event(self, stream: torch.Stream, event: torch.Event) -> None:
         """Let later work of ``stream`` begin behind an event of ``record_event``."""
         stream.wait_event(event)
+
+    def copy_to_host(self, places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue a copy from each source to its place in pinned memory, on the current stream."""
+        for place, source in zip(places, sources, strict=True):
+            place.copy_(source, non_blocking=True)
 
     def is_capturing(self, stream: torch.Stream) -> bool:
         """Return True if work on ``stream`` is recorded into a graph instead of executed."""

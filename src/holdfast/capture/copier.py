@@ -57,7 +57,8 @@ class Copier:
 
     def __init__(self) -> None:
         self.slots = SlotCache()
-        self._rate = RateLimit(device_rate())
+        rate = device_rate()
+        self._rate = RateLimit(rate) if rate else None
         self.lost_a_copy = False
         """True after a GPU stopped answering during a copy: it may write into its slot at any later
         time.
@@ -203,7 +204,7 @@ def _progress(
     grant: m.Grant,
     tell: Callable[[m.Message], None],
     room_s: float,
-    rate: RateLimit,
+    rate: RateLimit | None,
 ) -> CopyProgress:
     so_far, reported = 0, -PROGRESS_BYTES
 
@@ -243,7 +244,7 @@ def _progress(
         copied=copied,
         enqueued=enqueued,
         shared=capture.share,
-        pace=lambda size_bytes: rate.wait(size_bytes, capture.check),
+        pace=None if rate is None else lambda size_bytes: rate.wait(size_bytes, capture.check),
         has_room=lambda needed_bytes: capture.room.wait(needed_bytes, 0.0),
         wait_room=wait_room,
     )

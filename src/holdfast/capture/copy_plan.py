@@ -24,6 +24,7 @@ from holdfast.protocol.image_plan import image_items, plan_rank
 from holdfast.state.bindings import Bindings, LeafSource
 
 if TYPE_CHECKING:
+    from holdfast.capture.copy_spans import PreparedSpans
     from holdfast.capture.pinning import Pins
     from holdfast.capture.transfers import TransferGroup
 
@@ -348,6 +349,8 @@ class SlotTarget:
     """What of the memory is pinned; None: nothing ever is."""
     is_mapped: bool = False
     """True once an image was written to all of it."""
+    prepared: PreparedSpans | None = None
+    """The copies into what is pinned, as the last save enqueued them."""
 
     def __post_init__(self) -> None:
         start = self.plan.image.data_start
@@ -391,6 +394,7 @@ class SlotTarget:
         """Drop every view of the memory, so that it can be unmapped."""
         self.data = torch.empty(0, dtype=torch.uint8)
         self.small = ([], [])
+        self.prepared = None
 
     def view(self, copy: TensorCopy) -> torch.Tensor:
         """Return the destination of one piece, with its dtype and shape."""

@@ -324,7 +324,8 @@ def _move_from_gpu(
                 move.run()
                 arriving.append((move.stop, lambda: None))
                 continue
-            progress.pace(size_bytes)
+            if progress.pace is not None:
+                progress.pace(size_bytes)
             stream = streams[move.device]
             with devices.use_stream(stream):
                 move.run()

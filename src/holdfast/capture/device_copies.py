@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
-from holdfast.capture.copy_plan import SegmentCopy, SlotTarget
+from holdfast.capture.copy_plan import Segment, SegmentCopy, SlotTarget
+from holdfast.capture.copy_spans import CopySpan, spans_in_place
 from holdfast.capture.landing import Landing, LandingJob
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, GpuCopyStuck
@@ -113,6 +116,22 @@ def landed(data: memoryview, base: int, check: Callable[[], None]) -> Iterator[L
         landing.stop()
 
 
+class _Held(NamedTuple):
+    """Segments that are copied on and checksummed when their copies have landed."""
+
+    segments: Sequence[Segment]
+    events: list[torch.Event]
+    pieces: list[torch.Tensor]
+    is_summed: bool
+    is_new: bool
+
+    def jobs(self) -> Iterator[LandingJob]:
+        """Yield a job for each segment."""
+        how = {"is_summed": self.is_summed, "is_new": self.is_new}
+        for segment in self.segments:
+            yield LandingJob(segment, self.events, self.pieces, **how)
+
+
 class Enqueuing:
     """Enqueues the transfers to one slot: straight into memory that is pinned, else into pieces.
 
@@ -133,11 +152,12 @@ class Enqueuing:
         self._span_bytes = max(GROUP_BYTES, self._direct_bytes // _SPANS)
         self._unmarked_bytes = 0
         """Enqueued behind the last events."""
-        self._next: list[torch.Event] = []
-        """Gets the next events, one of each stream; jobs of copies before these hold it already."""
-        self._is_awaited = False
+        self._awaiting: list[tuple[list[torch.Event], Collection[torch.device]]] = []
+        """Lists that get the next events of these devices' streams; jobs of copies before them hold
+        the lists already.
+        """
         self._used: list[torch.Event] = []
-        self._held: list[LandingJob] = []
+        self._held: list[_Held] = []
         """Threads that checksum take cores and Python's lock from this one: they begin when updates
         may go on, or after ``_HOLD_S``.
         """
@@ -155,18 +175,25 @@ class Enqueuing:
     def enqueue_all(self, groups: Sequence[TransferGroup]) -> None:
         """Enqueue all transfers in the order of the image."""
         has_host = any(one.is_partly_host for group in groups for one in group.segments)
-        for group in groups:
+        in_place = bisect_right(groups, self._direct_bytes, key=lambda group: group.stop)
+        at_once = self._span_bytes if self._progress.pace is None else GROUP_BYTES
+        spans = spans_in_place(self._target, groups, in_place, self._border_bytes, at_once)
+        for span in spans:
             self._progress.check()
-            is_direct = group.stop <= self._direct_bytes
-            if is_direct:
-                self._enqueue(group.transfers, self._target.data, 0)
+            self._enqueue_span(span)
+            self._go_on(has_host=has_host)
+        for group in groups[in_place:]:
+            self._progress.check()
             for segment in group.segments:
-                self._land(segment, _within(group.transfers, segment), is_direct=is_direct)
-            if self._unmarked_bytes >= self._span_bytes:
-                self._mark()
-            is_due = time.monotonic() - self._held_since_s > _HOLD_S
-            if self._held and is_due and not has_host:
-                self._begin_held()
+                self._land(segment, is_direct=False)
+            self._go_on(has_host=has_host)
+
+    def _go_on(self, *, has_host: bool) -> None:
+        """Mark what was enqueued, and begin what waits for it, if that is due."""
+        if self._unmarked_bytes >= self._span_bytes:
+            self._mark()
+        if self._held and not has_host and time.monotonic() - self._held_since_s > _HOLD_S:
+            self._begin_held()
 
     def copy_on_host(self) -> None:
         """Copy what lies in host memory, as optimizer states do, while copies are in flight.
@@ -198,9 +225,20 @@ class Enqueuing:
         _events.give_back(self._used)
         return sums
 
-    def _land(
-        self, segment: TransferSegment, transfers: list[Transfer], *, is_direct: bool
-    ) -> None:
+    def _enqueue_span(self, span: CopySpan) -> None:
+        for batch in span.batches:
+            self._pace(batch.size_bytes)
+            with devices.use_stream(self._streams[batch.device]):
+                devices.copy_to_host(batch.places, batch.sources)
+                for transfer, place in batch.gathered:
+                    transfer.enqueue(place)
+        if span.segments:
+            self._hold(span.segments, self._events_of(span.devices), [])
+        for segment in span.others:
+            self._land(segment, is_direct=True)
+
+    def _land(self, segment: TransferSegment, *, is_direct: bool) -> None:
+        transfers = segment.transfers
         is_new = not (is_direct or self._target.is_mapped)
         if segment.is_partly_host:
             is_whole = not (transfers or segment.small)
@@ -221,33 +259,51 @@ class Enqueuing:
             pieces.append(self._enqueue_small(tensors, moves))
         moves.sort(key=lambda move: move.offset)
         is_summed = not segment.is_partly_host
-        self._is_awaited = True
+        used = {one.device for one in transfers} | {one.device for one in segment.small}
+        events = self._events_of(used)
         if pieces or is_summed:
             landed = make_segment(segment.start, segment.stop, moves)
-            self._hold(LandingJob(landed, self._next, pieces, is_summed=is_summed, is_new=is_new))
+            self._hold((landed,), events, pieces, is_summed=is_summed, is_new=is_new)
         if not is_summed:
             alone = make_segment(segment.start, segment.stop, ())
-            self._later.append(LandingJob(alone, self._next))
+            self._later.append(LandingJob(alone, events))
         if staged:
             self._begin_held()
 
-    def _hold(self, job: LandingJob) -> None:
+    def _events_of(self, used: Collection[torch.device]) -> list[torch.Event]:
+        """Return a list that gets the next events of these devices: behind all copies so far."""
+        events: list[torch.Event] = []
+        self._awaiting.append((events, used))
+        return events
+
+    def _hold(
+        self,
+        segments: Sequence[Segment],
+        events: list[torch.Event],
+        pieces: list[torch.Tensor],
+        *,
+        is_summed: bool = True,
+        is_new: bool = False,
+    ) -> None:
         if not self._held:
             self._held_since_s = time.monotonic()
-        self._held.append(job)
+        self._held.append(_Held(segments, events, pieces, is_summed, is_new))
 
     def _begin_held(self) -> None:
         self._mark()
         if self._held:
-            self._landing.add(self._held)
+            jobs = [job for one in self._held for job in one.jobs()]
+            self._landing.add(sorted(jobs, key=lambda job: job.segment.start))
             self._held = []
 
     def _mark(self) -> None:
-        """Record events behind all copies so far, if a job waits for them."""
-        if self._is_awaited:
-            self._next += map(_events.record, self._streams.values())
-            self._used += self._next
-            self._next, self._unmarked_bytes, self._is_awaited = [], 0, False
+        """Record an event behind all copies so far on each stream that a job waits for."""
+        used = {device for _, some in self._awaiting for device in some}
+        found = {device: _events.record(self._streams[device]) for device in used}
+        for events, some in self._awaiting:
+            events += [found[device] for device in some]
+        self._used += found.values()
+        self._awaiting, self._unmarked_bytes = [], 0
 
     def _enqueue(self, transfers: list[Transfer], memory: torch.Tensor, first: int) -> None:
         """Enqueue transfers to ``memory``, which begins at offset ``first`` of the data."""
@@ -257,23 +313,13 @@ class Enqueuing:
                 continue
             self._pace(sum(one.size_bytes for one in mine))
             with devices.use_stream(stream):
-                for transfer in mine:
-                    for part in self._between_borders(transfer):
-                        part.enqueue(memory[part.offset - first : part.stop - first])
+                for one in mine:
+                    one.enqueue(memory[one.offset - first : one.stop - first])
 
     def _pace(self, size_bytes: int) -> None:
-        self._progress.pace(size_bytes)
+        if self._progress.pace is not None:
+            self._progress.pace(size_bytes)
         self._unmarked_bytes += size_bytes
-
-    def _between_borders(self, transfer: Transfer) -> Iterator[Transfer]:
-        """Yield its parts within what was pinned at once: no copy may cross two of these."""
-        start = transfer.offset
-        while start < transfer.stop:
-            border = self._border_bytes(start)
-            part = transfer.within(start, border)
-            assert part is not None
-            yield part
-            start = part.stop
 
     def _enqueue_small(self, tensors: SmallTensors, moves: list[SegmentCopy]) -> torch.Tensor:
         """Enqueue the copy of gathered tensors; return the piece that they land in, which one more
@@ -293,11 +339,6 @@ class Enqueuing:
             tensors.enqueue(piece[at : at + tensors.size_bytes])
         moves += tensors.moves(host_address(piece) + at)
         return piece
-
-
-def _within(transfers: list[Transfer], segment: TransferSegment) -> list[Transfer]:
-    parts = (transfer.within(segment.start, segment.stop) for transfer in transfers)
-    return [part for part in parts if part is not None]
 
 
 def enqueue_beside(

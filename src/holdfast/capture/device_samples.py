@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
 from holdfast.accelerator import devices
 from holdfast.capture.transfers import exact
-from holdfast.state.bindings import Binding
+from holdfast.state.bindings import Binding, Bindings
 
 SAMPLE_BYTES, SAMPLES = 64, 32
+
+
+class SampledParts(NamedTuple):
+    """The bytes to be sampled of some leaves of one device and dtype: views of their memory."""
+
+    device: torch.device
+    names: list[str]
+    parts: list[torch.Tensor]
 
 
 class DeviceSample:
     """Some bytes of some leaves of one device and dtype, in both states."""
 
-    def __init__(self, device: torch.device, leaves: Sequence[Binding], number: int) -> None:
-        self.device, self.is_streamed = device, devices.is_streamed(device)
-        self._names = [leaf.name for leaf in leaves]
-        self._parts = [_part(exact(leaf.local), number) for leaf in leaves]
+    def __init__(self, sampled: SampledParts) -> None:
+        self.device, self.is_streamed = sampled.device, devices.is_streamed(sampled.device)
+        self._names, self._parts = sampled.names, sampled.parts
         self._before = torch.cat(self._parts)
         self._sizes = [part.nbytes for part in self._parts]
         self._both: torch.Tensor | None = None
@@ -50,18 +58,37 @@ class DeviceSample:
         return next(name for name, one, other in pairs if not torch.equal(one, other))
 
 
-def sample_devices(
-    leaves: tuple[Sequence[Binding], Sequence[Binding]], number: int
-) -> list[DeviceSample]:
-    """Return the samples of save ``number``: of ``leaves``, which are parameters and
-    other leaves, as many of both, and different ones each time.
+def sample_devices(bindings: Bindings, number: int) -> list[DeviceSample]:
+    """Return the samples of save ``number``: of parameters and other leaves, as many of both, and
+    different ones each time.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[Binding]] = {}
-    for leaf in _chosen(leaves, number):
-        alike.setdefault((leaf.local.device, exact(leaf.local).dtype), []).append(leaf)
+    if not any(bindings.sampled_on_devices):
+        return []
+    parts, bindings.next_samples = bindings.next_samples, None
     with suppress(torch.OutOfMemoryError), torch.no_grad():
-        return [DeviceSample(device, some, number) for (device, _), some in alike.items()]
+        return [DeviceSample(one) for one in parts or _sampled_parts(bindings, number)]
     return []
+
+
+def prepare_samples(bindings: Bindings, number: int) -> None:
+    """Choose what the next save of the same leaves samples, so that it does not have to: behind
+    training, when a save's copies are done. The views are as good then: a save whose leaves lie
+    elsewhere has bindings of its own.
+    """
+    if any(bindings.sampled_on_devices):
+        with torch.no_grad():
+            bindings.next_samples = _sampled_parts(bindings, number)
+
+
+def _sampled_parts(bindings: Bindings, number: int) -> list[SampledParts]:
+    alike: dict[tuple[torch.device, torch.dtype], SampledParts] = {}
+    for leaf in _chosen(bindings.sampled_on_devices, number):
+        local = exact(leaf.local)
+        key = local.device, local.dtype
+        found = alike.setdefault(key, SampledParts(local.device, [], []))
+        found.names.append(leaf.name)
+        found.parts.append(_part(local, number))
+    return list(alike.values())
 
 
 def _chosen(leaves: tuple[Sequence[Binding], Sequence[Binding]], number: int) -> Iterator[Binding]:

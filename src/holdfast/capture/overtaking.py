@@ -12,7 +12,12 @@ import torch
 from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
 from holdfast.capture.copy_plan import SlotTarget
-from holdfast.capture.device_samples import SAMPLE_BYTES, SAMPLES, sample_devices
+from holdfast.capture.device_samples import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    prepare_samples,
+    sample_devices,
+)
 from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import CaptureOvertaken
 from holdfast.state.bindings import Bindings
@@ -43,11 +48,11 @@ class OvertakeDetector:
     def __init__(self, bindings: Bindings) -> None:
         self.agreeing = ScalarAgreement(bindings.joined)
         self._watched, self._counted = bindings.watched, bindings.counted
-        self._leaves = bindings.sampled
+        self._bindings, self._leaves = bindings, bindings.sampled
         self._versions = self._versions_now()
         number = next(_captures)
         self._samples = self._sample(number)
-        self._device_samples = sample_devices(bindings.sampled_on_devices, number)
+        self._device_samples = sample_devices(bindings, number)
         self._at_fence: list[list[int]] = []
         """Versions when an update was let pass, those of the first one in front."""
 
@@ -106,6 +111,7 @@ class OvertakeDetector:
         """
         self._check_versions(has_landed=True)
         self._check_devices(has_landed=True)
+        prepare_samples(self._bindings, next(_captures))
 
     def check(self, target: SlotTarget, turn: int) -> None:
         """Raise CaptureOvertaken, naming the first leaf that changed."""

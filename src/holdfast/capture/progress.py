@@ -41,9 +41,9 @@ class CopyProgress:
     """Called with the copying that other threads may join until it is finished."""
     has_room: Callable[[int], bool] = lambda _: True
     """Returns True if this many bytes from the start of the image are stored (in a ring)."""
-    pace: Callable[[int], None] = lambda _: None
-    """Waits until this many more bytes may be copied from devices. Raises CopyCancelled if the
-    capture was cancelled.
+    pace: Callable[[int], None] | None = None
+    """Waits until this many more bytes may be copied from devices; None: at any rate. Raises
+    CopyCancelled if the capture was cancelled.
     """
     wait_room: Callable[[int], None] = lambda _: None
     """Waits until they are. Raises CopyCancelled if the capture was cancelled, or storage makes no

@@ -63,11 +63,15 @@ class Transfer:
         begin = self.begin + first - self.offset
         return replace(self, offset=first, size_bytes=last - first, begin=begin)
 
+    @property
+    def bytes_of_source(self) -> torch.Tensor:
+        """Return the bytes that are copied; not of what is gathered."""
+        return self.source[self.begin : self.begin + self.size_bytes]
+
     def enqueue(self, into: torch.Tensor) -> None:
         """Enqueue the copy to ``into``, bytes on the host, on the device's current stream."""
         if not self.is_gathered:
-            part = self.source[self.begin : self.begin + self.size_bytes]
-            into.copy_(part, non_blocking=True)
+            into.copy_(self.bytes_of_source, non_blocking=True)
             return
         with staging.gathered.lock:
             buffer = staging.gathered.of(self.device)
@@ -242,6 +246,8 @@ class TransferSegment:
     """True if other bytes of it are copied by the host."""
     moves: list[SegmentCopy] = field(default_factory=list)
     """Of these bytes, those that lie in long runs."""
+    transfers: list[Transfer] = field(default_factory=list)
+    """Those of its group, cut at its borders."""
 
 
 @dataclass(slots=True)
@@ -295,6 +301,10 @@ def _plan_groups(
                     part = transfer.within(group.start, group.stop)
                     if part is not None:
                         group.transfers.append(part)
+    for group in groups:
+        for segment in group.segments:
+            cut = (one.within(segment.start, segment.stop) for one in group.transfers)
+            segment.transfers += [one for one in cut if one is not None]
     return groups
 
 

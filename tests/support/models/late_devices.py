@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,5 +96,13 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
                 device.work.append(lambda: real(self, into))
 
         monkeypatch.setattr(kind, "enqueue", enqueue)
+
+    def copy_to_host(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for place, source in zip(places, sources, strict=True):
+            with device.lock:
+                device.targets.append(place.untyped_storage().data_ptr())
+                device.work.append(partial(place.copy_, source))
+
+    monkeypatch.setattr(devices, "copy_to_host", copy_to_host)
     yield device
     assert pieces._made == len(pieces._free), "a piece was never given back"
