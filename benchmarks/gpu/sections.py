@@ -25,7 +25,7 @@ SECTIONS = (
     Section(
         "facts", "device, driver, links, memory, limits, pages and nodes", "hardware:facts", 15
     ),
-    Section("tests", "`tests/gpu` pass", "suites:tests", 110),
+    Section("tests", "`tests/gpu` pass", "suites:tests", 100),
     Section(
         "registering",
         "GB/s of pinning by page size, launches beside it, pages of two processes, refusal",
@@ -42,6 +42,13 @@ SECTIONS = (
         "GB/s into a slot, how late it is sealed, how long copies take to enqueue, the fence",
         "copying:slots",
         60,
+    ),
+    Section(
+        "enqueueing",
+        "what a copy costs the thread that enqueues it; how many are taken before it waits; "
+        "checksums and copies up of pinned memory",
+        "enqueueing:enqueueing",
+        10,
     ),
     Section("ring", "64 GB through a ring of shared memory", "copying:ring", 45),
     Section(
