@@ -97,6 +97,9 @@ def test_a_vendor_nobody_knows_pins_nothing_and_delays_nothing() -> None:
     stream: object = object()
     assert vendor.stream_of(stream) is stream  # type: ignore[arg-type]
     assert vendor.pci_address(device) == ""
+    places, sources = list(torch.zeros(2, 3)), list(torch.ones(2, 3))
+    vendor.copy_to_host(places, sources)
+    assert all(map(torch.equal, places, sources))
     with vendor.relax_capture():
         pass
     assert devices.explain(vendors.UNKNOWN) == "not known for this device"

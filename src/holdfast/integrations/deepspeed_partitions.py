@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast.accelerator.devices import memory_key
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.state.mapped.shards import FlatBuffer, FlatShard, declare
 from holdfast.state.modules import parts
@@ -146,7 +147,7 @@ class EmptiedParameters(Partitions):
     @contextmanager
     def shown(self) -> Iterator[None]:
         for name, parameter, shard in self._shards:
-            if shard.data_ptr() != parameter.ds_tensor.data_ptr() and shard.numel():
+            if memory_key(shard) != memory_key(parameter.ds_tensor) and shard.numel():
                 raise UnsupportedState(
                     f"DeepSpeed has moved the elements of {name} since attach(): attach after "
                     "the engine is at its place",
@@ -163,7 +164,7 @@ class EmptiedParameters(Partitions):
         outer.checkpoint_event_prologue()
         flats = outer.fp32_partitioned_groups_flat
         for flat, lower in zip(flats, outer.fp16_partitioned_groups_flat, strict=True):
-            if flat.data_ptr() != lower.data_ptr():
+            if memory_key(flat) != memory_key(lower):
                 lower.data.copy_(flat.data)
         outer.checkpoint_event_epilogue()
 
