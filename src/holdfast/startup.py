@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast.capture.copier import device_rate
 from holdfast.capture.saver import Saver
+from holdfast.capture.staging import prepare_pieces
 from holdfast.capture.task import RankIdentity, Timeouts
 from holdfast.catalogue import ROOT, is_root, read_document
 from holdfast.errors import HoldfastError, StorageError, UsageError
@@ -112,6 +113,7 @@ def start_run(
     saver = Saver(
         describer, place, connect, _patience(timeout_s), parity=parity, has_cache=bool(cache)
     )
+    prepare_pieces(describer.parameters())
     if cache:
         store = TieredStore(LocalStore(cache), store)
     request = partial(saver.request, timeout_s=timeout_s)

@@ -119,7 +119,8 @@ def landed(data: memoryview, base: int, check: Callable[[], None]) -> Iterator[L
 class _Held(NamedTuple):
     """Segments that are copied on and checksummed when their copies have landed."""
 
-    segments: Sequence[Segment]
+    segments: Callable[[], Sequence[Segment]]
+    """Makes them: thousands of small tensors take time that training need not wait for."""
     events: list[torch.Event]
     pieces: list[torch.Tensor]
     is_summed: bool
@@ -128,7 +129,7 @@ class _Held(NamedTuple):
     def jobs(self) -> Iterator[LandingJob]:
         """Yield a job for each segment."""
         how = {"is_summed": self.is_summed, "is_new": self.is_new}
-        for segment in self.segments:
+        for segment in self.segments():
             yield LandingJob(segment, self.events, self.pieces, **how)
 
 
@@ -233,7 +234,7 @@ class Enqueuing:
                 for transfer, place in batch.gathered:
                     transfer.enqueue(place)
         if span.segments:
-            self._hold(span.segments, self._events_of(span.devices), [])
+            self._hold(lambda: span.segments, self._events_of(span.devices), [])
         for segment in span.others:
             self._land(segment, is_direct=True)
 
@@ -247,23 +248,27 @@ class Enqueuing:
             if is_whole:
                 return
         staged = [] if is_direct else transfers
-        moves: list[SegmentCopy] = []
         pieces: list[torch.Tensor] = []
+        base = 0
         if staged:
             self._begin_held()  # what holds pieces lands while this waits for one
             pieces.append(self._landing.take_piece())
             self._enqueue(staged, pieces[-1], segment.start)
-            at = host_address(pieces[-1]) - segment.start
-            moves += [SegmentCopy(one.offset, at + one.offset, one.size_bytes) for one in staged]
-        for tensors in segment.small:
-            pieces.append(self._enqueue_small(tensors, moves))
-        moves.sort(key=lambda move: move.offset)
+            base = host_address(pieces[-1]) - segment.start
+        places = [self._enqueue_small(tensors, pieces) for tensors in segment.small]
+
+        def landed() -> Sequence[Segment]:
+            moves = [SegmentCopy(one.offset, base + one.offset, one.size_bytes) for one in staged]
+            for tensors, address in zip(segment.small, places, strict=True):
+                moves += tensors.moves(address)
+            moves.sort(key=lambda move: move.offset)
+            return (make_segment(segment.start, segment.stop, moves),)
+
         is_summed = not segment.is_partly_host
         used = {one.device for one in transfers} | {one.device for one in segment.small}
         events = self._events_of(used)
         if pieces or is_summed:
-            landed = make_segment(segment.start, segment.stop, moves)
-            self._hold((landed,), events, pieces, is_summed=is_summed, is_new=is_new)
+            self._hold(landed, events, pieces, is_summed=is_summed, is_new=is_new)
         if not is_summed:
             alone = make_segment(segment.start, segment.stop, ())
             self._later.append(LandingJob(alone, events))
@@ -278,7 +283,7 @@ class Enqueuing:
 
     def _hold(
         self,
-        segments: Sequence[Segment],
+        segments: Callable[[], Sequence[Segment]],
         events: list[torch.Event],
         pieces: list[torch.Tensor],
         *,
@@ -321,9 +326,9 @@ class Enqueuing:
             self._progress.pace(size_bytes)
         self._unmarked_bytes += size_bytes
 
-    def _enqueue_small(self, tensors: SmallTensors, moves: list[SegmentCopy]) -> torch.Tensor:
-        """Enqueue the copy of gathered tensors; return the piece that they land in, which one more
-        job gives back.
+    def _enqueue_small(self, tensors: SmallTensors, pieces: list[torch.Tensor]) -> int:
+        """Enqueue the copy of gathered tensors; return the address that they land at. Their piece,
+        which one more job gives back, is added to ``pieces``.
         """
         size_bytes = -(-tensors.size_bytes // 16) * 16
         if self._small is None or self._small_at + size_bytes > self._small.numel():
@@ -334,11 +339,11 @@ class Enqueuing:
         piece, at = self._small, self._small_at
         self._small_at += size_bytes
         self._landing.share(piece)
+        pieces.append(piece)
         self._pace(tensors.size_bytes)
         with devices.use_stream(self._streams[tensors.device]):
             tensors.enqueue(piece[at : at + tensors.size_bytes])
-        moves += tensors.moves(host_address(piece) + at)
-        return piece
+        return host_address(piece) + at
 
 
 def enqueue_beside(

@@ -149,12 +149,22 @@ class Pins:
 
 def pin_beside(pins: Sequence[Pins], one_at_a_time: threading.Lock) -> None:
     """Pin all of these on a thread of its own, which holds the lock for a piece at a time."""
-    with suppress(RuntimeError):  # no thread can be started: copies go through staging pieces
-        thread = threading.Thread(
-            target=pin_all, args=(pins, one_at_a_time), name="holdfast-pin", daemon=True
-        )
+    start_beside(pin_all, pins, one_at_a_time)  # without it, copies go through staging pieces
+
+
+def start_beside(act: Callable[..., object], *arguments: object) -> None:
+    """Start ``act``, which calls the driver, on a thread that an exit waits for; it has to end soon
+    once ``is_exiting``. Nothing is done where no thread can be started.
+    """
+    with suppress(RuntimeError):
+        thread = threading.Thread(target=act, args=arguments, name="holdfast-pin", daemon=True)
         _threads.add(thread)
         thread.start()
+
+
+def is_exiting() -> bool:
+    """Return True if this process ends: no driver is called any more."""
+    return _is_exit.is_set()
 
 
 @atexit.register

@@ -8,11 +8,17 @@ All of it is allocated once for the process, here and nowhere else.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from holdfast.accelerator import devices
+from holdfast.capture.pinning import is_exiting, start_beside
 from holdfast.events import Warned, emit
+from holdfast.state.tensors import local_of
 
 #: Bytes of a pinned piece, and of the buffer on a device: a whole number of blocks.
 PIECE_BYTES = 16 << 20
@@ -41,6 +47,16 @@ class StagingPieces:
                 return piece
             self._changed.wait_for(lambda: self._free, timeout=wait_s)
             return self._free.pop() if self._free else None
+
+    def fill(self, count: int) -> None:
+        """Allocate pieces until there are so many, one at a time."""
+        while not is_exiting():
+            with self._changed:
+                if self._made >= min(count, self._most):
+                    return
+                self._free.append(self._allocate())
+                self._made += 1
+                self._changed.notify_all()
 
     def give_back(self, pieces: Iterable[torch.Tensor]) -> None:
         """Take back pieces that no copy reads or writes any more."""
@@ -97,3 +113,20 @@ class GatherBuffers:
 _abandoned: list[torch.Tensor] = []
 pieces = StagingPieces()
 gathered = GatherBuffers()
+
+
+def prepare_pieces(parameters: Iterable[torch.Tensor]) -> None:
+    """Allocate the pieces that a first save of these needs, behind training: it finds no slot that
+    is pinned, and updates wait for it.
+    """
+    sizes: Counter[torch.device] = Counter()
+    for parameter in parameters:
+        if devices.is_streamed(parameter.device) and not is_lazy(parameter):
+            sizes[parameter.device] += local_of(parameter).nbytes
+    if sizes:
+        start_beside(_prepare, max(sizes, key=sizes.__getitem__), sizes.total())
+
+
+def _prepare(device: torch.device, size_bytes: int) -> None:
+    with devices.work_beside([device]), suppress(RuntimeError, MemoryError):
+        pieces.fill(-(-size_bytes // PIECE_BYTES))

@@ -66,6 +66,8 @@ class Transfer:
     @property
     def bytes_of_source(self) -> torch.Tensor:
         """Return the bytes that are copied; not of what is gathered."""
+        if self.size_bytes == self.source.numel():
+            return self.source
         return self.source[self.begin : self.begin + self.size_bytes]
 
     def enqueue(self, into: torch.Tensor) -> None:

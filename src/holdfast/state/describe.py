@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -103,6 +103,11 @@ class Describer:
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers in the state by their keys; searched for at each call."""
         return sort_objects(self.state).optimizers
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The parameters of the modules in the state as it is now."""
+        for module in sort_objects(self.state).modules.values():
+            yield from module.parameters()
 
     def describe(self) -> Description:
         """Describes the state as it is now. UnsupportedState names what cannot be stored."""
