@@ -6,7 +6,7 @@ torch needs of each, the views of its two ends, is kept with the slot; a span of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +52,8 @@ class PreparedSpans:
     pins: object
     span_bytes: int
     spans: tuple[CopySpan, ...]
+    small_on_host: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Small tensors that no device copies: each with its place."""
 
     def is_for(
         self, groups: Sequence[TransferGroup], count: int, pins: object, span_bytes: int
@@ -67,17 +69,22 @@ def spans_in_place(
     count: int,
     border: Callable[[int], int],
     span_bytes: int,
-) -> tuple[CopySpan, ...]:
+    devices: Collection[torch.device],
+) -> PreparedSpans:
     """Return the spans of the first ``count`` groups, all of whose memory is pinned, each of
-    ``span_bytes`` or little more; no copy of them crosses a ``border``.
+    ``span_bytes`` or little more; no copy of them crosses a ``border``. ``devices``: those that the
+    groups were planned for.
 
     They are kept with ``target`` until it drops its views.
     """
     known = target.prepared
     if known is None or not known.is_for(groups, count, target.pins, span_bytes):
         spans = tuple(_spans(target.data, groups[:count], border, span_bytes))
-        target.prepared = known = PreparedSpans(groups, count, target.pins, span_bytes, spans)
-    return known.spans
+        pairs = zip(*target.small, strict=True)
+        on_host = tuple(pair for pair in pairs if pair[1].device not in devices)
+        known = PreparedSpans(groups, count, target.pins, span_bytes, spans, on_host)
+        target.prepared = known
+    return known
 
 
 def _spans(

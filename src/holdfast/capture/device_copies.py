@@ -169,6 +169,7 @@ class Enqueuing:
         """What the host copies of large tensors, as optimizer states: before an update, so that
         nothing that waits for a device may come first.
         """
+        self._small_on_host: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         self._small: torch.Tensor | None = None
         """The piece that gathered small tensors go to, filled up to ``_small_at``."""
         self._small_at = 0
@@ -178,8 +179,11 @@ class Enqueuing:
         has_host = any(one.is_partly_host for group in groups for one in group.segments)
         in_place = bisect_right(groups, self._direct_bytes, key=lambda group: group.stop)
         at_once = self._span_bytes if self._progress.pace is None else GROUP_BYTES
-        spans = spans_in_place(self._target, groups, in_place, self._border_bytes, at_once)
-        for span in spans:
+        prepared = spans_in_place(
+            self._target, groups, in_place, self._border_bytes, at_once, self._streams
+        )
+        self._small_on_host = prepared.small_on_host
+        for span in prepared.spans:
             self._progress.check()
             self._enqueue_span(span)
             self._go_on(has_host=has_host)
@@ -202,9 +206,8 @@ class Enqueuing:
         Updates wait for it, as they do for what is in front of it in unpinned memory: the copies of
         16 pieces at most.
         """
-        for to, source in zip(*self._target.small, strict=True):
-            if source.device not in self._streams:
-                to.copy_(source)
+        for to, source in self._small_on_host:
+            to.copy_(source)
         for copy in self._target.apart:
             if copy.source.device not in self._streams:
                 self._progress.check()
