@@ -360,7 +360,7 @@ def test_a_slot_is_filled_alike_by_every_save_however_much_more_of_it_is_pinned_
     late: LateDevice,
 ) -> None:
     """What a save prepared for the next one is of what was pinned then."""
-    tensors = {f"{n}": bits(700_001 + n, torch.uint8, n) for n in range(12)}
+    tensors = {f"{n}": bits(700_001 + n, torch.uint8, n) for n in range(9)}
     tensors |= {f"small {n}": bits(99, torch.float32, n) for n in range(3)}
     tensors["apart"] = form(bits(24 * 30_000, torch.float32, 7), "cube")
     through = Through(tensors)
@@ -368,7 +368,7 @@ def test_a_slot_is_filled_alike_by_every_save_however_much_more_of_it_is_pinned_
     for copy in through.plan.copies:  # as they lie
         copy.source = tensors[copy.leaf]
     pins = Pins(0, 3 * BLOCK_BYTES)
-    for pinned_bytes in (0, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES, 6 * BLOCK_BYTES, 1 << 40, 0, 1 << 40):
+    for pinned_bytes in (0, 3 * BLOCK_BYTES, 1 << 40, 3 * BLOCK_BYTES, 1 << 40):
         for one in tensors.values():
             one.copy_(torch.randint(0, 99, one.shape).to(one.dtype))
         late.forget()
@@ -398,18 +398,18 @@ def test_a_slot_whose_views_were_dropped_can_be_unmapped(late: LateDevice) -> No
     target = new_target(through)
     run(through, late, Pins(1 << 40, 1 << 40), target=target)
     late.forget()
-    memory = target.memory
+    room: Any = target.memory.obj
     target.release_views()
-    target.memory = memoryview(b"")
+    target.memory.release()
     gc.collect()
-    memory.release()  # a BufferError while anything has a view of it
+    room.clear()  # a BufferError while anything has a view of it
 
 
 def test_a_save_in_place_makes_no_copy_anew(
     late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training waits while copies are enqueued: of thousands, a few calls are made."""
-    through = Through({f"{n:03}": bits(BLOCK_BYTES, torch.uint8, n) for n in range(60)})
+    through = Through({f"{n:03}": bits(BLOCK_BYTES, torch.uint8, n) for n in range(24)})
     target, pins = new_target(through), Pins(1 << 40, 3 * BLOCK_BYTES)
     assert run(through, late, pins, target=target) == through.whole()
     cut: list[Transfer] = []
@@ -430,7 +430,7 @@ def test_a_save_in_place_makes_no_copy_anew(
     late.forget()
     assert run(through, late, pins, target=target) == through.whole()
     monkeypatch.setattr(Transfer, "within", within)
-    assert len(late.work) == sum(calls) >= 60
+    assert len(late.work) == sum(calls) >= 24
     assert cut and len(calls) <= 3, "other spans than the first save's are made anew, once"
     cut.clear()
     monkeypatch.setattr(Transfer, "within", cut_again)
