@@ -57,7 +57,7 @@ demo: $(READY) ## a training run is killed, and resumes exactly
 	$(BIN)/holdfast demo
 
 test: lint types layers tests device-tests ## what every change must pass
-test-all: lint types layers tests-all device-tests-all device-coverage coverage fuzz ## the same, with the slow tests and the coverage
+test-all: lint types layers tests-all device-tests-all device-runs device-coverage coverage fuzz ## the same, with the slow tests and the coverage
 
 lint: $(READY) ## style and formatting
 	$(BIN)/ruff check .
@@ -78,13 +78,17 @@ tests-all: $(READY)
 # A run of its own, as the simulated device is the accelerator of its whole process. It takes a C++
 # compiler, once for each torch; without one it skips, unless REQUIRE_SIMULATED_DEVICE is set.
 DEVICE_TESTS := $(BIN)/python -m pytest --dist worksteal --device=sim tests/device tests/gpu
-.PHONY: device-tests device-tests-all device-coverage
+.PHONY: device-tests device-tests-all device-runs device-coverage
 device-tests: $(READY) ## what needs an accelerator, on a simulated one: what is late is chosen by the day
 	$(DEVICE_TESTS) -n $(WORKERS) -m "not slow" --sample $(DEVICE_SAMPLE_S)
 
 # Two workers on a core, as half of the time a test waits for something that is late.
-device-tests-all: $(READY)
-	$(DEVICE_TESTS) -n $(shell expr 2 '*' $(WORKERS)) --profiles=every --seeds=5
+DEVICE_TESTS_ALL := $(DEVICE_TESTS) -n $(shell expr 2 '*' $(WORKERS)) --profiles=every --seeds=5
+device-tests-all: $(READY) ## the same with everything that may be late, by five seeds
+	$(DEVICE_TESTS_ALL) -m "not slow"
+
+device-runs: $(READY) ## hundreds of runs on it: saves by every kind of update, faults and forks at each step
+	$(DEVICE_TESTS_ALL) -m slow
 
 device-coverage: $(READY) ## lines that name a stream, an event or pinned memory: 95 % run on the simulated device
 	$(BIN)/python -m pytest tests/accelerator -m "not slow" --cov --cov-report=

@@ -25,6 +25,7 @@ markers =
     gpu: needs a CUDA device
     slow: takes more than a few seconds
     untimed: takes as long as the machine needs
+    one_seed: takes one seed of each profile
     promise: breaks a promise on purpose
     unordered: accesses of the simulated device that may be unordered
 """

@@ -69,6 +69,7 @@ def save_and_load(tmp_path: Path, device: str, build: Any, fill: Any) -> None:
     assert contents(again) == truth
 
 
+@pytest.mark.one_seed
 @pytest.mark.parametrize("build", [small_ones, with_large_ones_that_lie_apart, with_volatile_ones])
 @pytest.mark.parametrize("refused", range(1, 5))
 def test_an_allocation_that_is_refused_costs_no_save(
@@ -79,6 +80,7 @@ def test_an_allocation_that_is_refused_costs_no_save(
     save_and_load(tmp_path, device, build, lambda simdev: simdev.out_of_memory_at(refused))
 
 
+@pytest.mark.one_seed
 @pytest.mark.parametrize(
     ("build", "room_bytes"),
     [

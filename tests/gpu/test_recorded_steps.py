@@ -25,6 +25,7 @@ def delay_copies(device: str, microseconds: int) -> None:
 
 
 @pytest.mark.promise
+@pytest.mark.untimed  # its delays are its own
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_replays_of_a_step_recorded_during_a_save_overwrite_nothing_of_it(
     tmp_path: Path, device: str

@@ -69,6 +69,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         all_delays = chosen_delays(metafunc.config) if is_simulated else [None]
         if metafunc.definition.get_closest_marker("untimed"):
             all_delays = all_delays[:1]
+        elif metafunc.definition.get_closest_marker("one_seed"):
+            first = all_delays[0]
+            all_delays = [one for one in all_delays if first is None or one.seed == first.seed]
         metafunc.parametrize("device", all_delays, indirect=True, ids=_name)
 
 
