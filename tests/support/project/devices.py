@@ -66,13 +66,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames and metafunc.definition.path.parent.name in _FOLDERS:
         is_simulated = metafunc.config.getoption("--device") is not None
-        all_delays = chosen_delays(metafunc.config) if is_simulated else [None]
+        delays = chosen_delays(metafunc.config) if is_simulated else []
         if metafunc.definition.get_closest_marker("untimed"):
-            all_delays = all_delays[:1]
+            delays = delays[:1]
         elif metafunc.definition.get_closest_marker("one_seed"):
-            first = all_delays[0]
-            all_delays = [one for one in all_delays if first is None or one.seed == first.seed]
-        metafunc.parametrize("device", all_delays, indirect=True, ids=_name)
+            delays = [one for one in delays if one.seed == delays[0].seed]
+        metafunc.parametrize("device", delays or [None], indirect=True, ids=_name)
 
 
 def chosen_delays(config: pytest.Config) -> list[Delays]:
