@@ -14,6 +14,7 @@ import holdfast
 from device.vendor import add_simulated_vendor
 from holdfast.capture import pinning, staging
 from holdfast.capture.staging import StagingPieces
+from support.runs.device_updates import captured
 
 INDEX = 1
 
@@ -31,8 +32,8 @@ def model_of(mebibytes: int, device: str) -> nn.Module:
     return nn.Linear(256 << 10, mebibytes, bias=False, device=device)
 
 
-def wait_until(is_so: Any) -> None:
-    until_s = time.monotonic() + 30
+def wait_until(is_so: Any, seconds: float = 30) -> None:
+    until_s = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < until_s
         time.sleep(0.005)
@@ -55,6 +56,21 @@ def test_a_first_save_finds_its_pieces_and_a_small_state_gets_few(
         assert set(sim.contexts()) == {INDEX}
     finally:
         sim.set_device(0)
+
+
+@pytest.mark.promise
+def test_pieces_that_are_made_during_a_capture_break_no_graph(
+    sim: Any, pieces: StagingPieces
+) -> None:
+    parameter = torch.ones(1 << 20, device="sim:0")
+
+    def work() -> None:
+        staging.prepare_pieces([parameter])
+        wait_until(lambda: pieces._made == 1, seconds=5)
+        parameter.add_(1)
+
+    captured(work, "sim")()
+    assert torch.equal(parameter.cpu(), torch.full((1 << 20,), 2.0))
 
 
 def test_a_state_on_the_host_gets_none(tmp_path: Path, pieces: StagingPieces) -> None:
