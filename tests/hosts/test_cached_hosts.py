@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from holdfast.catalogue import catalogue
+from holdfast.events import PersistBroke
+from holdfast.observe.log import read_events
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults import Hosts, wait_until
 from support.checkpoints.roots import whole
@@ -139,8 +141,7 @@ def wait_drained(lives: Lives, root: Path, step: int) -> None:
 
 def reasons(root: Path) -> str:
     """All that the keepers said went wrong."""
-    text = "".join(file.read_text() for file in (root / "events").glob("keeper-*"))
-    return "".join(line for line in text.splitlines() if "PersistBroke" in line)
+    return "\n".join(found.reason for found in read_events(root, PersistBroke))
 
 
 @pytest.mark.timeout(180)
