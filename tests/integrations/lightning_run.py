@@ -5,14 +5,9 @@ usage: lightning_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_lightning.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import signal
-import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -25,11 +20,9 @@ from torch.utils.data import DataLoader
 
 import holdfast
 from holdfast.integrations.lightning import HoldfastLightningCallback
+from integrations.witness import OPTIONS, ROOT, digest, moments, note, pass_by
 
 warnings.filterwarnings("ignore")
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 SAMPLES = 108
 
@@ -43,32 +36,6 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(8, generator=torch.Generator().manual_seed(index))
-
-
-def note(line: str) -> None:
-    with Path(f"{ROOT}.log").open("a") as file:
-        file.write(f"{RANK}: {line}\n")
-
-
-def pass_by(place: str, step: int) -> None:
-    died = Path(f"{ROOT}.died")
-    if (place, step, RANK) == (PLACE, STEP, 0) and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:12]
-
-
-def moments(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield from (one for _, one in sorted(optimizer.state[parameter].items()))
 
 
 def network() -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,7 +11,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.observe.report_builder import read_report
+
+
+def environment() -> dict[str, str]:
+    """Returns what a script needs: the tests on its path, and torchrun's store for itself."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {
+        "PYTHONPATH": path,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def needs(framework: str) -> pytest.MarkDecorator:
+    """Returns the mark of a test that is skipped without a framework."""
+    is_missing = importlib.util.find_spec(framework) is None
+    return pytest.mark.skipif(is_missing, reason=f"needs {framework}: make integrations")
 
 
 def start(
@@ -29,8 +48,7 @@ def start(
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1"]
         meeting = ["--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command[1:1] = [*launcher, *meeting]
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
 
 
 def said(root: Path) -> list[str]:
@@ -73,10 +91,9 @@ def page_script(command: list[str], root: Path, kill_at: str = "") -> tuple[list
 
     ``kill_at``: kills it and what it started when a line begins so.
     """
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, *command, str(root)],
-        env=env,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

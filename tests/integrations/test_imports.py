@@ -118,3 +118,12 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
     said += again.stdout.splitlines()
     assert {line for line in said if line[:1].isdigit()} == set(losses)
     assert len(losses) >= 30
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_without_a_framework_the_error_says_what_to_install(name: str) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is there")
+    code = f"import holdfast.integrations.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "UsageError" in done.stderr and f"pip install 'holdfast[{name}]'" in done.stderr

@@ -5,7 +5,6 @@ skipped. ``megatron_on_cpu.py`` has what a CPU needs for it.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -23,14 +22,14 @@ from integrations.real_runs import (
     check_resumed,
     check_same,
     killed_and_resumed,
+    needs,
     said,
     start,
     whole,
 )
 from support.project.code_blocks import PROJECT
 
-HAS_IT = importlib.util.find_spec("megatron") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs megatron-core: make integrations")
+needs_it = needs("megatron")
 RUN = "megatron_run.py"
 run = partial(start, RUN)
 ON_CPU = str(Path(__file__).with_name("megatron_on_cpu.py"))
@@ -83,7 +82,7 @@ def test_a_killed_loop_of_megatron_goes_on_as_if_nothing_had_been(
         (16, "save", 0),
     ):
         root = tmp_path / f"{step}-{place}"
-        check_same(resumed(root, step, place, victim=victim, **options), unbroken)
+        check_same(resumed(root, step, place, who=victim, **options), unbroken)
         check_resumed(root)
 
 
@@ -217,10 +216,3 @@ def test_the_script_of_megatrons_page_goes_on_with_the_same_losses(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = PROJECT / "examples" / "integrations" / "megatron_loop.py"
     check_page_script([*launcher, ON_CPU, str(script)], tmp_path)
-
-
-@pytest.mark.skipif(HAS_IT, reason="megatron-core is there")
-def test_without_megatron_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.megatron"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[megatron]'" in done.stderr

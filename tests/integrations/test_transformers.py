@@ -4,13 +4,11 @@ run says, to the bit. Without transformers, which `make integrations` installs, 
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import random
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +17,16 @@ import pytest
 from holdfast.events import Warned
 from holdfast.observe.log import read_events
 from holdfast.observe.report_builder import read_report
+from integrations import real_runs
+from integrations.real_runs import check_same, needs, said, start
 
-HAS_IT = importlib.util.find_spec("transformers") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs transformers: make integrations")
-RUN = Path(__file__).with_name("trainer_run.py")
+needs_it = needs("transformers")
+RUN = "trainer_run.py"
 PLACES = ("begin", "end", "log", "evaluate", "epoch begin", "epoch end")
 #: 60 samples, 8 an update: 8 updates an epoch, 24 in all, logged every third.
 STEPS = {"log": (3, 9, 24), "evaluate": (8, 16, 24), "epoch begin": (8, 16), "epoch end": (8, 24)}
-SETTINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-
-
-def run(
-    root: Path,
-    step: int = -1,
-    place: str = "none",
-    *,
-    ranks: int = 1,
-    **options: Any,
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RUN), str(root), str(step), place, json.dumps(options)]
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1"]
-        meeting = ["--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        command[1:1] = [*launcher, *meeting]
-    env = os.environ | SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-
-
-def said(root: Path) -> list[str]:
-    return Path(f"{root}.log").read_text().splitlines()
+run = partial(start, RUN)
+killed_and_resumed = partial(real_runs.killed_and_resumed, RUN)
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +37,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         done = run(root)
     assert done.returncode == 0, done.stderr
     return said(root)
-
-
-def killed_and_resumed(root: Path, step: int, place: str, **options: Any) -> list[str]:
-    done = run(root, step, place, **options)
-    if options.get("ranks", 1) == 1:
-        assert done.returncode == -9, done.stderr
-        done = run(root, step, place, **options)
-    assert done.returncode == 0, done.stderr
-    return said(root)
-
-
-def check_same(found: list[str], unbroken: list[str]) -> None:
-    """What was said twice was said alike; nothing is said that an unbroken run does not say."""
-    assert [line for line in unbroken if line not in found] == []
-    assert [line for line in found if line not in unbroken] == []
 
 
 @needs_it
@@ -301,13 +265,6 @@ def test_mistakes_are_named() -> None:
 
     with pytest.raises(TypeError):
         Behind(holdfast="runs/x")
-
-
-@pytest.mark.skipif(HAS_IT, reason="transformers is there")
-def test_without_transformers_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[transformers]'" in done.stderr
 
 
 def test_the_package_itself_imports_no_other_library() -> None:

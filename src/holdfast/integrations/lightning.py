@@ -8,7 +8,6 @@ validation. The last step of an epoch is whole when the epoch is.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,20 +25,14 @@ from holdfast.integrations.lightning_limits import (
     refuse_unknown,
     take_environment,
 )
-from holdfast.integrations.seam import (
-    LoaderPlace,
-    check_keys,
-    check_root,
-    check_version,
-    missing,
-    one_or_all,
-    restore_loop_first,
+from holdfast.integrations.lone_checkpoints import (
+    is_whole,
+    read_alone,
+    remove_alone,
+    write_alone,
 )
-from holdfast.oneshot import load, save_described
-from holdfast.state.describe import Describer
+from holdfast.integrations.seam import Adapter, LoaderPlace, missing, one_or_all, restore_run
 from holdfast.state.rng import Rng
-from holdfast.storage.open import open_store
-from holdfast.world import World
 
 if TYPE_CHECKING:
     from holdfast.restore.restore import Restored
@@ -59,12 +52,10 @@ try:
 except ImportError as error:
     raise missing("lightning", error) from error
 
-_LEAST = "2.6"
 _LOOP = "lightning"
-#: The keys of the state that are the adapter's.
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
+_ADAPTER = Adapter("lightning", "2.6", _KEYS, "the Trainer's")
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-_IO_TIMEOUT_S = 600.0
 #: What ``ckpt_path`` may be for the newest checkpoint of a ``HoldfastCheckpointIO``.
 _LAST = "holdfast:last"
 
@@ -95,9 +86,7 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         step: int | str | None = None,
         **options: Any,
     ) -> None:
-        check_version("lightning", lightning.__version__, _LEAST)
-        self._more = check_keys(state, _KEYS, "the Trainer's")
-        check_root(root)
+        self._more = _ADAPTER.check(lightning.__version__, root, state)
         self._root, self._wanted, self._options = root, step, options
         self._around: _AroundLoops | None = None
 
@@ -110,9 +99,8 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         state: dict[str, Any] = {_LOOP: place}
         self.checkpointer = Checkpointer(self._root, state, **self._options)
         state |= _state_of(trainer, pl_module) | self._more
-        self.restored = restore_loop_first(self.checkpointer, _LOOP, self._wanted)
+        self.restored = restore_run(self.checkpointer, _LOOP, self._wanted)
         if self.restored is not None:
-            self.restored = self.checkpointer.restore(f"{self.restored.generation}")
             place.resume()
         self._around = _AroundLoops(trainer, self, place)
 
@@ -465,23 +453,14 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        check_version("lightning", lightning.__version__, _LEAST)
+        _ADAPTER.check_version(lightning.__version__)
         self._root = Path(root).expanduser().absolute()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Save ``checkpoint`` at ``path``; rank 0 alone does it."""
-        where = self._below_root(path)
-        self.remove_checkpoint(where)
-        describer = Describer({"checkpoint": checkpoint}, 0, 1)
-        save_described(
-            open_store(where),
-            World(),  # the other ranks do not call it
-            lambda: (describer.describe(), describer.usage()),
-            int(checkpoint["global_step"]),
-            timeout_s=_IO_TIMEOUT_S,
-        )
+        write_alone(self._below_root(path), checkpoint, int(checkpoint["global_step"]))
 
     def load_checkpoint(
         self,
@@ -490,15 +469,12 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load the checkpoint at ``path``, on the CPU, or the newest one for "holdfast:last"."""
-        where = self._newest() if str(path) == _LAST else Path(path)
-        found: dict[str, Any] = {"checkpoint": None}
-        load(where, found)
-        checkpoint: dict[str, Any] = found["checkpoint"]
+        checkpoint: dict[str, Any] = read_alone(self._newest() if str(path) == _LAST else path)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at ``path``."""
-        shutil.rmtree(self._below_root(path), ignore_errors=True)
+        remove_alone(self._below_root(path))
 
     def _below_root(self, path: str | os.PathLike[str]) -> Path:
         found = Path(path).absolute()
@@ -510,7 +486,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return found
 
     def _newest(self) -> Path:
-        found = [one for one in self._root.glob("*") if (one / "manifests").is_dir()]
+        found = [one for one in self._root.glob("*") if is_whole(one)]
         if not found:
             raise NotFound(f"{_LAST}: {self._root} has no checkpoint", root=str(self._root))
         return max(found, key=lambda one: one.stat().st_mtime)
@@ -525,8 +501,7 @@ def fabric_checkpointer(
     ``setup_dataloaders`` returned, and others, by key; without ``holdfast.Rng()`` one is added as
     "rng". ``root`` and ``options``: as for ``Checkpointer``.
     """
-    check_version("lightning", lightning.__version__, _LEAST)
-    check_root(root)
+    _ADAPTER.check(lightning.__version__, root)
     if not isinstance(fabric, Fabric):
         raise UsageError(f"fabric_checkpointer() takes a Fabric, got a {type(fabric).__qualname__}")
     for key, item in state.items():

@@ -21,19 +21,18 @@ import torch
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import Warned, emit
+from holdfast.integrations.seam import Adapter, missing, restore_loop_first
 from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
     from holdfast.restore.restore import Restored
 
 try:
+    import transformers
     from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState, TrainerState
 except ImportError as error:
-    raise UsageError(
-        "holdfast.integrations.transformers needs transformers, which cannot be imported "
-        f"({error}): pip install 'holdfast[transformers]'"
-    ) from error
+    raise missing("transformers", error) from error
 
 #: The methods of a Trainer's loop that the mixin goes around; those before 5.0 have other ones.
 _NEEDED = {
@@ -43,8 +42,9 @@ _NEEDED = {
     "_maybe_log_save_evaluate": {"tr_loss"},
     "_load_rng_state": {"checkpoint"},
 }
-#: The keys of the state that are the adapter's.
-_KEYS = ("trainer", "model", "optimizer", "scheduler", "scaler", "rng")
+_LOOP = "trainer"
+_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
+_ADAPTER = Adapter("transformers", "5.23", _KEYS, "the Trainer's")
 _RESUMED = "holdfast"
 _LEAST_LOG_BYTES = 4096
 #: What a user may say of a root and a generation in it: ``runs/x@1-39``.
@@ -82,12 +82,7 @@ class HoldfastMixin:
         **kwargs: Any,
     ) -> None:
         _check_version(type(self))
-        taken = sorted(set(_KEYS) & set(state or {}))
-        if taken:
-            raise UsageError(
-                f"state= has the keys {', '.join(taken)}, which are the Trainer's own: "
-                "choose other names"
-            )
+        more = _ADAPTER.check(transformers.__version__, holdfast, state)
         super().__init__(*args, **kwargs)
         if self.args.auto_find_batch_size:
             raise UsageError(
@@ -96,7 +91,7 @@ class HoldfastMixin:
                 "per_device_train_batch_size"
             )
         self._hf_root, self._hf_options = str(holdfast), dict(holdfast_options or {})
-        self._hf_more = dict(state or {})
+        self._hf_more = more
         self._hf_loop = _Loop(self)
         self._hf_restored: Restored | None = None
         self._hf_wanted: str | None = None
@@ -153,9 +148,11 @@ class HoldfastMixin:
         loop = self._hf_loop
         is_stream = num_train_epochs >= sys.maxsize  # the Trainer's word for data without a length
         loop.begin(num_update_steps_per_epoch, *found, is_stream=is_stream)
-        self._hf_state: dict[str, Any] = {"trainer": loop}
+        self._hf_state: dict[str, Any] = {_LOOP: loop}
         self.checkpointer = Checkpointer(self._hf_root, self._hf_state, **self._hf_options)
-        restored = self.checkpointer.restore(self._hf_wanted, only=["trainer"])
+        restored = restore_loop_first(
+            self.checkpointer, _LOOP, self._hf_wanted, adapter="transformers"
+        )
         if restored is None:
             if self._hf_must or self._hf_gone:
                 what = (
@@ -478,8 +475,6 @@ class _LoopCallback(TrainerCallback):  # type: ignore[misc]
 
 def _check_version(kind: type) -> None:
     """Raises UsageError for a Trainer without the methods that the mixin goes around."""
-    import transformers
-
     lacking = []
     for name, needed in _NEEDED.items():
         method = _below(kind, name)
