@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 import holdfast
 from holdfast.integrations.lightning import HoldfastLightningCallback
@@ -48,6 +49,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.net = network()
         self.losses = 0.0
+        self.error = MeanSquaredError()
 
     def configure_model(self) -> None:
         mesh = self.device_mesh
@@ -64,6 +66,8 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         loss = self._loss(batch)
         self.losses += loss.item()
         self.log("loss", loss, on_step=True, on_epoch=True)
+        self.error(batch, batch.flip(1) * loss.detach())
+        self.log("squares", self.error, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:

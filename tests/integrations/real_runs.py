@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
@@ -14,6 +15,17 @@ from typing import Any
 import pytest
 
 from holdfast.observe.report_builder import read_report
+
+#: One rank without torchrun, on a CPU.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+    "DS_ACCELERATOR": "cpu",
+    "DS_SKIP_CUDA_CHECK": "1",
+}
 
 
 def environment() -> dict[str, str]:
@@ -32,6 +44,33 @@ def needs(framework: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(is_missing, reason=f"needs {framework}: make integrations")
 
 
+#: What a script loads first, which takes long.
+FRAMEWORK_OF = {
+    "accelerate_run.py": "accelerate",
+    "deepspeed_run.py": "deepspeed",
+    "lightning_run.py": "lightning.pytorch",
+    "torchtitan_run.py": "integrations.torchtitan_on_cpu",
+    "trainer_run.py": "transformers.trainer,transformers.models.gpt2.modeling_gpt2",
+}
+_prepared: dict[str, subprocess.Popen[str]] = {}
+
+
+def _prepare(script: str) -> subprocess.Popen[str]:
+    """Returns a process that has loaded what a script needs; see ``prepared.py``."""
+    if script not in _prepared:
+        command = [sys.executable, str(Path(__file__).with_name("prepared.py"))]
+        _prepared[script] = subprocess.Popen(
+            [*command, FRAMEWORK_OF[script]],
+            env=environment() | ALONE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        atexit.register(_prepared[script].kill)
+    return _prepared[script]
+
+
 def start(
     script: str,
     root: Path,
@@ -43,12 +82,30 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, which may be the kill at ``place`` of ``step``."""
     path = Path(__file__).with_name(script)
-    command = [sys.executable, str(path), str(root), str(step), place, json.dumps(options)]
+    arguments = [str(path), str(root), str(step), place, json.dumps(options)]
+    if ranks == 1 and script in FRAMEWORK_OF:
+        return _start_prepared(script, arguments, root)
+    command = [sys.executable, *arguments]
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1"]
         meeting = ["--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command[1:1] = [*launcher, *meeting]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+
+
+def _start_prepared(
+    script: str, arguments: list[str], root: Path
+) -> subprocess.CompletedProcess[str]:
+    process = _prepare(script)
+    assert process.stdin is not None and process.stdout is not None
+    output = Path(f"{root}.out")
+    begin = output.stat().st_size if output.exists() else 0
+    process.stdin.write(json.dumps([arguments, environment(), str(output)]) + "\n")
+    process.stdin.flush()
+    status = process.stdout.readline()
+    assert status, f"{script}: the process that starts it has ended"
+    told = output.read_text()[begin:]
+    return subprocess.CompletedProcess(arguments, int(status), told, told)
 
 
 def said(root: Path) -> list[str]:

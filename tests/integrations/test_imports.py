@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from integrations.real_runs import ALONE
 from support.project.code_blocks import PROJECT
 
 FRAMEWORKS = (
@@ -39,16 +40,6 @@ PAGES, PARTS_OF = {"fabric": "lightning"}, {"fabric": "lightning"}
 #: What lets a script run on a CPU, before it; see torchtitan_on_cpu.py.
 HELP = {
     "torchtitan": "from integrations import torchtitan_on_cpu as cpu; cpu.say_losses(); ",
-}
-#: One rank without torchrun, on a CPU.
-ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "0",
-    "DS_ACCELERATOR": "cpu",
-    "DS_SKIP_CUDA_CHECK": "1",
 }
 #: Scripts that need more than a root; the tests of their adapters run them.
 MORE_SCRIPTS = {

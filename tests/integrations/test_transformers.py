@@ -4,6 +4,7 @@ run says, to the bit. Without transformers, which `make integrations` installs, 
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import holdfast
 from holdfast.events import Warned
 from holdfast.observe.log import read_events
 from holdfast.observe.report_builder import read_report
@@ -244,7 +247,7 @@ def test_a_run_begins_at_a_checkpoint_of_the_trainer_and_then_goes_on_from_its_o
 
 
 @needs_it
-def test_mistakes_are_named() -> None:
+def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PretrainedConfig, Trainer
 
     from holdfast.errors import UsageError
@@ -253,6 +256,15 @@ def test_mistakes_are_named() -> None:
     assert PretrainedConfig is not None
     with pytest.raises(UsageError, match="state= has the keys model, rng"):
         HoldfastTrainer(holdfast="runs/x", state={"rng": 1, "model": 2, "mine": 3})
+
+    (tmp_path / "foreign" / "checkpoint-500").mkdir(parents=True)
+    (tmp_path / "foreign" / "checkpoint-500" / "trainer_state.json").touch()
+    with pytest.raises(UsageError, match=r"a file of the Trainer of transformers, and is no root"):
+        HoldfastTrainer(holdfast=tmp_path / "foreign")
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.__version__", "5.22.1")
+        with pytest.raises(UsageError, match=r"needs transformers 5\.23 or later, got 5\.22\.1"):
+            HoldfastTrainer(holdfast=tmp_path / "a")
 
     class Old(HoldfastMixin):
         def _run_epoch(self, **given: Any) -> None: ...
@@ -288,3 +300,40 @@ def test_a_growing_log_is_kept_in_leaves_of_few_shapes_and_read_as_it_was_writte
         sizes.add(len(_padded(log)))
     assert _log_entries(bytes(_padded(log))) == _log_entries(log) == entries
     assert len(sizes) < 8
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_a_callback_alone_saves_and_refuses_to_resume(tmp_path: Path) -> None:
+    """What it saved are the weights and moments that the mixin has after the same steps."""
+    alone, mixin = tmp_path / "alone", tmp_path / "mixin"
+    ways: list[tuple[Path, dict[str, Any]]] = [(alone, {"callback": True}), (mixin, {})]
+    for root, how in ways:
+        done = run(root, durable=1, args={"num_train_epochs": 1}, **how)
+        assert done.returncode == 0, done.stderr
+    with holdfast.open(alone) as one, holdfast.open(mixin) as other:
+        assert one.leaves.keys() <= other.leaves.keys() and len(one.leaves) > 80
+        for name in one.leaves:
+            assert torch.equal(one.read(name), other.read(name)), name
+    for callback, words in (
+        (True, "a callback alone cannot resume a Trainer"),
+        (False, "was not written by holdfast.integrations.transformers"),
+    ):
+        refused = run(alone, durable=1, callback=callback)
+        assert refused.returncode != 0 and words in refused.stderr
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_adapters_of_peft_are_kept_all_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"adapters": ["default", "second"]}
+    whole = run(tmp_path / "whole", **options)
+    assert whole.returncode == 0, whole.stderr
+    root = tmp_path / "run"
+    assert run(root, 11, "end", **options).returncode == -9
+    refused = run(root, 11, "end", adapters=["default"])
+    assert refused.returncode != 0 and "StateMismatch" in refused.stderr
+    assert "lora_A.second.weight" in refused.stderr
+    done = run(root, 11, "end", **options)
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), said(tmp_path / "whole"))

@@ -21,13 +21,18 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
 import holdfast
-from holdfast.integrations.transformers import HoldfastTrainer, _Loop
+from holdfast.integrations.transformers import (
+    HoldfastTrainer,
+    HoldfastTrainerCallback,
+    _Loop,
+)
 from integrations import witness
 from integrations.witness import OPTIONS, RANK, ROOT, digest, pass_by
 
@@ -137,6 +142,21 @@ def callbacks() -> list[TrainerCallback]:
     return [Witness(), *([EarlyStoppingCallback(patience, 1e9)] if patience else [])]
 
 
+def make_model(config: GPT2Config) -> Any:
+    """Makes the model, with adapters of PEFT where the options name some; the first is trained."""
+    model = GPT2LMHeadModel(config)
+    if "adapters" not in OPTIONS:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+    first, *others = OPTIONS["adapters"]
+    model = get_peft_model(model, lora, adapter_name=first)
+    for name in others:
+        model.add_adapter(name, lora)
+    return model
+
+
 def main() -> None:
     set_seed(0)
     if OPTIONS.get("saves"):
@@ -162,8 +182,11 @@ def main() -> None:
         "warmup_steps": 3,
         "learning_rate": 1e-3,
     }
-    trainer = HoldfastTrainer(
-        model=GPT2LMHeadModel(config),
+    durable = holdfast.Every(steps=OPTIONS.get("durable", 5))
+    ours: dict[str, Any] = {"holdfast": ROOT, "holdfast_options": {"storage": durable}}
+    alone = [HoldfastTrainerCallback(ROOT, storage=durable)] if OPTIONS.get("callback") else []
+    trainer = (Trainer if alone else partial(HoldfastTrainer, **ours))(
+        model=make_model(config),
         args=TrainingArguments(
             output_dir=f"{ROOT}-hf",
             report_to=[],
@@ -173,9 +196,7 @@ def main() -> None:
         ),
         train_dataset=Stream() if OPTIONS.get("stream") else Tokens(60),
         eval_dataset=Tokens(8),
-        callbacks=callbacks(),
-        holdfast=ROOT,
-        holdfast_options={"storage": holdfast.Every(steps=OPTIONS.get("durable", 5))},
+        callbacks=[*callbacks(), *alone],
     )
     out = trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
     history = [untimed(logs) for logs in trainer.state.log_history]

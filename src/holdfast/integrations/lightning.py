@@ -25,6 +25,12 @@ from holdfast.integrations.lightning_limits import (
     refuse_unknown,
     take_environment,
 )
+from holdfast.integrations.lightning_logs import (
+    logs_state,
+    means,
+    resume_logs,
+    resume_means,
+)
 from holdfast.integrations.lone_checkpoints import (
     is_whole,
     read_alone,
@@ -287,7 +293,7 @@ class _FitPlace:
     def state_dict(self) -> dict[str, Any]:
         """Counters, logs and places, as plain values."""
         trainer = self._trainer
-        logs, fit = trainer._logger_connector, trainer.fit_loop
+        fit = trainer.fit_loop
         return {
             "inside": self.is_inside,
             "loops": _loops_state(fit),
@@ -300,17 +306,8 @@ class _FitPlace:
                 place.save(self._batches(place) if self.is_inside else None)
                 for place in self._places
             ],
-            "metrics": [
-                dict(one)
-                for one in (
-                    logs._callback_metrics,
-                    logs._logged_metrics,
-                    logs._progress_bar_metrics,
-                )
-            ],
-            "first": logs._first_loop_iter,
-            "function": logs._current_fx,
-            "means": _means(fit.epoch_loop._results) if self.is_inside else {},
+            **logs_state(trainer),
+            "means": means(fit.epoch_loop._results) if self.is_inside else {},
         }
 
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
@@ -329,7 +326,7 @@ class _FitPlace:
     def resume(self) -> None:
         """Gives the Trainer its counters and logs again."""
         trainer, saved = self._trainer, self._saved
-        fit, logs = trainer.fit_loop, trainer._logger_connector
+        fit = trainer.fit_loop
         fit.load_state_dict(saved["loops"])
         _set_flags(fit, is_restarting=self.is_inside)
         trainer.should_stop = saved["stopped"]
@@ -339,11 +336,8 @@ class _FitPlace:
                 one.load_state_dict(saved["callbacks"][one.state_key])
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(saved["data"])
-        logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics = (
-            dict(one) for one in saved["metrics"]
-        )
-        logs._first_loop_iter, logs._current_fx = saved["first"], saved["function"]
-        _resume_means(fit.epoch_loop._results, saved["means"])
+        resume_logs(trainer, saved)
+        resume_means(fit.epoch_loop._results, saved["means"])
         # A checkpoint of Lightning's own is where a run begins, not where it goes on.
         trainer._checkpoint_connector._loaded_checkpoint = {}
 
@@ -365,37 +359,6 @@ def _set_flags(loop: Any, *, is_restarting: bool) -> None:
     for inner in vars(loop).values():
         if isinstance(inner, _Loop):
             _set_flags(inner, is_restarting=is_restarting)
-
-
-def _means(results: Any) -> dict[str, Any]:
-    """Returns what was added up for the means of the epoch that are logged at its end."""
-    return {
-        key: {
-            "value": one.value,
-            "count": getattr(one, "cumulated_batch_size", None),
-            "step": one._forward_cache,
-        }
-        for key, one in results.items()
-        if one.is_tensor
-    }
-
-
-def _resume_means(results: Any, saved: Mapping[str, Any]) -> None:
-    """Goes on with each mean where it was, when it is logged for the first time."""
-    waiting, update = dict(saved), results.update_metrics
-
-    def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        found = waiting.pop(key, None)
-        if found is not None:
-            results[key].value = found["value"]
-            if found["count"] is not None:
-                results[key].cumulated_batch_size = found["count"]
-        if not waiting:
-            vars(results).pop("update_metrics", None)
-        update(key, value, batch_size)
-
-    if waiting:
-        results.update_metrics = update_metrics
 
 
 def _state_of(trainer: Any, module: Any) -> dict[str, Any]:

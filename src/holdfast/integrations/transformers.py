@@ -71,12 +71,13 @@ class HoldfastMixin:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    is_deepspeed_enabled: bool
     add_callback: Any
 
     def __init__(
         self,
         *args: Any,
-        holdfast: str,
+        holdfast: str | os.PathLike[str],
         holdfast_options: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -84,13 +85,19 @@ class HoldfastMixin:
         _check_version(type(self))
         more = _ADAPTER.check(transformers.__version__, holdfast, state)
         super().__init__(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            raise UsageError(
+                "the Trainer trains by an engine of DeepSpeed, whose optimizer has its own "
+                "partitions: write the loop by hand, with holdfast.integrations.deepspeed, or "
+                "train with FSDP2 (fsdp_version 2)"
+            )
         if self.args.auto_find_batch_size:
             raise UsageError(
                 "auto_find_batch_size begins again with another batch size in the middle of a "
                 "run, so that no step of it can be resumed: find the size first, and set "
                 "per_device_train_batch_size"
             )
-        self._hf_root, self._hf_options = str(holdfast), dict(holdfast_options or {})
+        self._hf_root, self._hf_options = os.fspath(holdfast), dict(holdfast_options or {})
         self._hf_more = more
         self._hf_loop = _Loop(self)
         self._hf_restored: Restored | None = None
@@ -497,3 +504,68 @@ def _below(kind: type, name: str) -> Any:
 
 class HoldfastTrainer(HoldfastMixin, Trainer):  # type: ignore[misc]
     """The Trainer of transformers with a Checkpointer in it; see ``HoldfastMixin``."""
+
+
+class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves the weights, moments and schedule of any Trainer; resumes none.
+
+    A callback sees a step before it is logged, and the Trainer's counters are locals of its loop:
+    what goes on to the bit is ``HoldfastTrainer``, or ``HoldfastMixin`` before a Trainer. What this
+    callback saved is read by ``holdfast.load``.
+
+    ``root`` and ``options``: as for ``Checkpointer``. ``state``: more objects and values to be
+    kept, by key. Raises UsageError when a run begins for which the root has a checkpoint already.
+    """
+
+    checkpointer: Checkpointer | None = None
+    """The Checkpointer of the ``train()`` under way, and of the last one."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._more = _ADAPTER.check(transformers.__version__, root, state)
+        self._root, self._options = root, options
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Begins to save; raises UsageError where the root has something to resume."""
+        scheduler = kwargs.get("lr_scheduler")
+        found = {
+            "model": model,
+            "optimizer": kwargs.get("optimizer"),
+            "scheduler": getattr(scheduler, "scheduler", scheduler),
+            "rng": Rng(),
+            "callback": {"begins": state.global_step},
+        }
+        checkpointer = Checkpointer(self._root, found | self._more, **self._options)
+        try:
+            if checkpointer.restore(only=["callback"]) is not None:
+                raise UsageError(
+                    f"{self._root} has a checkpoint of this run, and a callback alone cannot "
+                    "resume a Trainer: its counters are locals of its loop. Use HoldfastTrainer, "
+                    "or HoldfastMixin before your Trainer, with a root of its own"
+                )
+        except BaseException:
+            checkpointer.__exit__(*sys.exc_info())
+            raise
+        self.checkpointer = checkpointer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves when a policy says so."""
+        if self.checkpointer is not None:
+            self.checkpointer.step(state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Waits for the copy of the last step: the best model may be loaded over it."""
+        if self.checkpointer is not None:
+            self.checkpointer.before_update()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Closes the Checkpointer: promised checkpoints are in storage when ``train`` returns."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
