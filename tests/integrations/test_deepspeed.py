@@ -195,3 +195,14 @@ MISTAKES = {
     "extra state": "which is not kept under ZeRO 3",
     "moved": "has moved the elements of",
 }
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_calls_of_save_checkpoint_go_through_holdfast(tmp_path: Path) -> None:
+    """In five kinds of engines: saved, loaded into a new engine, trained on to the same bits."""
+    script = Path(__file__).with_name("deepspeed_files.py")
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("same ") == 5 and "all said" in done.stdout

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from integrations.choose import choose
 from integrations.real_runs import ALONE
 from support.project.code_blocks import PROJECT
 
@@ -118,3 +119,11 @@ def test_without_a_framework_the_error_says_what_to_install(name: str) -> None:
     code = f"import holdfast.integrations.{name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "UsageError" in done.stderr and f"pip install 'holdfast[{name}]'" in done.stderr
+
+
+def test_a_seed_chooses_the_same_three_frameworks_again() -> None:
+    chosen = [choose(seed) for seed in range(40)]
+    assert all(len(set(one)) == 3 for one in chosen)
+    assert [choose(seed) for seed in range(40)] == chosen
+    reached = {name.removeprefix("integrations-") for one in chosen for name in one}
+    assert reached >= {*FRAMEWORKS}, "each is chosen some time"

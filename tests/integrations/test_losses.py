@@ -43,7 +43,7 @@ LOSSES = [
     *losses("lightning", 20, "batch end", *(f"lightning/{one}" for one in OF_LOADERS)),
     *losses("lightning", 20, "batch end", "lightning/loops", "lightning/hooks", "lightning/means"),
     *losses("lightning", 20, "batch end", "lightning/callbacks", average=True),
-    *losses("lightning", 17, "batch end", "optimizer", "scheduler", manual=True),
+    *losses("lightning", 18, "batch end", "optimizer", "scheduler", manual=True),
     *losses("transformers", 11, "end", "optimizer", "scheduler", "rng", "trainer/log"),
     *losses("transformers", 11, "end", "trainer/loss", "trainer/losses_before"),
     *losses("transformers", 11, "end", "trainer/epoch", "trainer/updates", "trainer/last_logged"),
@@ -95,6 +95,9 @@ def test_what_an_adapter_forgot_does_not_pass_unseen(
     done = start(script, root, loss.step, loss.place, **options)
     if "ranks" not in options:
         assert done.returncode == -9, done.stderr
+        if "UnsupportedState" in done.stderr:
+            end_keepers(arena_dir, grace_s=0.0)
+            return  # nothing of it was saved, and it said why
         if "/" not in loss.what:
             complete = start(script, root, loss.step, loss.place, **loss.options)
             assert complete.returncode != 0 and loss.what in complete.stderr

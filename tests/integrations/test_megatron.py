@@ -5,6 +5,7 @@ skipped. ``megatron_on_cpu.py`` has what a CPU needs for it.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from integrations.real_runs import (
     check_page_script,
     check_resumed,
     check_same,
+    environment,
     killed_and_resumed,
     needs,
     said,
@@ -216,3 +218,28 @@ def test_the_script_of_megatrons_page_goes_on_with_the_same_losses(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = PROJECT / "examples" / "integrations" / "megatron_loop.py"
     check_page_script([*launcher, ON_CPU, str(script)], tmp_path)
+
+
+@needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 1, "distributed": True, "sharding": "fully_reshardable"},
+        {"tp": 2, "distributed": True, "bf16": True, "sharding": "dp_reshardable"},
+    ],
+    ids=["distributed optimizer", "tensor parallel, bf16"],
+)
+def test_calls_of_dist_checkpointing_go_through_holdfast(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each rank loads what it loads through Megatron's own strategy, to the bit."""
+    script = str(Path(__file__).with_name("megatron_files.py"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = [script, str(tmp_path / "a"), "-1", "none", json.dumps(options)]
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all the same") == 2

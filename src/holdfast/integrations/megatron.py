@@ -37,6 +37,20 @@ try:
 except ImportError as error:
     raise missing("megatron", error) from error
 
+from holdfast.integrations.megatron_strategies import (
+    HoldfastLoadStrategy,
+    HoldfastSaveStrategy,
+)
+
+__all__ = [
+    "Generators",
+    "HoldfastLoadStrategy",
+    "HoldfastSaveStrategy",
+    "MegatronCheckpointer",
+    "attach",
+    "tensor_parallel_rules",
+]
+
 _LOOP = "megatron"
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
 _ADAPTER = Adapter("megatron", "0.16", _KEYS, "Megatron's")
