@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanSquaredError
+from torchmetrics import MeanSquaredError, Metric
 
 import holdfast
 from holdfast.integrations.lightning import HoldfastLightningCallback
@@ -44,12 +44,26 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 8))
 
 
+class Columns(Metric):  # type: ignore[misc]
+    """The sums of columns: more than is stored for each rank with the values."""
+
+    def __init__(self) -> None:
+        super().__init__(sync_on_compute=False)
+        self.add_state("total", torch.zeros(512, 8), "sum")
+
+    def update(self, batch: torch.Tensor) -> None:
+        self.total += batch.sum(dim=0)
+
+    def compute(self) -> Any:
+        return self.total.sum()
+
+
 class Model(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.net = network()
         self.losses = 0.0
-        self.error = MeanSquaredError()
+        self.error, self.columns = MeanSquaredError(), Columns()
 
     def configure_model(self) -> None:
         mesh = self.device_mesh
@@ -67,6 +81,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         self.losses += loss.item()
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.error(batch, batch.flip(1) * loss.detach())
+        self.columns.update(batch)
         self.log("squares", self.error, on_step=False, on_epoch=True)
         return loss
 
@@ -141,7 +156,7 @@ class Witness(lightning.Callback):  # type: ignore[misc]
         seen = [digest(module.parameters()), *(digest(moments(o)) for o in trainer.optimizers)]
         rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
         epoch = trainer.current_epoch
-        sums = (batch.sum().item(), module.losses)
+        sums = (batch.sum().item(), module.losses, digest([module.columns.total]))
         note(f"batch {step} {epoch} {index} {seen} {rates!r} {sums!r}")
         pass_by("batch end", step)
 

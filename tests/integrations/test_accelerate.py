@@ -27,6 +27,7 @@ from integrations.real_runs import (
     start,
     whole,
 )
+from support.runs.mishaps import listening
 
 needs_it = needs("accelerate")
 RUN = "accelerate_run.py"
@@ -225,6 +226,10 @@ def test_an_accelerator_has_one_checkpointer_and_gets_its_methods_back(
         with pytest.raises(UsageError, match=r"since attach\(\)"):
             ckpt.step()
     assert "save_state" not in vars(prepared)
+    prepared.register_save_state_pre_hook(lambda models, weights, where: None)
+    with listening() as heard:
+        attach(prepared, tmp_path / "c").close()
+    assert any("register_save_state_pre_hook() are not called" in str(one) for one in heard)
 
 
 @needs_it

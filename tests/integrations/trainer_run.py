@@ -132,7 +132,8 @@ def keep_as_first_version() -> None:
     def state_dict(self: Any) -> dict[str, Any]:
         found = {k: v for k, v in now(self).items() if k not in ("generator", "stopped")}
         log = json.dumps(self._trainer.state.log_history).encode()
-        return found | {"log": torch.frombuffer(bytearray(log), dtype=torch.uint8)}
+        (loss,) = found["loss"].values()
+        return found | {"log": torch.frombuffer(bytearray(log), dtype=torch.uint8), "loss": loss}
 
     _Loop.state_dict = state_dict  # type: ignore[method-assign]
 

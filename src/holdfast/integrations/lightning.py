@@ -25,12 +25,7 @@ from holdfast.integrations.lightning_limits import (
     refuse_unknown,
     take_environment,
 )
-from holdfast.integrations.lightning_logs import (
-    logs_state,
-    means,
-    resume_logs,
-    resume_means,
-)
+from holdfast.integrations.lightning_logs import logs_state, resume_logs
 from holdfast.integrations.lone_checkpoints import (
     is_whole,
     read_alone,
@@ -38,6 +33,7 @@ from holdfast.integrations.lone_checkpoints import (
     write_alone,
 )
 from holdfast.integrations.seam import Adapter, LoaderPlace, missing, one_or_all, restore_run
+from holdfast.integrations.unsaved import warn_of_unsaved
 from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
@@ -105,6 +101,7 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         state: dict[str, Any] = {_LOOP: place}
         self.checkpointer = Checkpointer(self._root, state, **self._options)
         state |= _state_of(trainer, pl_module) | self._more
+        warn_of_unsaved(place.without_state(), state.values())
         self.restored = restore_run(self.checkpointer, _LOOP, self._wanted)
         if self.restored is not None:
             place.resume()
@@ -306,8 +303,7 @@ class _FitPlace:
                 place.save(self._batches(place) if self.is_inside else None)
                 for place in self._places
             ],
-            **logs_state(trainer),
-            "means": means(fit.epoch_loop._results) if self.is_inside else {},
+            **logs_state(trainer, is_inside=self.is_inside),
         }
 
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
@@ -321,6 +317,14 @@ class _FitPlace:
         """Yields the other callbacks that have a state."""
         for one in self._others():
             if type(one).state_dict is not Callback.state_dict:
+                yield one
+
+    def without_state(self) -> Iterator[Any]:
+        """Yields the other callbacks that give nothing to be saved, in no way."""
+        for one in self._others():
+            kind = type(one)
+            gives = (Callback.state_dict, Callback.on_save_checkpoint)
+            if (kind.state_dict, kind.on_save_checkpoint) == gives:
                 yield one
 
     def resume(self) -> None:
@@ -337,7 +341,6 @@ class _FitPlace:
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(saved["data"])
         resume_logs(trainer, saved)
-        resume_means(fit.epoch_loop._results, saved["means"])
         # A checkpoint of Lightning's own is where a run begins, not where it goes on.
         trainer._checkpoint_connector._loaded_checkpoint = {}
 

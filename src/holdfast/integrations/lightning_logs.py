@@ -12,32 +12,42 @@ from typing import Any
 import torch
 
 
-def logs_state(trainer: Any) -> dict[str, Any]:
-    """Returns what was logged last, and the values of the module's metrics, as plain values."""
+def logs_state(trainer: Any, *, is_inside: bool) -> dict[str, Any]:
+    """Returns what was logged last and what each rank has added up, as plain values.
+
+    They differ from rank to rank, and tensors that are large or on a GPU are stored once for all:
+    so each rank has a key of its own. ``is_inside``: an epoch is under way.
+    """
     logs = trainer._logger_connector
-    return {
+    own = {
         "metrics": [
             dict(one)
             for one in (logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics)
         ],
-        "first": logs._first_loop_iter,
-        "function": logs._current_fx,
+        "means": _means(trainer.fit_loop.epoch_loop._results) if is_inside else {},
         "sums": {
             name: {"updates": one._update_count, "values": _copied(one.metric_state)}
             for name, one in _metrics(trainer.lightning_module)
             if one._update_count
         },
     }
+    return {
+        "first": logs._first_loop_iter,
+        "function": logs._current_fx,
+        "added": {f"{trainer.global_rank}": own},
+    }
 
 
 def resume_logs(trainer: Any, saved: Mapping[str, Any]) -> None:
     """Goes on with what was logged, and with each metric where it was."""
     logs = trainer._logger_connector
+    own = saved.get("added", {}).get(f"{trainer.global_rank}", {})
     logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics = (
-        dict(one) for one in saved["metrics"]
+        dict(one) for one in own.get("metrics", saved.get("metrics", [{}, {}, {}]))
     )
     logs._first_loop_iter, logs._current_fx = saved["first"], saved["function"]
-    sums = saved.get("sums", {})  # the first version kept none
+    _resume_means(trainer.fit_loop.epoch_loop._results, own.get("means", saved.get("means", {})))
+    sums = own.get("sums", {})  # the first version kept none
     for name, one in _metrics(trainer.lightning_module):
         if name in sums:
             one._update_count, one._computed = sums[name]["updates"], None
@@ -64,7 +74,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def means(results: Any) -> dict[str, Any]:
+def _means(results: Any) -> dict[str, Any]:
     """Returns what was added up for the means of the epoch that are logged at its end."""
     return {
         key: {
@@ -77,7 +87,7 @@ def means(results: Any) -> dict[str, Any]:
     }
 
 
-def resume_means(results: Any, saved: Mapping[str, Any]) -> None:
+def _resume_means(results: Any, saved: Mapping[str, Any]) -> None:
     """Goes on with each mean where it was, when it is logged for the first time."""
     waiting, update = dict(saved), results.update_metrics
 

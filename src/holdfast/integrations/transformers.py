@@ -22,6 +22,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import Warned, emit
 from holdfast.integrations.seam import Adapter, missing, restore_loop_first
+from holdfast.integrations.unsaved import warn_of_unsaved
 from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class HoldfastMixin:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    callback_handler: Any
     is_deepspeed_enabled: bool
     add_callback: Any
 
@@ -204,6 +206,12 @@ class HoldfastMixin:
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             self._hf_state["scaler"] = scaler
+        callbacks = self.callback_handler.callbacks
+        known = _exportable(self)
+        warn_of_unsaved(
+            (one for one in callbacks if not any(one is each for each in known)),
+            self._hf_state.values(),
+        )
         if self._hf_restored is not None:
             assert self.checkpointer is not None
             generation = f"{self._hf_restored.generation}"
@@ -366,7 +374,8 @@ class _Loop:
             "epoch": self.epoch,
             "updates": self._updates(),
             "terms": self._terms(),
-            "loss": torch.zeros(()) if loss is None else loss.detach(),
+            # A tensor on a GPU is stored once for all ranks: each has a key of its own.
+            "loss": {self._rank(): torch.zeros(()) if loss is None else loss.detach()},
             "losses_before": getattr(trainer, "_total_loss_scalar", 0.0),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "first_step": getattr(trainer, "_initial_global_step", 0),
@@ -388,6 +397,9 @@ class _Loop:
         self.epoch, self._updates_before = found["epoch"], found["updates"]
         self._first_step = self._last_step = trainer.state.global_step
 
+    def _rank(self) -> str:
+        return f"{self._trainer.args.process_index}"
+
     def check_fits(self) -> None:
         """Raises UsageError where the place in the data would be another one."""
         then, now = self._saved["terms"], self._terms()
@@ -406,7 +418,10 @@ class _Loop:
         if not self._saved:
             return
         trainer, saved = self._trainer, self._saved
-        trainer._tr_loss = saved["loss"].to(trainer.args.device).clone()
+        loss = saved["loss"]
+        if not isinstance(loss, torch.Tensor):  # the first version kept one for all ranks
+            loss = loss.get(self._rank(), torch.zeros(()))
+        trainer._tr_loss = loss.to(trainer.args.device).clone()
         trainer._total_loss_scalar = saved["losses_before"]
         trainer._globalstep_last_logged = saved["last_logged"]
         trainer._initial_global_step = saved["first_step"]
