@@ -97,6 +97,18 @@ def test_torchtitan_resumes_from_storage_when_shared_memory_is_gone(
 
 @needs_it
 @pytest.mark.timeout(400)
+def test_sigterm_ends_torchtitan_in_its_grace_period(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    grace = {"holdfast_options": {"grace_s": 30.0}}
+    told = run(root, 6, "forward", signal=15, checkpoint=grace)
+    assert told.returncode == 1 and "Preempted" in told.stderr
+    done = run(root)
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("options", "place", "step"),
     [

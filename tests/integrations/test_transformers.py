@@ -304,6 +304,17 @@ def test_a_growing_log_is_kept_in_leaves_of_few_shapes_and_read_as_it_was_writte
 
 @needs_it
 @pytest.mark.timeout(300)
+def test_sigterm_ends_a_trainer_in_its_grace_period(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    told = run(root, 11, "begin", signal=15, grace_s=30.0)
+    assert told.returncode == 1 and "Preempted" in told.stderr
+    done = run(root)
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(300)
 def test_a_callback_alone_saves_and_refuses_to_resume(tmp_path: Path) -> None:
     """What it saved are the weights and moments that the mixin has after the same steps."""
     alone, mixin = tmp_path / "alone", tmp_path / "mixin"

@@ -184,7 +184,8 @@ def main() -> None:
         "learning_rate": 1e-3,
     }
     durable = holdfast.Every(steps=OPTIONS.get("durable", 5))
-    ours: dict[str, Any] = {"holdfast": ROOT, "holdfast_options": {"storage": durable}}
+    more = {"storage": durable, "grace_s": OPTIONS.get("grace_s")}
+    ours: dict[str, Any] = {"holdfast": ROOT, "holdfast_options": more}
     alone = [HoldfastTrainerCallback(ROOT, storage=durable)] if OPTIONS.get("callback") else []
     trainer = (Trainer if alone else partial(HoldfastTrainer, **ours))(
         model=make_model(config),
