@@ -112,11 +112,21 @@ def settings() -> dict[str, Any]:
     }
     if PRECISION == "fp16":
         found["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 5}
+    if OPTIONS.get("autocast"):
+        found["torch_autocast"] = {"enabled": True, "dtype": "fp16"}
     if PRECISION == "bf16":
         found["bf16"] = {"enabled": True}
         if OPTIONS.get("gradients"):
             found["data_types"] = {"grad_accum_dtype": OPTIONS["gradients"]}
     return found
+
+
+def scale_of(engine: Any) -> Any:
+    """Returns the scale of the loss, and how many updates it has grown for."""
+    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if scaler is None:
+        return getattr(engine.optimizer, "cur_scale", 1.0)
+    return scaler.get_scale(), scaler._get_growth_tracker()
 
 
 def make_engine() -> Any:
@@ -185,7 +195,7 @@ def main() -> None:
             pass_by("save", step)
             note(
                 f"step {step} {digest(shares(engine))} {engine.get_lr()!r} "
-                f"{getattr(engine.optimizer, 'cur_scale', 1.0)!r} {engine.skipped_steps} "
+                f"{scale_of(engine)!r} {engine.skipped_steps} "
                 f"{hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]}"
             )
     note(f"end {ckpt.steps}")

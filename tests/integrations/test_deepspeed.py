@@ -129,8 +129,9 @@ def check_plain(root: Path) -> None:
         {"stage": 2, "offload": True},
         {"stage": 3, "offload": True, "sub_group": 10**9},
         {"stage": 2, "precision": "bf16", "accumulation": 1},
+        {"stage": 1, "autocast": True},
     ],
-    ids=["fp32 gradients", "offload 2", "offload 3", "no accumulation"],
+    ids=["fp32 gradients", "offload 2", "offload 3", "no accumulation", "autocast"],
 )
 def test_other_settings_of_an_engine(options: dict[str, Any], tmp_path: Path) -> None:
     unbroken = whole(RUN, tmp_path / "whole", **options)

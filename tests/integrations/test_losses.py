@@ -53,6 +53,7 @@ LOSSES = [
     *losses("torchtitan", 7, "save", "dataloader", "train_state"),
     *losses("deepspeed", 7, "save", "model", "optimizer", "scheduler", "rng", "client_state"),
     *losses("deepspeed", 7, "save", "deepspeed/counters", "deepspeed/scaler", precision="fp16"),
+    *losses("deepspeed", 7, "save", "scaler", autocast=True),
     *losses("megatron", 7, "save", "optimizer", "scheduler", "rng", ranks=2),
     *losses("megatron", 7, "save", "rng/tracker", tp=2, ranks=2),
     *losses("megatron", 7, "save", "optimizer", ranks=2, distributed=True, bf16=True),
