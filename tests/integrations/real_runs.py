@@ -67,8 +67,13 @@ def _prepare(script: str) -> subprocess.Popen[str]:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        atexit.register(_prepared[script].kill)
+        atexit.register(_end, _prepared[script])
     return _prepared[script]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()  # waits, and closes its pipes
 
 
 def start(
