@@ -165,7 +165,8 @@ def test_sigterm_ends_an_engine_in_its_grace_period(tmp_path: Path) -> None:
     assert told.returncode == 1 and "Preempted" in told.stderr
     done = run(root, **options)
     assert done.returncode == 0, done.stderr
-    check_same(said(root), unbroken)
+    # The step with which it ended is told of by what step() raised, and no more.
+    check_same(said(root), [line for line in unbroken if not line.startswith("0: step 6 ")])
 
 
 @needs_it

@@ -30,8 +30,6 @@ def losses(framework: str, step: int, place: str, *what: str, **options: Any) ->
 
 
 RUNS = {"transformers": "trainer_run.py"}
-#: An order of the samples that is drawn anew at the begin of an epoch.
-BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
 OF_LOADERS = ("loaders/batches", "loaders/generators")
 LOSSES = [
     *losses("accelerate", 10, "save", "optimizer", "scheduler", "rng", "registered"),
@@ -48,7 +46,6 @@ LOSSES = [
     *losses("transformers", 11, "end", "optimizer", "scheduler", "rng", "trainer/log"),
     *losses("transformers", 11, "end", "trainer/loss", "trainer/losses_before"),
     *losses("transformers", 11, "end", "trainer/epoch", "trainer/updates", "trainer/last_logged"),
-    *losses("transformers", 11, "end", "trainer/generator", args=BY_LENGTH),
     *losses("torchtitan", 7, "save", "optimizer", "lr_scheduler", "rng"),
     *losses("torchtitan", 7, "save", "dataloader", "train_state"),
     *losses("deepspeed", 7, "save", "model", "optimizer", "scheduler", "rng", "client_state"),

@@ -88,14 +88,17 @@ def _lose(state: Any, what: str) -> None:
 
 def _forget(what: str) -> None:
     """Makes every Checkpointer of this process forget ``what``."""
-    restore = holdfast.Checkpointer.restore
 
-    def forgetful(self: Any, *given: Any, **named: Any) -> Any:
-        if what.split("/")[0] in self.state:  # some adapters add their keys later
-            _lose(self.state, what)
-        return restore(self, *given, **named)
+    def forgetful(original: Any) -> Any:
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            if what.split("/")[0] in self.state:  # some adapters add their keys later
+                _lose(self.state, what)
+            return original(self, *given, **named)
 
-    holdfast.Checkpointer.restore = forgetful  # type: ignore[method-assign]
+        return call
+
+    for name in ("restore", "step"):
+        setattr(holdfast.Checkpointer, name, forgetful(getattr(holdfast.Checkpointer, name)))
 
 
 if "loses" in OPTIONS:
