@@ -149,6 +149,11 @@ integrations: $(INTEGRATION_LISTS:tests/integrations/%.txt=integrations-%) ## ad
 
 integrations-%: $(INTEGRATIONS)/%/.ready
 	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_$*.py $(PYTEST_ARGS)
+	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_losses.py -k "$* or forty" $(PYTEST_ARGS)
+
+.PHONY: integrations-sample
+integrations-sample: $(READY) ## the adapters of three libraries, chosen by a seed that is printed; SEED=... takes it again
+	$(BIN)/python tests/integrations/choose.py $(SEED) | xargs $(MAKE)
 
 .PHONY: integrations-optimizers
 integrations-optimizers: $(INTEGRATIONS)/optimizers/.ready ## every optimizer of torch and three libraries, killed and made anew (downloads 300 MB)

@@ -5,12 +5,7 @@ usage: accelerate_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_accelerat
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import random
-import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import holdfast
 from holdfast.integrations.accelerate import attach
+from integrations.witness import OPTIONS, ROOT, digest, moments, note, pass_by
 
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-RANK = int(os.environ.get("RANK", "0"))
 MANUAL = OPTIONS.get("manual", 0)
 SAMPLES, BATCH = 108, OPTIONS.get("batch", 4)
 
@@ -71,32 +64,6 @@ class ByChance(Sampler[int]):
             shuffle(places)
             order = places.tolist()
         return iter(order)
-
-
-def note(line: str) -> None:
-    with Path(f"{ROOT}.log").open("a") as file:
-        file.write(f"{RANK}: {line}\n")
-
-
-def pass_by(place: str, step: int) -> None:
-    died = Path(f"{ROOT}.died")
-    if (place, step, RANK) == (PLACE, STEP, 0) and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:12]
-
-
-def moments(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield from (one for _, one in sorted(optimizer.state[parameter].items()))
 
 
 def make_loader() -> Any:

@@ -11,13 +11,10 @@ What it helps with, each a thing that DeepSpeed looks for on a CPU and does not 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -37,35 +34,22 @@ from torch import nn  # noqa: E402
 import holdfast  # noqa: E402
 from holdfast.integrations.deepspeed import attach  # noqa: E402
 from holdfast.state.mapped.shards import declared  # noqa: E402
+from integrations.witness import (  # noqa: E402
+    OPTIONS,
+    RANK,
+    ROOT,
+    digest,
+    note,
+    pass_by,
+)
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # 1
 type(get_accelerator()).is_fp16_supported = lambda self: True  # 2
 
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+WORLD = int(os.environ["WORLD_SIZE"])
 STAGE, PRECISION = OPTIONS.get("stage", 1), OPTIONS.get("precision", "fp32")
 PASSES = OPTIONS.get("accumulation", 2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def note(line: str) -> None:
-    with Path(f"{ROOT}.log").open("a") as file:
-        file.write(f"{RANK}: {line}\n")
-
-
-def pass_by(place: str, step: int) -> None:
-    died = Path(f"{ROOT}.died")
-    if (place, step, RANK) == (PLACE, STEP, OPTIONS.get("who", 0)) and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
 
 
 def shares(engine: Any) -> Iterator[torch.Tensor]:
@@ -128,11 +112,21 @@ def settings() -> dict[str, Any]:
     }
     if PRECISION == "fp16":
         found["fp16"] = {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 5}
+    if OPTIONS.get("autocast"):
+        found["torch_autocast"] = {"enabled": True, "dtype": "fp16"}
     if PRECISION == "bf16":
         found["bf16"] = {"enabled": True}
         if OPTIONS.get("gradients"):
             found["data_types"] = {"grad_accum_dtype": OPTIONS["gradients"]}
     return found
+
+
+def scale_of(engine: Any) -> Any:
+    """Returns the scale of the loss, and how many updates it has grown for."""
+    scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    if scaler is None:
+        return getattr(engine.optimizer, "cur_scale", 1.0)
+    return scaler.get_scale(), scaler._get_growth_tracker()
 
 
 def make_engine() -> Any:
@@ -201,7 +195,7 @@ def main() -> None:
             pass_by("save", step)
             note(
                 f"step {step} {digest(shares(engine))} {engine.get_lr()!r} "
-                f"{getattr(engine.optimizer, 'cur_scale', 1.0)!r} {engine.skipped_steps} "
+                f"{scale_of(engine)!r} {engine.skipped_steps} "
                 f"{hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]}"
             )
     note(f"end {ckpt.steps}")

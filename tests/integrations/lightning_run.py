@@ -5,14 +5,9 @@ usage: lightning_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_lightning.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import signal
-import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -22,14 +17,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError, Metric
 
 import holdfast
 from holdfast.integrations.lightning import HoldfastLightningCallback
+from integrations.witness import OPTIONS, ROOT, digest, moments, note, pass_by
 
 warnings.filterwarnings("ignore")
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 SAMPLES = 108
 
@@ -45,35 +39,23 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return torch.randn(8, generator=torch.Generator().manual_seed(index))
 
 
-def note(line: str) -> None:
-    with Path(f"{ROOT}.log").open("a") as file:
-        file.write(f"{RANK}: {line}\n")
-
-
-def pass_by(place: str, step: int) -> None:
-    died = Path(f"{ROOT}.died")
-    if (place, step, RANK) == (PLACE, STEP, 0) and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:12]
-
-
-def moments(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield from (one for _, one in sorted(optimizer.state[parameter].items()))
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 8))
+
+
+class Columns(Metric):  # type: ignore[misc]
+    """The sums of columns: more than is stored for each rank with the values."""
+
+    def __init__(self) -> None:
+        super().__init__(sync_on_compute=False)
+        self.add_state("total", torch.zeros(512, 8), "sum")
+
+    def update(self, batch: torch.Tensor) -> None:
+        self.total += batch.sum(dim=0)
+
+    def compute(self) -> Any:
+        return self.total.sum()
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc]
@@ -81,6 +63,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.net = network()
         self.losses = 0.0
+        self.error, self.columns = MeanSquaredError(), Columns()
 
     def configure_model(self) -> None:
         mesh = self.device_mesh
@@ -97,6 +80,9 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         loss = self._loss(batch)
         self.losses += loss.item()
         self.log("loss", loss, on_step=True, on_epoch=True)
+        self.error(batch, batch.flip(1) * loss.detach())
+        self.columns.update(batch)
+        self.log("squares", self.error, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
@@ -170,7 +156,7 @@ class Witness(lightning.Callback):  # type: ignore[misc]
         seen = [digest(module.parameters()), *(digest(moments(o)) for o in trainer.optimizers)]
         rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
         epoch = trainer.current_epoch
-        sums = (batch.sum().item(), module.losses)
+        sums = (batch.sum().item(), module.losses, digest([module.columns.total]))
         note(f"batch {step} {epoch} {index} {seen} {rates!r} {sums!r}")
         pass_by("batch end", step)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from integrations import megatron_run as run
+from integrations import witness
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
@@ -43,7 +44,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     tensor_parallel.get_cuda_rng_tracker()
-    run.OPTIONS.update(distributed=True)
+    witness.OPTIONS.update(distributed=True)
     model = run.make_model()
     optimizer = run.make_optimizer(model)
     where, given = ROOT / "a", (model, optimizer, None)

@@ -5,10 +5,6 @@ usage: megatron_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_megatron.py
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,6 +16,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from integrations import megatron_on_cpu
+from integrations.witness import OPTIONS, ROOT, digest, note, pass_by
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
@@ -39,31 +36,9 @@ import holdfast
 from holdfast import rules
 from holdfast.integrations.megatron import attach
 
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-RANK = int(os.environ["RANK"])
 STEPS = OPTIONS.get("steps", 16)
 BF16 = OPTIONS.get("bf16", False)
 DTYPE = torch.bfloat16 if BF16 else torch.float32
-
-
-def note(line: str) -> None:
-    with Path(f"{ROOT}.log").open("a") as file:
-        file.write(f"{RANK}: {line}\n")
-
-
-def pass_by(place: str, step: int) -> None:
-    died = Path(f"{ROOT}.died")
-    if (place, step, RANK) == (PLACE, STEP, OPTIONS.get("victim", 0)) and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
 
 
 def moments(optimizer: Any) -> Iterator[torch.Tensor]:

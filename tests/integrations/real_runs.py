@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import json
 import os
 import signal
@@ -10,7 +12,68 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.observe.report_builder import read_report
+
+#: One rank without torchrun, on a CPU.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+    "DS_ACCELERATOR": "cpu",
+    "DS_SKIP_CUDA_CHECK": "1",
+}
+
+
+def environment() -> dict[str, str]:
+    """Returns what a script needs: the tests on its path, and torchrun's store for itself."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {
+        "PYTHONPATH": path,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def needs(framework: str) -> pytest.MarkDecorator:
+    """Returns the mark of a test that is skipped without a framework."""
+    is_missing = importlib.util.find_spec(framework) is None
+    return pytest.mark.skipif(is_missing, reason=f"needs {framework}: make integrations")
+
+
+#: What a script loads first, which takes long.
+FRAMEWORK_OF = {
+    "accelerate_run.py": "accelerate",
+    "deepspeed_run.py": "deepspeed",
+    "lightning_run.py": "lightning.pytorch",
+    "torchtitan_run.py": "integrations.torchtitan_on_cpu",
+    "trainer_run.py": "transformers.trainer,transformers.models.gpt2.modeling_gpt2",
+}
+_prepared: dict[str, subprocess.Popen[str]] = {}
+
+
+def _prepare(script: str) -> subprocess.Popen[str]:
+    """Returns a process that has loaded what a script needs; see ``prepared.py``."""
+    if script not in _prepared:
+        command = [sys.executable, str(Path(__file__).with_name("prepared.py"))]
+        _prepared[script] = subprocess.Popen(
+            [*command, FRAMEWORK_OF[script]],
+            env=environment() | ALONE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        atexit.register(_end, _prepared[script])
+    return _prepared[script]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()  # waits, and closes its pipes
 
 
 def start(
@@ -24,13 +87,30 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, which may be the kill at ``place`` of ``step``."""
     path = Path(__file__).with_name(script)
-    command = [sys.executable, str(path), str(root), str(step), place, json.dumps(options)]
+    arguments = [str(path), str(root), str(step), place, json.dumps(options)]
+    if ranks == 1 and script in FRAMEWORK_OF:
+        return _start_prepared(script, arguments, root)
+    command = [sys.executable, *arguments]
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1"]
         meeting = ["--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command[1:1] = [*launcher, *meeting]
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+
+
+def _start_prepared(
+    script: str, arguments: list[str], root: Path
+) -> subprocess.CompletedProcess[str]:
+    process = _prepare(script)
+    assert process.stdin is not None and process.stdout is not None
+    output = Path(f"{root}.out")
+    begin = output.stat().st_size if output.exists() else 0
+    process.stdin.write(json.dumps([arguments, environment(), str(output)]) + "\n")
+    process.stdin.flush()
+    status = process.stdout.readline()
+    assert status, f"{script}: the process that starts it has ended"
+    told = output.read_text()[begin:]
+    return subprocess.CompletedProcess(arguments, int(status), told, told)
 
 
 def said(root: Path) -> list[str]:
@@ -73,10 +153,9 @@ def page_script(command: list[str], root: Path, kill_at: str = "") -> tuple[list
 
     ``kill_at``: kills it and what it started when a line begins so.
     """
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, *command, str(root)],
-        env=env,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

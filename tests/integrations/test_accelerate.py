@@ -4,11 +4,8 @@ says, to the bit. Without accelerate, which `make integrations` installs, these 
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,13 +22,14 @@ from integrations.real_runs import (
     check_resumed,
     check_same,
     killed_and_resumed,
+    needs,
     said,
     start,
     whole,
 )
+from support.runs.mishaps import listening
 
-HAS_IT = importlib.util.find_spec("accelerate") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs accelerate: make integrations")
+needs_it = needs("accelerate")
 RUN = "accelerate_run.py"
 run = partial(start, RUN)
 resumed = partial(killed_and_resumed, RUN)
@@ -228,6 +226,10 @@ def test_an_accelerator_has_one_checkpointer_and_gets_its_methods_back(
         with pytest.raises(UsageError, match=r"since attach\(\)"):
             ckpt.step()
     assert "save_state" not in vars(prepared)
+    prepared.register_save_state_pre_hook(lambda models, weights, where: None)
+    with listening() as heard:
+        attach(prepared, tmp_path / "c").close()
+    assert any("register_save_state_pre_hook() are not called" in str(one) for one in heard)
 
 
 @needs_it
@@ -265,10 +267,3 @@ def test_a_root_of_another_program_is_refused_by_an_accelerator(
     holdfast.save(tmp_path / "a", {"model": nn.Linear(2, 2)}, step=3)
     with pytest.raises(UsageError, match=r"not written by holdfast\.integrations\.accelerate"):
         attach(prepared, tmp_path / "a")
-
-
-@pytest.mark.skipif(HAS_IT, reason="accelerate is there")
-def test_without_accelerate_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.accelerate"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[accelerate]'" in done.stderr

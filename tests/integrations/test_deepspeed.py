@@ -4,7 +4,6 @@ says, to the bit. Without deepspeed, which `make integrations` installs, these a
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -22,13 +21,13 @@ from integrations.real_runs import (
     check_resumed,
     check_same,
     killed_and_resumed,
+    needs,
     said,
     start,
     whole,
 )
 
-HAS_IT = importlib.util.find_spec("deepspeed") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs deepspeed: make integrations")
+needs_it = needs("deepspeed")
 RUN = "deepspeed_run.py"
 run = partial(start, RUN)
 resumed = partial(killed_and_resumed, RUN)
@@ -130,8 +129,9 @@ def check_plain(root: Path) -> None:
         {"stage": 2, "offload": True},
         {"stage": 3, "offload": True, "sub_group": 10**9},
         {"stage": 2, "precision": "bf16", "accumulation": 1},
+        {"stage": 1, "autocast": True},
     ],
-    ids=["fp32 gradients", "offload 2", "offload 3", "no accumulation"],
+    ids=["fp32 gradients", "offload 2", "offload 3", "no accumulation", "autocast"],
 )
 def test_other_settings_of_an_engine(options: dict[str, Any], tmp_path: Path) -> None:
     unbroken = whole(RUN, tmp_path / "whole", **options)
@@ -165,7 +165,8 @@ def test_sigterm_ends_an_engine_in_its_grace_period(tmp_path: Path) -> None:
     assert told.returncode == 1 and "Preempted" in told.stderr
     done = run(root, **options)
     assert done.returncode == 0, done.stderr
-    check_same(said(root), unbroken)
+    # The step with which it ended is told of by what step() raised, and no more.
+    check_same(said(root), [line for line in unbroken if not line.startswith("0: step 6 ")])
 
 
 @needs_it
@@ -183,7 +184,7 @@ def test_mistakes_with_an_engine_are_named(tmp_path: Path) -> None:
 MISTAKES = {
     "another thing": "takes an engine of DeepSpeed, got a Linear",
     "before initialize": "the first thing that deepspeed.initialize() returned",
-    "twice": "attached to this engine already",
+    "twice": "attached to this DeepSpeedEngine already",
     "own keys": "keys model, rng, which are the engine's own",
     "foreign root": "a file of DeepSpeed, and is no root of Holdfast",
     "another program": "not written by holdfast.integrations.deepspeed",
@@ -198,8 +199,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.skipif(HAS_IT, reason="deepspeed is there")
-def test_without_deepspeed_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.deepspeed"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[deepspeed]'" in done.stderr
+@needs_it
+@pytest.mark.timeout(300)
+def test_calls_of_save_checkpoint_go_through_holdfast(tmp_path: Path) -> None:
+    """In five kinds of engines: saved, loaded into a new engine, trained on to the same bits."""
+    script = Path(__file__).with_name("deepspeed_files.py")
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("same ") == 5 and "all said" in done.stdout

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from integrations.choose import choose
+from integrations.real_runs import ALONE
 from support.project.code_blocks import PROJECT
 
 FRAMEWORKS = (
@@ -39,16 +41,6 @@ PAGES, PARTS_OF = {"fabric": "lightning"}, {"fabric": "lightning"}
 #: What lets a script run on a CPU, before it; see torchtitan_on_cpu.py.
 HELP = {
     "torchtitan": "from integrations import torchtitan_on_cpu as cpu; cpu.say_losses(); ",
-}
-#: One rank without torchrun, on a CPU.
-ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "0",
-    "DS_ACCELERATOR": "cpu",
-    "DS_SKIP_CUDA_CHECK": "1",
 }
 #: Scripts that need more than a root; the tests of their adapters run them.
 MORE_SCRIPTS = {
@@ -118,3 +110,20 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
     said += again.stdout.splitlines()
     assert {line for line in said if line[:1].isdigit()} == set(losses)
     assert len(losses) >= 30
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_without_a_framework_the_error_says_what_to_install(name: str) -> None:
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is there")
+    code = f"import holdfast.integrations.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "UsageError" in done.stderr and f"pip install 'holdfast[{name}]'" in done.stderr
+
+
+def test_a_seed_chooses_the_same_three_frameworks_again() -> None:
+    chosen = [choose(seed) for seed in range(40)]
+    assert all(len(set(one)) == 3 for one in chosen)
+    assert [choose(seed) for seed in range(40)] == chosen
+    reached = {name.removeprefix("integrations-") for one in chosen for name in one}
+    assert reached >= {*FRAMEWORKS}, "each is chosen some time"

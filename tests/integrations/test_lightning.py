@@ -4,7 +4,6 @@ says, to the bit. Without lightning, which `make integrations` installs, these a
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import shutil
 import subprocess
@@ -23,13 +22,13 @@ from integrations.real_runs import (
     check_resumed,
     check_same,
     killed_and_resumed,
+    needs,
     said,
     start,
     whole,
 )
 
-HAS_IT = importlib.util.find_spec("lightning") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs lightning: make integrations")
+needs_it = needs("lightning")
 RUN = "lightning_run.py"
 run = partial(start, RUN)
 resumed = partial(killed_and_resumed, RUN)
@@ -240,10 +239,3 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
         lightning_limits.take_environment(second)
     found = entry_points(group="lightning.pytorch.callbacks_factory")
     assert [one.load() for one in found if one.name == "holdfast"] == [callbacks]
-
-
-@pytest.mark.skipif(HAS_IT, reason="lightning is there")
-def test_without_lightning_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.lightning"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[lightning]'" in done.stderr

@@ -5,7 +5,7 @@ skipped. ``megatron_on_cpu.py`` has what a CPU needs for it.
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -22,15 +22,16 @@ from integrations.real_runs import (
     check_page_script,
     check_resumed,
     check_same,
+    environment,
     killed_and_resumed,
+    needs,
     said,
     start,
     whole,
 )
 from support.project.code_blocks import PROJECT
 
-HAS_IT = importlib.util.find_spec("megatron") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs megatron-core: make integrations")
+needs_it = needs("megatron")
 RUN = "megatron_run.py"
 run = partial(start, RUN)
 ON_CPU = str(Path(__file__).with_name("megatron_on_cpu.py"))
@@ -83,7 +84,7 @@ def test_a_killed_loop_of_megatron_goes_on_as_if_nothing_had_been(
         (16, "save", 0),
     ):
         root = tmp_path / f"{step}-{place}"
-        check_same(resumed(root, step, place, victim=victim, **options), unbroken)
+        check_same(resumed(root, step, place, who=victim, **options), unbroken)
         check_resumed(root)
 
 
@@ -219,8 +220,26 @@ def test_the_script_of_megatrons_page_goes_on_with_the_same_losses(
     check_page_script([*launcher, ON_CPU, str(script)], tmp_path)
 
 
-@pytest.mark.skipif(HAS_IT, reason="megatron-core is there")
-def test_without_megatron_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.megatron"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[megatron]'" in done.stderr
+@needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 1, "distributed": True, "sharding": "fully_reshardable"},
+        {"tp": 2, "distributed": True, "bf16": True, "sharding": "dp_reshardable"},
+    ],
+    ids=["distributed optimizer", "tensor parallel, bf16"],
+)
+def test_calls_of_dist_checkpointing_go_through_holdfast(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each rank loads what it loads through Megatron's own strategy, to the bit."""
+    script = str(Path(__file__).with_name("megatron_files.py"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = [script, str(tmp_path / "a"), "-1", "none", json.dumps(options)]
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all the same") == 2

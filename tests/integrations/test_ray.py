@@ -4,7 +4,6 @@ the bit. Without Ray, which `make integrations` installs, these are skipped.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -20,11 +19,10 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import UsageError
-from integrations.real_runs import check_same, said
+from integrations.real_runs import check_same, needs, said
 from support.project.code_blocks import PROJECT
 
-HAS_IT = importlib.util.find_spec("ray") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs ray: make integrations")
+needs_it = needs("ray")
 RUN = Path(__file__).with_name("ray_run.py")
 SOURCES = os.pathsep.join(str(PROJECT / name) for name in ("src", "tests"))
 
@@ -192,10 +190,3 @@ def losses_of(root: Path, kill_at: int = -1) -> tuple[dict[int, str], bool]:
                 os.kill(pid, signal.SIGKILL)
     assert driver.returncode == 0
     return found, killed
-
-
-@pytest.mark.skipif(HAS_IT, reason="ray is there")
-def test_without_ray_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.ray"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[ray]'" in done.stderr

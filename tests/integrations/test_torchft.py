@@ -4,7 +4,6 @@ memory or from storage. Without torchft, which `make integrations` installs, the
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -23,11 +22,10 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import UsageError
-from integrations.real_runs import check_page_script, check_same, said
+from integrations.real_runs import check_page_script, check_same, environment, needs, said
 from support.project.code_blocks import PROJECT
 
-HAS_IT = importlib.util.find_spec("torchft") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs torchft: make integrations")
+needs_it = needs("torchft")
 RUN = Path(__file__).with_name("torchft_run.py")
 
 
@@ -50,7 +48,7 @@ def run(root: Path, step: int = -1, place: str = "none", **options: Any) -> list
     say.
     """
     given = {"victims": [0, 1], **options}
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = environment()
 
     def start(group: int) -> subprocess.Popen[bytes]:
         said = json.dumps({**given, "lighthouse": address, "group": group})
@@ -269,10 +267,3 @@ def test_the_script_of_torchfts_page_goes_on_with_the_same_losses(
     with lighthouse(1) as address:
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
         check_page_script([str(script)], tmp_path)
-
-
-@pytest.mark.skipif(HAS_IT, reason="torchft is there")
-def test_without_torchft_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.torchft"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[torchft]'" in done.stderr

@@ -4,10 +4,7 @@ to the bit. Without torchtitan, which `make integrations` installs, these are sk
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,13 @@ from integrations.real_runs import (
     check_resumed,
     check_same,
     killed_and_resumed,
+    needs,
     said,
     start,
     whole,
 )
 
-HAS_IT = importlib.util.find_spec("torchtitan") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs torchtitan: make integrations")
+needs_it = needs("torchtitan")
 RUN = "torchtitan_run.py"
 run = partial(start, RUN)
 resumed = partial(killed_and_resumed, RUN)
@@ -96,6 +93,18 @@ def test_torchtitan_resumes_from_storage_when_shared_memory_is_gone(
     report = read_report(root_of(root))
     assert {source for each in report.restores for source in each.sources} == {"storage"}
     assert [each.step for each in report.restores] == [5], "the interval, counted from 1"
+
+
+@needs_it
+@pytest.mark.timeout(400)
+def test_sigterm_ends_torchtitan_in_its_grace_period(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    grace = {"holdfast_options": {"grace_s": 30.0}}
+    told = run(root, 6, "forward", signal=15, checkpoint=grace)
+    assert told.returncode == 1 and "Preempted" in told.stderr
+    done = run(root)
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
 
 
 @needs_it
@@ -265,10 +274,3 @@ class Counter:
 
     def load_state_dict(self, found: dict[str, int]) -> None:
         pass
-
-
-@pytest.mark.skipif(HAS_IT, reason="torchtitan is there")
-def test_without_torchtitan_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.torchtitan"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[torchtitan]'" in done.stderr

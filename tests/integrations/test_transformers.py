@@ -4,50 +4,32 @@ run says, to the bit. Without transformers, which `make integrations` installs, 
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import random
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import holdfast
 from holdfast.events import Warned
 from holdfast.observe.log import read_events
 from holdfast.observe.report_builder import read_report
+from integrations import real_runs
+from integrations.real_runs import check_same, needs, said, start
 
-HAS_IT = importlib.util.find_spec("transformers") is not None
-needs_it = pytest.mark.skipif(not HAS_IT, reason="needs transformers: make integrations")
-RUN = Path(__file__).with_name("trainer_run.py")
+needs_it = needs("transformers")
+RUN = "trainer_run.py"
 PLACES = ("begin", "end", "log", "evaluate", "epoch begin", "epoch end")
 #: 60 samples, 8 an update: 8 updates an epoch, 24 in all, logged every third.
 STEPS = {"log": (3, 9, 24), "evaluate": (8, 16, 24), "epoch begin": (8, 16), "epoch end": (8, 24)}
-SETTINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-
-
-def run(
-    root: Path,
-    step: int = -1,
-    place: str = "none",
-    *,
-    ranks: int = 1,
-    **options: Any,
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RUN), str(root), str(step), place, json.dumps(options)]
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1"]
-        meeting = ["--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        command[1:1] = [*launcher, *meeting]
-    env = os.environ | SETTINGS | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-
-
-def said(root: Path) -> list[str]:
-    return Path(f"{root}.log").read_text().splitlines()
+run = partial(start, RUN)
+killed_and_resumed = partial(real_runs.killed_and_resumed, RUN)
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +40,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         done = run(root)
     assert done.returncode == 0, done.stderr
     return said(root)
-
-
-def killed_and_resumed(root: Path, step: int, place: str, **options: Any) -> list[str]:
-    done = run(root, step, place, **options)
-    if options.get("ranks", 1) == 1:
-        assert done.returncode == -9, done.stderr
-        done = run(root, step, place, **options)
-    assert done.returncode == 0, done.stderr
-    return said(root)
-
-
-def check_same(found: list[str], unbroken: list[str]) -> None:
-    """What was said twice was said alike; nothing is said that an unbroken run does not say."""
-    assert [line for line in unbroken if line not in found] == []
-    assert [line for line in found if line not in unbroken] == []
 
 
 @needs_it
@@ -280,7 +247,7 @@ def test_a_run_begins_at_a_checkpoint_of_the_trainer_and_then_goes_on_from_its_o
 
 
 @needs_it
-def test_mistakes_are_named() -> None:
+def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PretrainedConfig, Trainer
 
     from holdfast.errors import UsageError
@@ -289,6 +256,15 @@ def test_mistakes_are_named() -> None:
     assert PretrainedConfig is not None
     with pytest.raises(UsageError, match="state= has the keys model, rng"):
         HoldfastTrainer(holdfast="runs/x", state={"rng": 1, "model": 2, "mine": 3})
+
+    (tmp_path / "foreign" / "checkpoint-500").mkdir(parents=True)
+    (tmp_path / "foreign" / "checkpoint-500" / "trainer_state.json").touch()
+    with pytest.raises(UsageError, match=r"a file of the Trainer of transformers, and is no root"):
+        HoldfastTrainer(holdfast=tmp_path / "foreign")
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.__version__", "5.22.1")
+        with pytest.raises(UsageError, match=r"needs transformers 5\.23 or later, got 5\.22\.1"):
+            HoldfastTrainer(holdfast=tmp_path / "a")
 
     class Old(HoldfastMixin):
         def _run_epoch(self, **given: Any) -> None: ...
@@ -301,13 +277,6 @@ def test_mistakes_are_named() -> None:
 
     with pytest.raises(TypeError):
         Behind(holdfast="runs/x")
-
-
-@pytest.mark.skipif(HAS_IT, reason="transformers is there")
-def test_without_transformers_the_error_says_what_to_install() -> None:
-    code = "import holdfast.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "UsageError" in done.stderr and "pip install 'holdfast[transformers]'" in done.stderr
 
 
 def test_the_package_itself_imports_no_other_library() -> None:
@@ -331,3 +300,51 @@ def test_a_growing_log_is_kept_in_leaves_of_few_shapes_and_read_as_it_was_writte
         sizes.add(len(_padded(log)))
     assert _log_entries(bytes(_padded(log))) == _log_entries(log) == entries
     assert len(sizes) < 8
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_sigterm_ends_a_trainer_in_its_grace_period(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    told = run(root, 11, "begin", signal=15, grace_s=30.0)
+    assert told.returncode == 1 and "Preempted" in told.stderr
+    done = run(root)
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_a_callback_alone_saves_and_refuses_to_resume(tmp_path: Path) -> None:
+    """What it saved are the weights and moments that the mixin has after the same steps."""
+    alone, mixin = tmp_path / "alone", tmp_path / "mixin"
+    ways: list[tuple[Path, dict[str, Any]]] = [(alone, {"callback": True}), (mixin, {})]
+    for root, how in ways:
+        done = run(root, durable=1, args={"num_train_epochs": 1}, **how)
+        assert done.returncode == 0, done.stderr
+    with holdfast.open(alone) as one, holdfast.open(mixin) as other:
+        assert one.leaves.keys() <= other.leaves.keys() and len(one.leaves) > 80
+        for name in one.leaves:
+            assert torch.equal(one.read(name), other.read(name)), name
+    for callback, words in (
+        (True, "a callback alone cannot resume a Trainer"),
+        (False, "was not written by holdfast.integrations.transformers"),
+    ):
+        refused = run(alone, durable=1, callback=callback)
+        assert refused.returncode != 0 and words in refused.stderr
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_adapters_of_peft_are_kept_all_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"adapters": ["default", "second"]}
+    whole = run(tmp_path / "whole", **options)
+    assert whole.returncode == 0, whole.stderr
+    root = tmp_path / "run"
+    assert run(root, 11, "end", **options).returncode == -9
+    refused = run(root, 11, "end", adapters=["default"])
+    assert refused.returncode != 0 and "StateMismatch" in refused.stderr
+    assert "lora_A.second.weight" in refused.stderr
+    done = run(root, 11, "end", **options)
+    assert done.returncode == 0, done.stderr
+    check_same(said(root), said(tmp_path / "whole"))

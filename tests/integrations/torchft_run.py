@@ -5,15 +5,11 @@ usage: torchft_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_torchft.py``
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import signal
-import sys
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,8 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 import holdfast
 from holdfast.integrations.torchft import attach
+from integrations.witness import OPTIONS, PLACE, ROOT, STEP, digest
 
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
 GROUP = int(OPTIONS["group"])
 STEPS = OPTIONS.get("steps", 20)
 
@@ -42,13 +37,6 @@ def pass_by(place: str, step: int) -> None:
     if (place, step) == (PLACE, STEP) and GROUP in OPTIONS["victims"] and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:12]
 
 
 def main() -> None:

@@ -6,11 +6,9 @@ usage: torchtitan_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_torchtita
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +19,13 @@ from torch import nn
 sys.path.append(str(Path(__file__).parents[1]))
 
 from integrations import torchtitan_on_cpu as cpu
+from integrations.witness import OPTIONS, ROOT, digest, moments, note, pass_by
 
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
-RANK = int(os.environ.get("RANK", "0"))
 os.environ.setdefault("LOCAL_RANK", "0")
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
 os.environ.setdefault("MASTER_ADDR", "localhost")
 os.environ.setdefault("MASTER_PORT", "0")
-
-
-def note(line: str) -> None:
-    with Path(f"{ROOT}.log").open("a") as file:
-        file.write(f"{RANK}: {line}\n")
-
-
-def pass_by(place: str, step: int) -> None:
-    died = Path(f"{ROOT}.died")
-    if (place, step) == (PLACE, STEP) and OPTIONS.get("who", 0) == RANK and not died.exists():
-        died.touch()
-        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
-
-
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:12]
-
-
-def moments(optimizers: Any) -> Iterator[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield from (one for _, one in sorted(optimizer.state[parameter].items()))
 
 
 def settings() -> Any:
@@ -129,7 +98,8 @@ def main() -> None:
         train_step(batches)
         lines.append(
             f"step {trainer.step} {digest(p for m in trainer.model_parts for p in m.parameters())} "
-            f"{digest(moments(trainer.optimizers))} {trainer.ntokens_seen} "
+            f"{digest(chain.from_iterable(map(moments, trainer.optimizers)))} "
+            f"{trainer.ntokens_seen} "
             f"{[one.get_last_lr() for one in trainer.lr_schedulers]!r} "
             f"{hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:12]}"
         )

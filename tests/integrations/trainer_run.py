@@ -5,31 +5,38 @@ usage: trainer_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_transformers
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import torch
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
 import holdfast
-from holdfast.integrations.transformers import HoldfastTrainer, _Loop
+from holdfast.integrations.transformers import (
+    HoldfastTrainer,
+    HoldfastTrainerCallback,
+    _Loop,
+)
+from integrations import witness
+from integrations.witness import OPTIONS, RANK, ROOT, digest, pass_by
 
-ROOT, STEP, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-OPTIONS: dict[str, Any] = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+note = partial(witness.note, who="")
 TIMED = ("runtime", "per_second")
 
 
@@ -56,26 +63,12 @@ class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
         return (tokens[index] for index in range(1000))
 
 
-def note(line: str) -> None:
-    with Path(f"{ROOT}.log").open("a") as file:
-        file.write(f"{line}\n")
-
-
 def untimed(logs: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in logs.items() if not any(t in name for t in TIMED)}
 
 
 class Witness(TrainerCallback):  # type: ignore[misc]
     """Every rank notes, and one is killed: the others lose it in the next collective."""
-
-    def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
-
-    def _pass(self, place: str, step: int) -> None:
-        died = Path(f"{ROOT}.died")
-        if (place, step, self.rank) == (PLACE, STEP, 0) and not died.exists():
-            died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def _stops(self, place: str, step: int) -> bool:
         """True once, where the options say that the run is to be stopped."""
@@ -86,7 +79,7 @@ class Witness(TrainerCallback):  # type: ignore[misc]
         return True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pass("begin", state.global_step + 1)
+        pass_by("begin", state.global_step + 1)
         if self._stops("begin", state.global_step + 1):
             control.should_training_stop = True
 
@@ -95,31 +88,29 @@ class Witness(TrainerCallback):  # type: ignore[misc]
             p.full_tensor() if hasattr(p, "full_tensor") else p
             for p in kwargs["model"].parameters()
         )
-        data = b"".join(tensor.detach().numpy().tobytes() for tensor in whole)
         rate = kwargs["lr_scheduler"].get_last_lr()[0]
-        digest = hashlib.sha256(data).hexdigest()[:12]
-        note(f"{self.rank}: step {state.global_step} {digest} {rate!r} {state.epoch!r}")
+        note(f"{RANK}: step {state.global_step} {digest(whole)} {rate!r} {state.epoch!r}")
         if self._stops("end", state.global_step):
             control.should_training_stop = True
         if self._stops("signal", state.global_step):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(4)  # the Trainer waits for 3 s before it stops
-        self._pass("end", state.global_step)
+        pass_by("end", state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        note(f"{self.rank}: log {state.global_step} {json.dumps(untimed(logs))}")
-        self._pass("log", state.global_step)
+        note(f"{RANK}: log {state.global_step} {json.dumps(untimed(logs))}")
+        pass_by("log", state.global_step)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pass("evaluate", state.global_step)
+        pass_by("evaluate", state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if OPTIONS.get("apart"):
             torch.manual_seed(1000 * round(state.epoch or 0) + self.rank)
-        self._pass("epoch begin", state.global_step)
+        pass_by("epoch begin", state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pass("epoch end", state.global_step)
+        pass_by("epoch end", state.global_step)
 
 
 def note_saves() -> None:
@@ -141,7 +132,8 @@ def keep_as_first_version() -> None:
     def state_dict(self: Any) -> dict[str, Any]:
         found = {k: v for k, v in now(self).items() if k not in ("generator", "stopped")}
         log = json.dumps(self._trainer.state.log_history).encode()
-        return found | {"log": torch.frombuffer(bytearray(log), dtype=torch.uint8)}
+        (loss,) = found["loss"].values()
+        return found | {"log": torch.frombuffer(bytearray(log), dtype=torch.uint8), "loss": loss}
 
     _Loop.state_dict = state_dict  # type: ignore[method-assign]
 
@@ -149,6 +141,21 @@ def keep_as_first_version() -> None:
 def callbacks() -> list[TrainerCallback]:
     patience = OPTIONS.get("patience")
     return [Witness(), *([EarlyStoppingCallback(patience, 1e9)] if patience else [])]
+
+
+def make_model(config: GPT2Config) -> Any:
+    """Makes the model, with adapters of PEFT where the options name some; the first is trained."""
+    model = GPT2LMHeadModel(config)
+    if "adapters" not in OPTIONS:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+    first, *others = OPTIONS["adapters"]
+    model = get_peft_model(model, lora, adapter_name=first)
+    for name in others:
+        model.add_adapter(name, lora)
+    return model
 
 
 def main() -> None:
@@ -176,8 +183,12 @@ def main() -> None:
         "warmup_steps": 3,
         "learning_rate": 1e-3,
     }
-    trainer = HoldfastTrainer(
-        model=GPT2LMHeadModel(config),
+    durable = holdfast.Every(steps=OPTIONS.get("durable", 5))
+    more = {"storage": durable, "grace_s": OPTIONS.get("grace_s")}
+    ours: dict[str, Any] = {"holdfast": ROOT, "holdfast_options": more}
+    alone = [HoldfastTrainerCallback(ROOT, storage=durable)] if OPTIONS.get("callback") else []
+    trainer = (Trainer if alone else partial(HoldfastTrainer, **ours))(
+        model=make_model(config),
         args=TrainingArguments(
             output_dir=f"{ROOT}-hf",
             report_to=[],
@@ -187,9 +198,7 @@ def main() -> None:
         ),
         train_dataset=Stream() if OPTIONS.get("stream") else Tokens(60),
         eval_dataset=Tokens(8),
-        callbacks=callbacks(),
-        holdfast=ROOT,
-        holdfast_options={"storage": holdfast.Every(steps=OPTIONS.get("durable", 5))},
+        callbacks=[*callbacks(), *alone],
     )
     out = trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
     history = [untimed(logs) for logs in trainer.state.log_history]

@@ -9,27 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.checkpointer import Checkpointer
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import UsageError
-from holdfast.integrations.seam import (
-    LoaderPlace,
-    check_keys,
-    check_root,
-    check_version,
-    missing,
-    one_or_all,
-    restore_loop_first,
-)
+from holdfast.events import Warned, emit
+from holdfast.integrations.attached import AttachedCheckpointer, check_free
+from holdfast.integrations.seam import Adapter, LoaderPlace, missing, one_or_all
 from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
     from holdfast.capture.handles import SaveHandle
     from holdfast.restore.restore import Restored
-    from holdfast.state.objects import State
 
 try:
     import accelerate
@@ -40,10 +31,9 @@ try:
 except ImportError as error:
     raise missing("accelerate", error) from error
 
-_LEAST = "1.15"
 _LOOP = "accelerate"
-#: The keys of the state that are the adapter's.
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "registered", "rng")
+_ADAPTER = Adapter("accelerate", "1.15", _KEYS, "the Accelerator's")
 _NO_ADAPTER = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -65,20 +55,13 @@ def attach(
     ``accelerator.load_state()`` restores before the first step, and ``accelerator.end_training()``
     closes. Raises UsageError where nothing is prepared or a Checkpointer is attached already.
     """
-    check_version("accelerate", accelerate.__version__, _LEAST)
-    more = check_keys(state, _KEYS, "the Accelerator's")
+    more = _ADAPTER.check(accelerate.__version__, root, state)
     _check(accelerator)
-    check_root(root)
     return AcceleratorCheckpointer(accelerator, root, more, step, options)
 
 
-class AcceleratorCheckpointer:
+class AcceleratorCheckpointer(AttachedCheckpointer):
     """A Checkpointer attached to an Accelerator, made by ``attach``."""
-
-    checkpointer: Checkpointer
-    """Saves and restores."""
-    restored: Restored | None
-    """Where the run goes on from; None for one that begins."""
 
     def __init__(
         self,
@@ -89,39 +72,27 @@ class AcceleratorCheckpointer:
         options: Mapping[str, Any],
     ) -> None:
         self._accelerator = accelerator
-        self.restored = None
+        self._updates: _Updates | None = None
         self._loop = _AcceleratorLoop(accelerator, self._settle)
         self._prepared = _prepared(accelerator)
-        self._state: dict[str, Any] = {_LOOP: self._loop}
-        try:
-            self.checkpointer = Checkpointer(root, self._state, **options)
-        except BaseException:
-            self._loop.release()
-            raise
-        try:
-            self._state.update(self._prepared_state(), rng=Rng(), **more)
-            self.restore(step)
-        except BaseException as error:
-            self.checkpointer.__exit__(type(error), error, error.__traceback__)
-            self._loop.release()
-            raise
+        parts = {**self._prepared_state(), "rng": Rng(), **more}
+        super().__init__(accelerator, root, _LOOP, self._loop, parts, options)
+        self.restore(step)
+        if accelerator._save_model_state_pre_hook:
+            emit(
+                Warned(
+                    message="hooks of register_save_state_pre_hook() are not called by a "
+                    "Checkpointer: give the objects that they save (an average of the weights, "
+                    "say) to register_for_checkpointing() or in state={...}"
+                )
+            )
         self._updates = _Updates(accelerator._optimizers)
         self._take_over()
-
-    @property
-    def state(self) -> State:
-        """The state that is saved; take your own values from it after ``attach`` restored them."""
-        return self.checkpointer.state
 
     @property
     def epoch(self) -> int:
         """The number of the epoch under way, or of the next one: from 0."""
         return self._loop.epoch
-
-    @property
-    def steps(self) -> int:
-        """The number of the last optimizer step; 0 before the first."""
-        return self._loop.steps
 
     def step(self, step: int | None = None) -> SaveHandle | None:
         """Call at the end of each pass of the loop, on all ranks; saves when a policy says so.
@@ -130,6 +101,7 @@ class AcceleratorCheckpointer:
         accumulation, it does nothing. ``step``: the number of the optimizer step that has ended; by
         default they are counted, from 1. See ``Checkpointer.step``.
         """
+        assert self._updates is not None
         if not (self._accelerator.sync_gradients and self._updates.take()):
             return None
         if _prepared(self._accelerator) != self._prepared:
@@ -138,7 +110,7 @@ class AcceleratorCheckpointer:
                 "not be saved: call attach() after them"
             )
         self._loop.end_step(step)
-        return self.checkpointer.step(self.steps)
+        return super().step(self._loop.steps)
 
     def save(self) -> SaveHandle | None:
         """Save the last step as a durable checkpoint; None where it is the restored one."""
@@ -147,55 +119,25 @@ class AcceleratorCheckpointer:
                 "save_state() in the middle of an accumulation: gradients are not saved. Call it "
                 "when an optimizer has stepped, after step(), and before the next batch"
             )
-        if self.restored is not None and self.steps == self.restored.step:
-            return None
-        return self.checkpointer.save(self.steps, durable=True)
+        return super().save()
 
     def restore(self, step: int | str | None = None) -> Restored | None:
         """Restore everything again, before the first step; ``attach`` does it by itself."""
-        restored = restore_loop_first(self.checkpointer, _LOOP, step)
-        if restored is not None:
-            self._loop.check_fits()
-            restored = self.checkpointer.restore(f"{restored.generation}")
+        if self._restore(step, self._loop.check_fits) is not None:
             self._loop.place()
-        self.restored = restored
-        return restored
-
-    def close(self) -> None:
-        """Close the Checkpointer, and let the Accelerator save by itself again."""
-        try:
-            self.checkpointer.close()
-        finally:
-            self._hand_back()
-
-    def __enter__(self) -> AcceleratorCheckpointer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.checkpointer.__exit__(kind, error, trace)
-        finally:
-            self._hand_back()
+        return self.restored
 
     def _prepared_state(self) -> dict[str, Any]:
         accelerator = self._accelerator
         schedulers = [getattr(one, "scheduler", one) for one in accelerator._schedulers]
         optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]
-        state: dict[str, Any] = {"model": one_or_all(accelerator._models)}
-        if optimizers:
-            state["optimizer"] = one_or_all(optimizers)
-        if schedulers:
-            state["scheduler"] = one_or_all(schedulers)
-        if accelerator.scaler is not None:
-            state["scaler"] = accelerator.scaler
-        if accelerator._custom_objects:
-            state["registered"] = list(accelerator._custom_objects)
-        return state
+        return {
+            "model": one_or_all(accelerator._models),
+            "optimizer": one_or_all(optimizers) if optimizers else None,
+            "scheduler": one_or_all(schedulers) if schedulers else None,
+            "scaler": accelerator.scaler,
+            "registered": list(accelerator._custom_objects) or None,
+        }
 
     def _settle(self) -> None:
         """Sets the generators as they were restored, unless an update has drawn from them."""
@@ -204,7 +146,6 @@ class AcceleratorCheckpointer:
 
     def _take_over(self) -> None:
         accelerator = self._accelerator
-        accelerator._holdfast = self
         save_state, load_state = accelerator.save_state, accelerator.load_state
         end_training = accelerator.end_training
 
@@ -223,8 +164,9 @@ class AcceleratorCheckpointer:
 
     def _hand_back(self) -> None:
         self._loop.release()
-        self._updates.release()
-        for name in ("save_state", "load_state", "end_training", "_holdfast"):
+        if self._updates is not None:
+            self._updates.release()
+        for name in ("save_state", "load_state", "end_training"):
             vars(self._accelerator).pop(name, None)
 
 
@@ -404,11 +346,7 @@ def _check(accelerator: Any) -> None:
             f"attach() takes an Accelerator, got a {type(accelerator).__qualname__}: give what "
             "Accelerator() returned"
         )
-    if getattr(accelerator, "_holdfast", None) is not None:
-        raise UsageError(
-            "a Checkpointer is attached to this Accelerator already: close it first, or use the "
-            "one that attach() returned"
-        )
+    check_free(accelerator)
     if accelerator.distributed_type in _NO_ADAPTER:
         raise UsageError(
             f"attach() does not know {accelerator.distributed_type.value} inside accelerate: its "

@@ -1,19 +1,21 @@
 """Holds a Checkpointer for an adapter that counts steps itself: restores it first, closes it last.
 
-The key of the adapter in the state has what a restart must agree with. It is restored and checked
-before anything else is.
+The key of the adapter in the state has the place in its loop, or what a restart must agree with. It
+is restored and checked before anything else is.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import UsageError
-from holdfast.integrations.seam import restore_loop_first
+from holdfast.integrations.seam import restore_run
 
 if TYPE_CHECKING:
     from holdfast.capture.handles import SaveHandle
@@ -23,6 +25,15 @@ if TYPE_CHECKING:
 
 #: The objects of frameworks that have a Checkpointer which is not closed.
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def check_free(subject: Any) -> None:
+    """Raises UsageError for an object of a framework that has a Checkpointer already."""
+    if subject in _attached:
+        raise UsageError(
+            f"a Checkpointer is attached to this {type(subject).__qualname__} already: close it "
+            "first, or use the one that was returned"
+        )
 
 
 class AttachedCheckpointer:
@@ -38,28 +49,32 @@ class AttachedCheckpointer:
     def __init__(
         self,
         subject: Any,
-        root: str,
+        root: str | os.PathLike[str],
         key: str,
-        facts: Mapping[str, Any],
+        loop: Any,
         parts: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
         """Makes the Checkpointer. ``subject``: the object of the framework that it is attached to.
-        ``key``, ``facts``: what the adapter saves of the loop itself. ``parts``: the rest of the
-        state.
+        ``key``, ``loop``: what the adapter saves of the loop itself, facts or an object with a
+        state. ``parts``: the rest of the state; what is None is left out.
 
         Raises UsageError where the object has a Checkpointer already.
         """
-        if subject in _attached:
-            raise UsageError(
-                f"a Checkpointer is attached to this {type(subject).__qualname__} already: close "
-                "it first"
-            )
-        self._subject = subject
-        self._key, self._facts = key, dict(facts)
-        self._state: dict[str, Any] = {key: dict(facts), **parts}
-        self.checkpointer = Checkpointer(root, self._state, **options)
+        check_free(subject)
+        self._subject, self._key, self._made = subject, key, loop
+        kept = {name: part for name, part in parts.items() if part is not None}
+        self._state: dict[str, Any] = {key: self._new_loop(), **kept}
+        try:
+            with self._shown():
+                self.checkpointer = Checkpointer(root, self._state, **options)
+        except BaseException:
+            self._hand_back()
+            raise
         _attached.add(subject)
+
+    def _new_loop(self) -> Any:
+        return dict(self._made) if isinstance(self._made, dict) else self._made
 
     @property
     def state(self) -> State:
@@ -67,24 +82,29 @@ class AttachedCheckpointer:
         return self.checkpointer.state
 
     def _restore(
-        self,
-        step: int | str | None,
-        check: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
-    ) -> None:
+        self, step: int | str | None, check: Callable[[], None] | None = None
+    ) -> Restored | None:
         """Restores the state; closes the Checkpointer where that is not possible.
 
-        ``check``: called with the facts that were saved and those of now, before the rest.
+        ``check``: called when the key of the adapter was restored, before the rest.
         """
         try:
-            first = restore_loop_first(self.checkpointer, self._key, step)
-            if first is not None:
-                check(self._state[self._key], self._facts)
-                self.restored = self.checkpointer.restore(f"{first.generation}")
-                self._state[self._key] = dict(self._facts)
-                self.steps = first.step
+            with self._shown():
+                self.restored = restore_run(self.checkpointer, self._key, step, check)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
+        if self.restored is not None:
+            self._state[self._key] = self._new_loop()
+            self.steps = self.restored.step
+        return self.restored
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Meanwhile the framework shows what is saved."""
+        return nullcontext()
+
+    def _hand_back(self) -> None:
+        """Gives the framework back what was put in place of its own; may be called twice."""
 
     def step(self, step: int | None = None) -> SaveHandle | None:
         """Call at the end of each step of the loop, on all ranks; saves when a policy says so.
@@ -93,7 +113,8 @@ class AttachedCheckpointer:
         ``Checkpointer.step``.
         """
         self.steps = self.steps + 1 if step is None else step
-        return self.checkpointer.step(self.steps)
+        with self._shown():
+            return self.checkpointer.step(self.steps)
 
     def save(self) -> SaveHandle | None:
         """Save the last step as a durable checkpoint; None where it is the restored one."""
@@ -101,12 +122,12 @@ class AttachedCheckpointer:
             return None
         if not self.steps:
             raise UsageError("save() before the first step: there is nothing to save yet")
-        return self.checkpointer.save(self.steps, durable=True)
+        with self._shown():
+            return self.checkpointer.save(self.steps, durable=True)
 
     def close(self) -> None:
         """Close the Checkpointer, when what is owed is in storage."""
-        _attached.discard(self._subject)
-        self.checkpointer.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -118,4 +139,8 @@ class AttachedCheckpointer:
         trace: TracebackType | None,
     ) -> None:
         _attached.discard(self._subject)
-        self.checkpointer.__exit__(kind, error, trace)
+        try:
+            with self._shown():
+                self.checkpointer.__exit__(kind, error, trace)
+        finally:
+            self._hand_back()

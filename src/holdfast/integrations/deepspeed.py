@@ -7,39 +7,34 @@ plain torch read them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 from holdfast.capture.handles import SaveHandle
-from holdfast.checkpointer import Checkpointer
 from holdfast.errors import UsageError
+from holdfast.format.native_types import register_enum, register_value
+from holdfast.integrations.attached import AttachedCheckpointer, check_free
 from holdfast.integrations.deepspeed_partitions import find_partitions
-from holdfast.integrations.seam import (
-    check_keys,
-    check_root,
-    check_version,
-    missing,
-    restore_loop_first,
-)
-from holdfast.state.objects import State
+from holdfast.integrations.lone_checkpoints import read_alone, write_alone
+from holdfast.integrations.seam import Adapter, missing
 from holdfast.state.rng import Rng
-
-if TYPE_CHECKING:
-    from holdfast.restore.restore import Restored
 
 try:
     import deepspeed
+    import torch
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
 except ImportError as error:
     raise missing("deepspeed", error) from error
 
-_LEAST = "0.19"
 _LOOP = "deepspeed"
-#: The keys of the state that are the adapter's.
-_KEYS = (_LOOP, "model", "optimizer", "scheduler", "client_state", "rng")
+_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "client_state", "rng")
+_ADAPTER = Adapter("deepspeed", "0.19", _KEYS, "the engine's")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 #: What a scaler has found out, whichever of DeepSpeed's it is.
 _OF_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -64,24 +59,18 @@ def attach(
 
     Raises UsageError for an engine that it does not know.
     """
-    check_version("deepspeed", deepspeed.__version__, _LEAST)
+    _ADAPTER.check_version(deepspeed.__version__)
     _check(engine)
-    check_root(root)
-    more = check_keys(state, _KEYS, "the engine's")
+    more = _ADAPTER.check(deepspeed.__version__, root, state)
     return DeepSpeedCheckpointer(engine, root, client_state, more, step, options)
 
 
-class DeepSpeedCheckpointer:
+class DeepSpeedCheckpointer(AttachedCheckpointer):
     """Keeps one engine: call ``step`` after each ``engine.step()``, and ``close`` at the end.
 
     It is made by ``attach``. As a context manager it closes at the end, and lets the keeper hold
-    what it has after an error.
+    what it has after an error. ``steps`` counts updates, as ``engine.global_steps``.
     """
-
-    checkpointer: Checkpointer
-    """The Checkpointer."""
-    restored: Restored | None
-    """Where the run went on from; None for one that began."""
 
     def __init__(
         self,
@@ -96,91 +85,109 @@ class DeepSpeedCheckpointer:
         self._partitions = find_partitions(engine)
         self.client_state: dict[str, Any] = {} if client_state is None else client_state
         """The dict that was given; read your values from it after ``attach``."""
-        loop = _EngineState(engine)
-        self._state: dict[str, Any] = {
-            _LOOP: loop,
+        parts = {
             "model": self._partitions.module,
             "optimizer": self._partitions.optimizer,
+            "scheduler": engine.lr_scheduler,
+            "scaler": _scaler_of_torch(engine),
             "client_state": _Values(self.client_state),
             "rng": Rng(),
             **more,
         }
-        if engine.lr_scheduler is not None:
-            self._state["scheduler"] = engine.lr_scheduler
-        with self._shown():
-            self.checkpointer = Checkpointer(root, self._state, **options)
-            try:
-                self.restored = restore_loop_first(self.checkpointer, _LOOP, step)
-                if self.restored is not None:
-                    self.restored = self.checkpointer.restore(f"{self.restored.generation}")
-            except BaseException as error:
-                self.checkpointer.__exit__(type(error), error, error.__traceback__)
-                raise
-        if self.restored is not None:
+        super().__init__(engine, root, _LOOP, _EngineState(engine), parts, options)
+        restored = self._restore(step)
+        if restored is not None:
             self._partitions.publish()
-            self.restored.rewind()  # a collective may draw numbers
-        self._saved = int(engine.global_steps)
-        engine._holdfast = self
+            restored.rewind()  # a collective may draw numbers
+        self.steps = int(engine.global_steps)
 
-    @property
-    def state(self) -> State:
-        """The state that is saved."""
-        return self.checkpointer.state
-
-    @property
-    def steps(self) -> int:
-        """The number of the last update, ``engine.global_steps``; 0 before the first."""
-        return int(self._engine.global_steps)
-
-    def step(self) -> SaveHandle | None:
+    def step(self, step: int | None = None) -> SaveHandle | None:
         """Call after each ``engine.step()``, on all ranks; saves when a policy says so.
 
         Between the passes of an accumulation it does nothing. Updates that the scaler skipped
-        count. See ``Checkpointer.step``.
+        count. ``step``: the engine's count, and no other. See ``Checkpointer.step``.
         """
-        if self.steps == self._saved:
-            return None
-        self._saved = self.steps
-        with self._shown():
-            return self.checkpointer.step(self._saved)
+        now = int(self._engine.global_steps)
+        if step not in (None, now):
+            raise UsageError(
+                f"step({step}): the engine is at update {now}, whose count is saved. Call step() "
+                "without a number"
+            )
+        return None if now == self.steps else super().step(now)
 
-    def save(self) -> SaveHandle:
+    def save(self) -> SaveHandle | None:
         """Save the last update as a durable checkpoint; raises UsageError in an accumulation."""
-        if not self._is_whole():
+        passes: int = self._engine.gradient_accumulation_steps()
+        if int(self._engine.micro_steps) % passes:
             raise UsageError(
                 "save() in the middle of an accumulation: gradients are not saved. Call it after "
                 "the engine.step() that updates"
             )
-        with self._shown():
-            return self.checkpointer.save(self.steps, durable=True)
+        return super().save()
 
-    def close(self) -> None:
-        """Close the Checkpointer: promised checkpoints are then in storage."""
-        self.__exit__(None, None, None)
+    def _shown(self) -> AbstractContextManager[None]:
+        return self._partitions.shown()
 
-    def __enter__(self) -> DeepSpeedCheckpointer:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            with self._shown():
-                self.checkpointer.__exit__(kind, error, trace)
-        finally:
-            vars(self._engine).pop("_holdfast", None)
+class HoldfastEngine(CheckpointEngine):  # type: ignore[misc]
+    """For calls of ``save_checkpoint`` that exist: ``engine.checkpoint_engine = HoldfastEngine()``.
 
-    @contextmanager
-    def _shown(self) -> Iterator[None]:
-        with self._partitions.shown():
-            yield
+    What a rank would write as a file of ``torch.save`` is a directory of that name in Holdfast's
+    format: durable when ``save_checkpoint`` returns, every byte checked when it is read, without
+    pickle. Raises UnsupportedState for values in ``client_state`` that are no data.
+    """
 
-    def _is_whole(self) -> bool:
-        passes: int = self._engine.gradient_accumulation_steps()
-        return int(self._engine.micro_steps) % passes == 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = type(self).__name__
+        _ADAPTER.check_version(deepspeed.__version__)
+
+    def create(self, info: Any) -> None:
+        """Nothing is to be made ready."""
+
+    def save(self, state_dict: Mapping[str, Any], path: str) -> None:
+        """Writes what one rank has, in place of what is there."""
+        write_alone(path, state_dict, int(state_dict.get("global_steps", 0)))
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Returns what a rank wrote, on the CPU; raises UsageError for a file of ``torch.save``."""
+        if os.path.isfile(path):
+            raise UsageError(
+                f"{path} is a file of torch.save, which is not read here: load_checkpoint() with "
+                "the engine's own checkpoint_engine, or `holdfast import`"
+            )
+        return read_alone(path)
+
+    def commit(self, info: Any) -> bool:
+        """What was saved is durable."""
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """False: a view is written without the rest of its memory."""
+        return False
+
+
+def _take_values(kind: type) -> None:
+    """Lets objects that DeepSpeed puts into its checkpoints be stored as their attributes."""
+
+    def give(found: dict[str, Any]) -> Any:
+        made: Any = object.__new__(kind)
+        vars(made).update(found)
+        return made
+
+    register_value(kind, lambda one: dict(vars(one)), give)
+
+
+for _kind in (LossScaler, DynamicLossScaler, fragment_address):
+    _take_values(_kind)
+register_value(torch.Size, tuple, torch.Size, name="torch.Size")
+register_enum(ZeroStageEnum)
+
+
+def _scaler_of_torch(engine: Any) -> Any:
+    """Returns the scaler of an engine under torch.autocast in fp16; None for others."""
+    own = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
 class _Values:
@@ -240,11 +247,7 @@ def _check(engine: Any) -> None:
             f"attach() takes an engine of DeepSpeed, got a {type(engine).__qualname__}: give the "
             "first thing that deepspeed.initialize() returned"
         )
-    if getattr(engine, "_holdfast", None) is not None:
-        raise UsageError(
-            "a Checkpointer is attached to this engine already: close it first, or use the one "
-            "that attach() returned"
-        )
+    check_free(engine)
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         raise UsageError("attach() found no optimizer in the engine: it saves engines that train")
     found = {

@@ -8,7 +8,6 @@ validation. The last step of an epoch is whole when the epoch is.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,20 +25,16 @@ from holdfast.integrations.lightning_limits import (
     refuse_unknown,
     take_environment,
 )
-from holdfast.integrations.seam import (
-    LoaderPlace,
-    check_keys,
-    check_root,
-    check_version,
-    missing,
-    one_or_all,
-    restore_loop_first,
+from holdfast.integrations.lightning_logs import logs_state, resume_logs
+from holdfast.integrations.lone_checkpoints import (
+    is_whole,
+    read_alone,
+    remove_alone,
+    write_alone,
 )
-from holdfast.oneshot import load, save_described
-from holdfast.state.describe import Describer
+from holdfast.integrations.seam import Adapter, LoaderPlace, missing, one_or_all, restore_run
+from holdfast.integrations.unsaved import warn_of_unsaved
 from holdfast.state.rng import Rng
-from holdfast.storage.open import open_store
-from holdfast.world import World
 
 if TYPE_CHECKING:
     from holdfast.restore.restore import Restored
@@ -59,12 +54,10 @@ try:
 except ImportError as error:
     raise missing("lightning", error) from error
 
-_LEAST = "2.6"
 _LOOP = "lightning"
-#: The keys of the state that are the adapter's.
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
+_ADAPTER = Adapter("lightning", "2.6", _KEYS, "the Trainer's")
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-_IO_TIMEOUT_S = 600.0
 #: What ``ckpt_path`` may be for the newest checkpoint of a ``HoldfastCheckpointIO``.
 _LAST = "holdfast:last"
 
@@ -95,9 +88,7 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         step: int | str | None = None,
         **options: Any,
     ) -> None:
-        check_version("lightning", lightning.__version__, _LEAST)
-        self._more = check_keys(state, _KEYS, "the Trainer's")
-        check_root(root)
+        self._more = _ADAPTER.check(lightning.__version__, root, state)
         self._root, self._wanted, self._options = root, step, options
         self._around: _AroundLoops | None = None
 
@@ -110,9 +101,9 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         state: dict[str, Any] = {_LOOP: place}
         self.checkpointer = Checkpointer(self._root, state, **self._options)
         state |= _state_of(trainer, pl_module) | self._more
-        self.restored = restore_loop_first(self.checkpointer, _LOOP, self._wanted)
+        warn_of_unsaved(place.without_state(), state.values())
+        self.restored = restore_run(self.checkpointer, _LOOP, self._wanted)
         if self.restored is not None:
-            self.restored = self.checkpointer.restore(f"{self.restored.generation}")
             place.resume()
         self._around = _AroundLoops(trainer, self, place)
 
@@ -299,7 +290,7 @@ class _FitPlace:
     def state_dict(self) -> dict[str, Any]:
         """Counters, logs and places, as plain values."""
         trainer = self._trainer
-        logs, fit = trainer._logger_connector, trainer.fit_loop
+        fit = trainer.fit_loop
         return {
             "inside": self.is_inside,
             "loops": _loops_state(fit),
@@ -312,17 +303,7 @@ class _FitPlace:
                 place.save(self._batches(place) if self.is_inside else None)
                 for place in self._places
             ],
-            "metrics": [
-                dict(one)
-                for one in (
-                    logs._callback_metrics,
-                    logs._logged_metrics,
-                    logs._progress_bar_metrics,
-                )
-            ],
-            "first": logs._first_loop_iter,
-            "function": logs._current_fx,
-            "means": _means(fit.epoch_loop._results) if self.is_inside else {},
+            **logs_state(trainer, is_inside=self.is_inside),
         }
 
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
@@ -338,10 +319,18 @@ class _FitPlace:
             if type(one).state_dict is not Callback.state_dict:
                 yield one
 
+    def without_state(self) -> Iterator[Any]:
+        """Yields the other callbacks that give nothing to be saved, in no way."""
+        for one in self._others():
+            kind = type(one)
+            gives = (Callback.state_dict, Callback.on_save_checkpoint)
+            if (kind.state_dict, kind.on_save_checkpoint) == gives:
+                yield one
+
     def resume(self) -> None:
         """Gives the Trainer its counters and logs again."""
         trainer, saved = self._trainer, self._saved
-        fit, logs = trainer.fit_loop, trainer._logger_connector
+        fit = trainer.fit_loop
         fit.load_state_dict(saved["loops"])
         _set_flags(fit, is_restarting=self.is_inside)
         trainer.should_stop = saved["stopped"]
@@ -351,11 +340,7 @@ class _FitPlace:
                 one.load_state_dict(saved["callbacks"][one.state_key])
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(saved["data"])
-        logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics = (
-            dict(one) for one in saved["metrics"]
-        )
-        logs._first_loop_iter, logs._current_fx = saved["first"], saved["function"]
-        _resume_means(fit.epoch_loop._results, saved["means"])
+        resume_logs(trainer, saved)
         # A checkpoint of Lightning's own is where a run begins, not where it goes on.
         trainer._checkpoint_connector._loaded_checkpoint = {}
 
@@ -377,37 +362,6 @@ def _set_flags(loop: Any, *, is_restarting: bool) -> None:
     for inner in vars(loop).values():
         if isinstance(inner, _Loop):
             _set_flags(inner, is_restarting=is_restarting)
-
-
-def _means(results: Any) -> dict[str, Any]:
-    """Returns what was added up for the means of the epoch that are logged at its end."""
-    return {
-        key: {
-            "value": one.value,
-            "count": getattr(one, "cumulated_batch_size", None),
-            "step": one._forward_cache,
-        }
-        for key, one in results.items()
-        if one.is_tensor
-    }
-
-
-def _resume_means(results: Any, saved: Mapping[str, Any]) -> None:
-    """Goes on with each mean where it was, when it is logged for the first time."""
-    waiting, update = dict(saved), results.update_metrics
-
-    def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        found = waiting.pop(key, None)
-        if found is not None:
-            results[key].value = found["value"]
-            if found["count"] is not None:
-                results[key].cumulated_batch_size = found["count"]
-        if not waiting:
-            vars(results).pop("update_metrics", None)
-        update(key, value, batch_size)
-
-    if waiting:
-        results.update_metrics = update_metrics
 
 
 def _state_of(trainer: Any, module: Any) -> dict[str, Any]:
@@ -465,23 +419,14 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        check_version("lightning", lightning.__version__, _LEAST)
+        _ADAPTER.check_version(lightning.__version__)
         self._root = Path(root).expanduser().absolute()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Save ``checkpoint`` at ``path``; rank 0 alone does it."""
-        where = self._below_root(path)
-        self.remove_checkpoint(where)
-        describer = Describer({"checkpoint": checkpoint}, 0, 1)
-        save_described(
-            open_store(where),
-            World(),  # the other ranks do not call it
-            lambda: (describer.describe(), describer.usage()),
-            int(checkpoint["global_step"]),
-            timeout_s=_IO_TIMEOUT_S,
-        )
+        write_alone(self._below_root(path), checkpoint, int(checkpoint["global_step"]))
 
     def load_checkpoint(
         self,
@@ -490,15 +435,12 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load the checkpoint at ``path``, on the CPU, or the newest one for "holdfast:last"."""
-        where = self._newest() if str(path) == _LAST else Path(path)
-        found: dict[str, Any] = {"checkpoint": None}
-        load(where, found)
-        checkpoint: dict[str, Any] = found["checkpoint"]
+        checkpoint: dict[str, Any] = read_alone(self._newest() if str(path) == _LAST else path)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the checkpoint at ``path``."""
-        shutil.rmtree(self._below_root(path), ignore_errors=True)
+        remove_alone(self._below_root(path))
 
     def _below_root(self, path: str | os.PathLike[str]) -> Path:
         found = Path(path).absolute()
@@ -510,7 +452,7 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return found
 
     def _newest(self) -> Path:
-        found = [one for one in self._root.glob("*") if (one / "manifests").is_dir()]
+        found = [one for one in self._root.glob("*") if is_whole(one)]
         if not found:
             raise NotFound(f"{_LAST}: {self._root} has no checkpoint", root=str(self._root))
         return max(found, key=lambda one: one.stat().st_mtime)
@@ -525,8 +467,7 @@ def fabric_checkpointer(
     ``setup_dataloaders`` returned, and others, by key; without ``holdfast.Rng()`` one is added as
     "rng". ``root`` and ``options``: as for ``Checkpointer``.
     """
-    check_version("lightning", lightning.__version__, _LEAST)
-    check_root(root)
+    _ADAPTER.check(lightning.__version__, root)
     if not isinstance(fabric, Fabric):
         raise UsageError(f"fabric_checkpointer() takes a Fabric, got a {type(fabric).__qualname__}")
     for key, item in state.items():

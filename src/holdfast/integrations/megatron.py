@@ -18,7 +18,7 @@ from torch import nn
 from holdfast import rules
 from holdfast.errors import UsageError
 from holdfast.integrations.attached import AttachedCheckpointer
-from holdfast.integrations.seam import check_keys, check_root, check_version, missing, one_or_all
+from holdfast.integrations.seam import Adapter, missing, one_or_all
 from holdfast.state.mapped.shards import FlatShard, declare
 from holdfast.state.rng import Rng
 
@@ -37,10 +37,23 @@ try:
 except ImportError as error:
     raise missing("megatron", error) from error
 
-_LEAST = "0.16"
+from holdfast.integrations.megatron_strategies import (
+    HoldfastLoadStrategy,
+    HoldfastSaveStrategy,
+)
+
+__all__ = [
+    "Generators",
+    "HoldfastLoadStrategy",
+    "HoldfastSaveStrategy",
+    "MegatronCheckpointer",
+    "attach",
+    "tensor_parallel_rules",
+]
+
 _LOOP = "megatron"
-#: The keys of the state that are the adapter's.
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
+_ADAPTER = Adapter("megatron", "0.16", _KEYS, "Megatron's")
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 
 
@@ -69,8 +82,7 @@ def attach(
     Raises UsageError for a model or an optimizer that the adapter cannot keep, and for generators
     of another layout of ranks.
     """
-    check_version("megatron", megatron.__version__, _LEAST)
-    more = check_keys(state, _KEYS, "Megatron's")
+    more = _ADAPTER.check(megatron.__version__, root, state)
     model = _unwrapped(model_chunks)
     parts = _optimizers(optimizer)
     _check_layout(model, parts)
@@ -79,7 +91,6 @@ def attach(
             "rng=True, and Megatron's tracker of generators is empty: call "
             "tensor_parallel.model_parallel_cuda_manual_seed(seed) first, or give rng=False"
         )
-    check_root(root)
     for part in parts:
         _declare_shards(model, part)
     options.setdefault("rules", tensor_parallel_rules(model))
@@ -107,9 +118,9 @@ class MegatronCheckpointer(AttachedCheckpointer):
             "scaler": getattr(parts[0], "grad_scaler", None),
             "rng": Generators() if rng else None,
         }
-        kept = {key: one for key, one in kept.items() if one is not None}
-        super().__init__(model, root, _LOOP, {**_ranks(), "rng": rng}, {**kept, **more}, options)
-        self._restore(step, _check_generators)
+        now = {**_ranks(), "rng": rng}
+        super().__init__(model, root, _LOOP, now, {**kept, **more}, options)
+        self._restore(step, lambda: _check_generators(self._state[_LOOP], now))
 
 
 class Generators(Rng):

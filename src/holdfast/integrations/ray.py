@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.errors import UsageError
 from holdfast.integrations.attached import AttachedCheckpointer
-from holdfast.integrations.seam import check_keys, check_root, check_version, missing
+from holdfast.integrations.seam import Adapter, missing
 
 if TYPE_CHECKING:
     from holdfast.capture.handles import SaveHandle
@@ -26,8 +26,8 @@ try:
 except ImportError as error:
     raise missing("ray", error) from error
 
-_LEAST = "2.60"
 _LOOP = "ray"
+_ADAPTER = Adapter("ray", "2.60", (_LOOP,))
 _DIRECTORY, _FILE = "holdfast", "holdfast.json"
 _DEFAULT_STORAGE = "~/ray_results"
 _SCHEMES = {"s3": "s3", "gcs": "gs"}
@@ -59,11 +59,10 @@ def checkpointer(
 
     Raises UsageError outside of a worker, and without a path that all nodes share.
     """
-    check_version("ray", ray.__version__, _LEAST)
-    own = check_keys(state, (_LOOP,), "the adapter's")
+    _ADAPTER.check_version(ray.__version__)
     context = _context()
     where = _root_of(context) if root is None else os.fspath(root)
-    check_root(where)
+    own = _ADAPTER.check(ray.__version__, where, state)
     workers = {"workers": context.get_world_size()}
     return RayCheckpointer(where, workers, own, step, options)
 
@@ -80,7 +79,7 @@ class RayCheckpointer(AttachedCheckpointer):
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(_worker, root, _LOOP, workers, state, options)
-        self._restore(step, lambda saved, now: None)
+        self._restore(step)
         self._promised: list[SaveHandle] = []
         """The saves that are to become durable, oldest first."""
         self._values: dict[int, dict[str, Any]] = {}
@@ -139,14 +138,8 @@ class RayCheckpointer(AttachedCheckpointer):
             Reference(self.checkpointer.root, f"{self.checkpointer.incarnation}-{newest}", values)
         )
 
-    def close(self) -> None:
-        """Close the Checkpointer, when what is owed is in storage."""
+    def _hand_back(self) -> None:
         _worker.attached = None
-        super().close()
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        _worker.attached = None
-        super().__exit__(kind, error, trace)
 
 
 class Reference(NamedTuple):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,27 +56,46 @@ def missing(framework: str, error: ImportError) -> UsageError:
     )
 
 
-def check_version(framework: str, version: str, least: str) -> None:
-    """Raises UsageError for a framework that is older than ``least``."""
-    if _numbers(version) < _numbers(least):
-        raise UsageError(
-            f"holdfast.integrations.{framework} needs {framework} {least} or later, got {version}: "
-            f"pip install --upgrade 'holdfast[{framework}]'"
-        )
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What an adapter asks of its arguments: the same of all, each mistake by name."""
+
+    framework: str
+    least: str
+    """The oldest version that it works with."""
+    keys: tuple[str, ...] = ()
+    """The keys of the state that are its own."""
+    whose: str = "the adapter's"
+
+    def check(
+        self, version: str, root: str | os.PathLike[str], state: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns ``state=`` as a dict.
+
+        Raises UsageError for a framework that is too old, for keys that are the adapter's, and for
+        a directory in which another library keeps its checkpoints.
+        """
+        self.check_version(version)
+        taken = sorted(set(self.keys) & set(state or {}))
+        if taken:
+            raise UsageError(
+                f"state= has the keys {', '.join(taken)}, which are {self.whose} own: choose "
+                "other names"
+            )
+        check_root(root)
+        return dict(state or {})
+
+    def check_version(self, version: str) -> None:
+        """Raises UsageError for a framework that is too old."""
+        if _numbers(version) < _numbers(self.least):
+            raise UsageError(
+                f"holdfast.integrations.{self.framework} needs {self.framework} {self.least} or "
+                f"later, got {version}: pip install --upgrade 'holdfast[{self.framework}]'"
+            )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:2]))
-
-
-def check_keys(given: Mapping[str, Any] | None, own: Sequence[str], whose: str) -> dict[str, Any]:
-    """Returns ``state=`` as a dict; raises UsageError for keys that are the adapter's."""
-    taken = sorted(set(own) & set(given or {}))
-    if taken:
-        raise UsageError(
-            f"state= has the keys {', '.join(taken)}, which are {whose} own: choose other names"
-        )
-    return dict(given or {})
 
 
 def check_root(root: str | os.PathLike[str]) -> None:
@@ -110,6 +130,23 @@ def restore_loop_first(
             f"{checkpointer.root} was not written by holdfast.integrations.{adapter or key}, and "
             f"has no place in its loop ({error}): use another root"
         ) from error
+
+
+def restore_run(
+    checkpointer: Checkpointer,
+    key: str,
+    step: int | str | None,
+    check: Callable[[], None] | None = None,
+    *,
+    adapter: str | None = None,
+) -> Restored | None:
+    """Restores the value of ``key`` alone, and, where ``check`` lets it pass, the rest."""
+    first = restore_loop_first(checkpointer, key, step, adapter=adapter)
+    if first is None:
+        return None
+    if check is not None:
+        check()
+    return checkpointer.restore(f"{first.generation}")
 
 
 def one_or_all(objects: Iterable[Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import UsageError
 from holdfast.integrations.attached import AttachedCheckpointer
-from holdfast.integrations.seam import check_keys, check_root, check_version, missing
+from holdfast.integrations.seam import Adapter, missing
 from holdfast.policy.when import Every
 from holdfast.state.rng import Rng
 from holdfast.storage.open import normal_root
@@ -27,9 +27,9 @@ try:
 except ImportError as error:
     raise missing("torchft", error) from error
 
-_LEAST = "0.2"
 _LOOP = "torchft"
 _MANAGER = "manager"
+_ADAPTER = Adapter("torchft", "0.2", (_LOOP, _MANAGER))
 #: The key of the state functions that are registered with a manager that has none.
 _REGISTERED = "holdfast"
 
@@ -55,8 +55,7 @@ def attach(
 
     Raises UsageError for a manager whose group has no name, or that has begun.
     """
-    check_version("torchft", _version(), _LEAST)
-    own = check_keys(state, (_LOOP, _MANAGER), "the adapter's")
+    _ADAPTER.check_version(_version())
     if not isinstance(manager, Manager):
         raise UsageError(f"attach() takes a torchft Manager, got a {type(manager).__qualname__}")
     if storage is not None and storage.steps is None:
@@ -70,7 +69,7 @@ def attach(
             "the first zero_grad() or start_quorum()"
         )
     where = f"{normal_root(root)}/{_group_of(manager)}"
-    check_root(where)
+    own = _ADAPTER.check(_version(), where, state)
     return ManagerCheckpointer(manager, own, where, storage, step, options)
 
 
@@ -94,7 +93,7 @@ class ManagerCheckpointer(AttachedCheckpointer):
         self._manager, self._storage = manager, storage
         parts = {_MANAGER: manager, **state}
         super().__init__(manager, root, _LOOP, {}, parts, {**options, "storage": None})
-        self._restore(step, lambda saved, now: None)
+        self._restore(step)
         self._given = tuple(state)
         if not manager._load_state_dict_fns:
             manager.register_state_dict_fn(_REGISTERED, self._take, self._give)
@@ -179,15 +178,6 @@ class ManagerCheckpointer(AttachedCheckpointer):
             del functions[_REGISTERED]
             del self._manager._user_state_dicts[_REGISTERED]
 
-    def close(self) -> None:
-        """Close the Checkpointer, when what is owed is in storage."""
-        self._hand_back()
-        super().close()
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._hand_back()
-        super().__exit__(kind, error, trace)
-
 
 def _has_state(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
@@ -211,4 +201,4 @@ def _version() -> str:
             return version(package)
         except PackageNotFoundError:
             continue
-    return _LEAST  # built from source, without metadata
+    return _ADAPTER.least  # built from source, without metadata

@@ -19,14 +19,7 @@ from torch import nn
 from holdfast.capture.handles import SaveHandle
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
-from holdfast.integrations.seam import (
-    check_keys,
-    check_root,
-    check_version,
-    missing,
-    one_or_all,
-    restore_loop_first,
-)
+from holdfast.integrations.seam import Adapter, missing, one_or_all, restore_loop_first
 from holdfast.oneshot import load
 from holdfast.policy.when import Every, Keep
 from holdfast.state.modules import derived
@@ -45,10 +38,9 @@ try:
 except ImportError as error:
     raise missing("torchtitan", error) from error
 
-_LEAST = "0.3"
 _LOOP = "train_state"
-#: The keys of the state that are the manager's, by torchtitan's names for them.
 _KEYS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
+_ADAPTER = Adapter("torchtitan", "0.3", _KEYS, "torchtitan's")
 #: Arguments of Checkpointer that the settings have under torchtitan's names.
 _SETTINGS = {
     "memory": "memory_interval",
@@ -132,11 +124,9 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.enable, self.save_future = config.enable, None
         if not self.enable:
             return
-        check_version("torchtitan", version("torchtitan"), _LEAST)
         self._config = config
         self._root = filesystem.join(base_folder, config.folder)
-        check_root(self._root)
-        more = check_keys(states, _KEYS, "torchtitan's")
+        more = _ADAPTER.check(version("torchtitan"), self._root, states)
         if _LOOP not in more:
             raise UsageError(f"states= has no {_LOOP!r}: it holds the Trainer's step")
         if config.last_save_in_hf and sd_adapter is None:

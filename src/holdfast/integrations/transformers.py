@@ -21,19 +21,19 @@ import torch
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import Warned, emit
+from holdfast.integrations.seam import Adapter, missing, restore_loop_first
+from holdfast.integrations.unsaved import warn_of_unsaved
 from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
     from holdfast.restore.restore import Restored
 
 try:
+    import transformers
     from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState, TrainerState
 except ImportError as error:
-    raise UsageError(
-        "holdfast.integrations.transformers needs transformers, which cannot be imported "
-        f"({error}): pip install 'holdfast[transformers]'"
-    ) from error
+    raise missing("transformers", error) from error
 
 #: The methods of a Trainer's loop that the mixin goes around; those before 5.0 have other ones.
 _NEEDED = {
@@ -43,8 +43,9 @@ _NEEDED = {
     "_maybe_log_save_evaluate": {"tr_loss"},
     "_load_rng_state": {"checkpoint"},
 }
-#: The keys of the state that are the adapter's.
-_KEYS = ("trainer", "model", "optimizer", "scheduler", "scaler", "rng")
+_LOOP = "trainer"
+_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
+_ADAPTER = Adapter("transformers", "5.23", _KEYS, "the Trainer's")
 _RESUMED = "holdfast"
 _LEAST_LOG_BYTES = 4096
 #: What a user may say of a root and a generation in it: ``runs/x@1-39``.
@@ -71,32 +72,35 @@ class HoldfastMixin:
     optimizer: Any
     lr_scheduler: Any
     accelerator: Any
+    callback_handler: Any
+    is_deepspeed_enabled: bool
     add_callback: Any
 
     def __init__(
         self,
         *args: Any,
-        holdfast: str,
+        holdfast: str | os.PathLike[str],
         holdfast_options: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         _check_version(type(self))
-        taken = sorted(set(_KEYS) & set(state or {}))
-        if taken:
-            raise UsageError(
-                f"state= has the keys {', '.join(taken)}, which are the Trainer's own: "
-                "choose other names"
-            )
+        more = _ADAPTER.check(transformers.__version__, holdfast, state)
         super().__init__(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            raise UsageError(
+                "the Trainer trains by an engine of DeepSpeed, whose optimizer has its own "
+                "partitions: write the loop by hand, with holdfast.integrations.deepspeed, or "
+                "train with FSDP2 (fsdp_version 2)"
+            )
         if self.args.auto_find_batch_size:
             raise UsageError(
                 "auto_find_batch_size begins again with another batch size in the middle of a "
                 "run, so that no step of it can be resumed: find the size first, and set "
                 "per_device_train_batch_size"
             )
-        self._hf_root, self._hf_options = str(holdfast), dict(holdfast_options or {})
-        self._hf_more = dict(state or {})
+        self._hf_root, self._hf_options = os.fspath(holdfast), dict(holdfast_options or {})
+        self._hf_more = more
         self._hf_loop = _Loop(self)
         self._hf_restored: Restored | None = None
         self._hf_wanted: str | None = None
@@ -153,9 +157,11 @@ class HoldfastMixin:
         loop = self._hf_loop
         is_stream = num_train_epochs >= sys.maxsize  # the Trainer's word for data without a length
         loop.begin(num_update_steps_per_epoch, *found, is_stream=is_stream)
-        self._hf_state: dict[str, Any] = {"trainer": loop}
+        self._hf_state: dict[str, Any] = {_LOOP: loop}
         self.checkpointer = Checkpointer(self._hf_root, self._hf_state, **self._hf_options)
-        restored = self.checkpointer.restore(self._hf_wanted, only=["trainer"])
+        restored = restore_loop_first(
+            self.checkpointer, _LOOP, self._hf_wanted, adapter="transformers"
+        )
         if restored is None:
             if self._hf_must or self._hf_gone:
                 what = (
@@ -200,6 +206,12 @@ class HoldfastMixin:
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             self._hf_state["scaler"] = scaler
+        callbacks = self.callback_handler.callbacks
+        known = _exportable(self)
+        warn_of_unsaved(
+            (one for one in callbacks if not any(one is each for each in known)),
+            self._hf_state.values(),
+        )
         if self._hf_restored is not None:
             assert self.checkpointer is not None
             generation = f"{self._hf_restored.generation}"
@@ -362,7 +374,8 @@ class _Loop:
             "epoch": self.epoch,
             "updates": self._updates(),
             "terms": self._terms(),
-            "loss": torch.zeros(()) if loss is None else loss.detach(),
+            # A tensor on a GPU is stored once for all ranks: each has a key of its own.
+            "loss": {self._rank(): torch.zeros(()) if loss is None else loss.detach()},
             "losses_before": getattr(trainer, "_total_loss_scalar", 0.0),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "first_step": getattr(trainer, "_initial_global_step", 0),
@@ -384,6 +397,9 @@ class _Loop:
         self.epoch, self._updates_before = found["epoch"], found["updates"]
         self._first_step = self._last_step = trainer.state.global_step
 
+    def _rank(self) -> str:
+        return f"{self._trainer.args.process_index}"
+
     def check_fits(self) -> None:
         """Raises UsageError where the place in the data would be another one."""
         then, now = self._saved["terms"], self._terms()
@@ -402,7 +418,10 @@ class _Loop:
         if not self._saved:
             return
         trainer, saved = self._trainer, self._saved
-        trainer._tr_loss = saved["loss"].to(trainer.args.device).clone()
+        loss = saved["loss"]
+        if not isinstance(loss, torch.Tensor):  # the first version kept one for all ranks
+            loss = loss.get(self._rank(), torch.zeros(()))
+        trainer._tr_loss = loss.to(trainer.args.device).clone()
         trainer._total_loss_scalar = saved["losses_before"]
         trainer._globalstep_last_logged = saved["last_logged"]
         trainer._initial_global_step = saved["first_step"]
@@ -478,8 +497,6 @@ class _LoopCallback(TrainerCallback):  # type: ignore[misc]
 
 def _check_version(kind: type) -> None:
     """Raises UsageError for a Trainer without the methods that the mixin goes around."""
-    import transformers
-
     lacking = []
     for name, needed in _NEEDED.items():
         method = _below(kind, name)
@@ -502,3 +519,68 @@ def _below(kind: type, name: str) -> Any:
 
 class HoldfastTrainer(HoldfastMixin, Trainer):  # type: ignore[misc]
     """The Trainer of transformers with a Checkpointer in it; see ``HoldfastMixin``."""
+
+
+class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves the weights, moments and schedule of any Trainer; resumes none.
+
+    A callback sees a step before it is logged, and the Trainer's counters are locals of its loop:
+    what goes on to the bit is ``HoldfastTrainer``, or ``HoldfastMixin`` before a Trainer. What this
+    callback saved is read by ``holdfast.load``.
+
+    ``root`` and ``options``: as for ``Checkpointer``. ``state``: more objects and values to be
+    kept, by key. Raises UsageError when a run begins for which the root has a checkpoint already.
+    """
+
+    checkpointer: Checkpointer | None = None
+    """The Checkpointer of the ``train()`` under way, and of the last one."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._more = _ADAPTER.check(transformers.__version__, root, state)
+        self._root, self._options = root, options
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Begins to save; raises UsageError where the root has something to resume."""
+        scheduler = kwargs.get("lr_scheduler")
+        found = {
+            "model": model,
+            "optimizer": kwargs.get("optimizer"),
+            "scheduler": getattr(scheduler, "scheduler", scheduler),
+            "rng": Rng(),
+            "callback": {"begins": state.global_step},
+        }
+        checkpointer = Checkpointer(self._root, found | self._more, **self._options)
+        try:
+            if checkpointer.restore(only=["callback"]) is not None:
+                raise UsageError(
+                    f"{self._root} has a checkpoint of this run, and a callback alone cannot "
+                    "resume a Trainer: its counters are locals of its loop. Use HoldfastTrainer, "
+                    "or HoldfastMixin before your Trainer, with a root of its own"
+                )
+        except BaseException:
+            checkpointer.__exit__(*sys.exc_info())
+            raise
+        self.checkpointer = checkpointer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves when a policy says so."""
+        if self.checkpointer is not None:
+            self.checkpointer.step(state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Waits for the copy of the last step: the best model may be loaded over it."""
+        if self.checkpointer is not None:
+            self.checkpointer.before_update()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Closes the Checkpointer: promised checkpoints are in storage when ``train`` returns."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()

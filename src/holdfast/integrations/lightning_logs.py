@@ -1,0 +1,105 @@
+"""Keeps what a Trainer of Lightning has added up for its logs, so that an epoch's are whole.
+
+The Trainer adds up numbers that are logged for a mean over an epoch. Metrics of torchmetrics
+add up by themselves, in values that no ``state_dict`` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def logs_state(trainer: Any, *, is_inside: bool) -> dict[str, Any]:
+    """Returns what was logged last and what each rank has added up, as plain values.
+
+    They differ from rank to rank, and tensors that are large or on a GPU are stored once for all:
+    so each rank has a key of its own. ``is_inside``: an epoch is under way.
+    """
+    logs = trainer._logger_connector
+    own = {
+        "metrics": [
+            dict(one)
+            for one in (logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics)
+        ],
+        "means": _means(trainer.fit_loop.epoch_loop._results) if is_inside else {},
+        "sums": {
+            name: {"updates": one._update_count, "values": _copied(one.metric_state)}
+            for name, one in _metrics(trainer.lightning_module)
+            if one._update_count
+        },
+    }
+    return {
+        "first": logs._first_loop_iter,
+        "function": logs._current_fx,
+        "added": {f"{trainer.global_rank}": own},
+    }
+
+
+def resume_logs(trainer: Any, saved: Mapping[str, Any]) -> None:
+    """Goes on with what was logged, and with each metric where it was."""
+    logs = trainer._logger_connector
+    own = saved.get("added", {}).get(f"{trainer.global_rank}", {})
+    logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics = (
+        dict(one) for one in own.get("metrics", saved.get("metrics", [{}, {}, {}]))
+    )
+    logs._first_loop_iter, logs._current_fx = saved["first"], saved["function"]
+    _resume_means(trainer.fit_loop.epoch_loop._results, own.get("means", saved.get("means", {})))
+    sums = own.get("sums", {})  # the first version kept none
+    for name, one in _metrics(trainer.lightning_module):
+        if name in sums:
+            one._update_count, one._computed = sums[name]["updates"], None
+            for key, value in sums[name]["values"].items():
+                setattr(one, key, _moved(value, one.device))
+
+
+def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the metrics of torchmetrics in a module, which Lightning brings, by name."""
+    from torchmetrics import Metric
+
+    for name, part in module.named_modules():
+        if isinstance(part, Metric):
+            yield name, part
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: list(one) if isinstance(one, list) else one for key, one in values.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_moved(one, device) for one in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _means(results: Any) -> dict[str, Any]:
+    """Returns what was added up for the means of the epoch that are logged at its end."""
+    return {
+        key: {
+            "value": one.value,
+            "count": getattr(one, "cumulated_batch_size", None),
+            "step": one._forward_cache,
+        }
+        for key, one in results.items()
+        if one.is_tensor
+    }
+
+
+def _resume_means(results: Any, saved: Mapping[str, Any]) -> None:
+    """Goes on with each mean where it was, when it is logged for the first time."""
+    waiting, update = dict(saved), results.update_metrics
+
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        found = waiting.pop(key, None)
+        if found is not None:
+            results[key].value = found["value"]
+            if found["count"] is not None:
+                results[key].cumulated_batch_size = found["count"]
+        if not waiting:
+            vars(results).pop("update_metrics", None)
+        update(key, value, batch_size)
+
+    if waiting:
+        results.update_metrics = update_metrics
