@@ -16,6 +16,7 @@ from holdfast.oneshot import save_described
 from holdfast.restore.from_storage import restore_stored
 from holdfast.restore.match import RestoreRequest
 from holdfast.state.describe import Describer
+from holdfast.storage.files import sync_directory
 from holdfast.storage.open import open_store
 from holdfast.world import World
 
@@ -23,17 +24,22 @@ _KEY = "checkpoint"
 _TIMEOUT_S = 600.0
 #: Ends the name of a checkpoint that is being written.
 _NEW = ".new"
+#: Ends the name of one that is replaced: it counts while nothing has its own name.
+_OLD = ".old"
 
 
 def write_alone(path: str | os.PathLike[str], found: Mapping[str, Any], step: int) -> None:
     """Writes ``found`` as a checkpoint of ``step`` at ``path``, in place of what is there.
 
-    What is there stays until the new one is durable. Raises UnsupportedState for what is neither a
-    tensor nor a value.
+    What is there is found until the new one is, wherever the process is killed. Raises
+    UnsupportedState for what is neither a tensor nor a value.
     """
     where = Path(path)
-    new = where.with_name(f"{where.name}{_NEW}")
-    remove_alone(new)
+    new, old = _beside(where, _NEW), _beside(where, _OLD)
+    if old.exists() and not where.exists():  # a kill came between the two renames
+        old.rename(where)
+    _remove(old)
+    _remove(new)
     describer = Describer({_KEY: found}, 0, 1)
     save_described(
         open_store(new),
@@ -42,26 +48,41 @@ def write_alone(path: str | os.PathLike[str], found: Mapping[str, Any], step: in
         step,
         timeout_s=_TIMEOUT_S,
     )
-    remove_alone(where)
+    if where.exists():
+        where.rename(old)
     new.rename(where)
+    sync_directory(str(where.parent))
+    _remove(old)
 
 
 def remove_alone(path: str | os.PathLike[str]) -> None:
-    """Removes what is at ``path``, if anything is."""
+    """Removes the checkpoint at ``path``, if there is one, with what a kill left beside it."""
     where = Path(path)
-    if where.is_dir():
-        shutil.rmtree(where)
-    else:
-        where.unlink(missing_ok=True)
+    for one in (_beside(where, _OLD), _beside(where, _NEW), where):
+        _remove(one)
 
 
 def read_alone(path: str | os.PathLike[str]) -> Any:
     """Returns what was written at ``path``, its tensors on the CPU; raises NotFound without it."""
+    where, old = Path(path), _beside(Path(path), _OLD)
+    store = open_store(where if where.exists() or not old.exists() else old)
     found: dict[str, Any] = {_KEY: None}
-    restore_stored(World(), found, open_store(path), RestoreRequest(), None, timeout_s=_TIMEOUT_S)
+    restore_stored(World(), found, store, RestoreRequest(), None, timeout_s=_TIMEOUT_S)
     return found[_KEY]
 
 
 def is_whole(path: Path) -> bool:
-    """True for the place of a checkpoint that was written to its end."""
-    return (path / "manifests").is_dir() and not path.name.endswith(_NEW)
+    """True for the place of a checkpoint that was written to its end, and not replaced."""
+    is_old = path.name.endswith(_OLD) and path.with_name(path.name.removesuffix(_OLD)).exists()
+    return (path / "manifests").is_dir() and not path.name.endswith(_NEW) and not is_old
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}{suffix}")
+
+
+def _remove(where: Path) -> None:
+    if where.is_dir():
+        shutil.rmtree(where)
+    else:
+        where.unlink(missing_ok=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
+from holdfast.policy.arguments import is_endpoint
 
 if TYPE_CHECKING:
     from holdfast.observe.live_telemetry import LiveTelemetry
@@ -33,16 +33,6 @@ def telemetry_endpoint() -> str | None:
             "http://127.0.0.1:4318, or leave it unset"
         )
     return said
-
-
-def is_endpoint(text: str) -> bool:
-    """Returns True for an address of HTTP with a host."""
-    try:
-        parts = urllib.parse.urlsplit(text)
-        _ = parts.port  # raises ValueError if it is none
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def require_live_telemetry() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import urllib.parse
 from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
@@ -149,3 +150,13 @@ def check_policies(
             f"parity={parity!r}: say how many hosts of a group may be lost with what they have in "
             f"memory, 0 to {MAX_PARITY - 1}; 1 protects against the loss of any one"
         )
+
+
+def is_endpoint(text: str) -> bool:
+    """Returns True for an address of HTTP with a host."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        _ = parts.port  # raises ValueError if it is none
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -10,11 +10,10 @@ from holdfast.cli.doctor.rules.findings import Facts, Finding, HostFacts, PlaceF
 from holdfast.coordinator.slots import SLOTS_PER_IMAGE, SLOTS_WITH_PARITY
 from holdfast.errors import UsageError
 from holdfast.observe import text as torchrun
-from holdfast.observe.telemetry_setting import is_endpoint
 from holdfast.observe.text import count_text, size_text
 from holdfast.parity.planning.budget import HALVES
 from holdfast.parity.planning.groups import GROUP_SIZE
-from holdfast.policy.arguments import parity_rate
+from holdfast.policy.arguments import is_endpoint, parity_rate
 
 #: Docker and Kubernetes give a container this much by default.
 CONTAINER_DEFAULT_BYTES = 64 << 20
