@@ -11,7 +11,6 @@ import torch
 
 import holdfast
 from holdfast.accelerator import devices
-from holdfast.capture import device_samples
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.errors import CaptureOvertaken
 from holdfast.events import ImagePassed, Warned
@@ -202,40 +201,6 @@ def test_a_sample_has_every_kind_of_tensor_whose_elements_fill_its_memory(device
     run.parameters[0].data.add_(1.0)
     with pytest.raises(CaptureOvertaken, match=r"model\.0\.weight"):
         check_landed(detector, where)
-
-
-@pytest.mark.promise
-def test_what_the_next_save_samples_is_chosen_behind_training_and_is_of_that_save(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = UpdatedRun(device, "loop")
-    describer, where = Describer(run.state, 0), run.parameters[0].device
-    seen: list[list[int]] = []
-
-    def save() -> OvertakeDetector:
-        bindings = describer.describe().bindings
-        parts = bindings.next_samples or []
-        seen.append([tensor.data_ptr() for one in parts for tensor in one.parts])
-        return OvertakeDetector(bindings)
-
-    check_landed(save(), where)
-    with monkeypatch.context() as patch:
-        patch.setattr(device_samples, "_sampled_parts", lambda *_: pytest.fail("while it trains"))
-        detector = save()
-        run.parameters[1].data.add_(1.0)  # moves no version
-        with pytest.raises(CaptureOvertaken, match=r"model\.0\.bias"):
-            check_landed(detector, where)
-    check_landed(save(), where)  # one that failed chose none
-    run.parameters[1].data = run.parameters[1].data.clone()
-    detector = save()
-    run.parameters[1].data.add_(1.0)
-    with pytest.raises(CaptureOvertaken, match=r"model\.0\.bias"):
-        check_landed(detector, where)
-    first, chosen, none, elsewhere = seen
-    assert not first and chosen and not none and not elsewhere
-    check_landed(save(), where)
-    check_landed(save(), where)
-    assert seen[-1] and seen[-1] != chosen, "the same bytes are sampled at every save"
 
 
 # ── graphs ───────────────────────────────────────────────────────────────────────────────────

@@ -150,7 +150,7 @@ def test_a_ring_waits_for_a_drain_only_where_the_cache_refuses_it(
     executor._background = cast(Any, None)
     root = SimpleNamespace(
         cache=SimpleNamespace(is_taking=takes),
-        drains=SimpleNamespace(is_busy=drains),
+        drains=SimpleNamespace(is_running=drains, is_busy=True),
         store=MemoryStore(),
     )
     executor.connect(cast(Any, root), cast(Any, None))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from holdfast.errors import StorageError, UsageError
 from holdfast.storage.azure import AzureContainer
 from holdfast.storage.bucket import Part, Upload
 from holdfast.storage.credentials import CredentialSource
-from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server
+from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server, send_body
 from holdfast.storage.open import normal_root
 from holdfast.storage.s3 import S3Bucket
 from holdfast.storage.uploads import UploadSink
@@ -291,3 +293,38 @@ def test_of_azures_412_only_that_of_a_condition_is_one(
     assert one._outcome("PUT", Answer(412, {"x-ms-error-code": code})).status == status
     assert "Ab" not in one._signed("GET", "k", {}, {}, []).hidden_in("Ab+c/ Ab%2bc%2f Ab%2Bc%2F")
     assert "Ab" not in repr(one._signed("GET", "k", {}, {}, []))
+
+
+class Line:
+    """Takes what a socket is given, and notes how much that was at a time."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+        self.taken = bytearray()
+
+    def send(self, data: memoryview) -> int:
+        self.given.append(len(data))
+        self.taken += data
+        return len(data)
+
+
+class SecretLine(Line, ssl.SSLSocket):  # type: ignore[misc]
+    """The same over TLS, whose timeout is for all that one call is given."""
+
+    def __new__(cls) -> SecretLine:
+        return socket.socket.__new__(cls)
+
+    def __del__(self) -> None:
+        """Has no descriptor to be closed."""
+
+
+@pytest.mark.parametrize(("line", "most"), [(Line(), 1 << 20), (SecretLine(), 256 << 10)])
+def test_a_body_is_sent_in_slices_where_one_timeout_is_for_all_of_a_call(
+    line: Line, most: int
+) -> None:
+    body = os.urandom((1 << 20) + 7)
+    connection = http.client.HTTPConnection("127.0.0.1", 1)
+    connection.sock = line
+    assert send_body(connection, [body[: 1 << 20], body[1 << 20 :]]) is None
+    connection.sock = None
+    assert line.taken == body and max(line.given) == most

@@ -64,20 +64,9 @@ def sample_devices(bindings: Bindings, number: int) -> list[DeviceSample]:
     """
     if not any(bindings.sampled_on_devices):
         return []
-    parts, bindings.next_samples = bindings.next_samples, None
     with suppress(torch.OutOfMemoryError), torch.no_grad():
-        return [DeviceSample(one) for one in parts or _sampled_parts(bindings, number)]
+        return [DeviceSample(one) for one in _sampled_parts(bindings, number)]
     return []
-
-
-def prepare_samples(bindings: Bindings, number: int) -> None:
-    """Choose what the next save of the same leaves samples, so that it does not have to: behind
-    training, when a save's copies are done. The views are as good then: a save whose leaves lie
-    elsewhere has bindings of its own.
-    """
-    if any(bindings.sampled_on_devices):
-        with torch.no_grad():
-            bindings.next_samples = _sampled_parts(bindings, number)
 
 
 def _sampled_parts(bindings: Bindings, number: int) -> list[SampledParts]:

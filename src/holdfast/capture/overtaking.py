@@ -15,7 +15,6 @@ from holdfast.capture.copy_plan import SlotTarget
 from holdfast.capture.device_samples import (
     SAMPLE_BYTES,
     SAMPLES,
-    prepare_samples,
     sample_devices,
 )
 from holdfast.capture.replica_samples import ScalarAgreement
@@ -111,7 +110,6 @@ class OvertakeDetector:
         """
         self._check_versions(has_landed=True)
         self._check_devices(has_landed=True)
-        prepare_samples(self._bindings, next(_captures))
 
     def check(self, target: SlotTarget, turn: int) -> None:
         """Raise CaptureOvertaken, naming the first leaf that changed."""

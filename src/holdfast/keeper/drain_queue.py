@@ -47,6 +47,11 @@ class DrainQueue:
         """Return True while something is drained, or is about to be."""
         return self._is_running or (self._is_woken and not self.is_failing)
 
+    @property
+    def is_running(self) -> bool:
+        """Return True while something is drained."""
+        return self._is_running
+
     def wake(self) -> None:
         """Look for something to drain at the next tick."""
         self._is_woken = True

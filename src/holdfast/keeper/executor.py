@@ -104,7 +104,7 @@ class Executor:
         through a ring would hold training meanwhile.
         """
         cache = self._root.cache
-        return cache is not None and not cache.is_taking and self._root.drains.is_busy
+        return cache is not None and not cache.is_taking and self._root.drains.is_running
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Execute all actions, in order."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -115,8 +115,6 @@ class Bindings(list[Binding]):
             [one for one in there if not isinstance(one.tensor, torch.nn.Parameter)],
         )
         """Parameters and other lazy leaves on devices that fill their memory, in any order."""
-        self.next_samples: Any = None
-        """What the next save samples of these, if an earlier one has chosen it."""
         self.size_bytes = sum(binding.local.nbytes for binding in self)
 
 

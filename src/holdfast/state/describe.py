@@ -119,7 +119,8 @@ class Describer:
 
     def is_changed_by(self, optimizer: Optimizer) -> bool:
         """True if a step of ``optimizer`` may change the state: in doubt, and before the first
-        description.
+        description. Of an optimizer that is not in the state the parameters count, not what hooks
+        or wrappers of it write elsewhere.
         """
         try:
             objects = sort_objects(self.state)
