@@ -89,6 +89,13 @@ def main() -> None:
         saved = ckpt.save()
         assert saved is not None
         saved.wait_durable(60)
+        for _ in range(2):
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+        saved = ckpt.save()  # before step(): the update that was made is saved, not the one before
+        assert saved is not None and saved.step == engine.global_steps == 2
+        saved.wait_durable(60)
+        assert ckpt.step() is None and ckpt.steps == 2  # saved already
         shard = engine.module.net[0].weight.ds_tensor
         memory = shard.data
         shard.data = memory.clone()

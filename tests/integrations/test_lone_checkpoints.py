@@ -81,3 +81,28 @@ def test_what_was_removed_does_not_come_back(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         read_alone(where)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    where = tmp_path / "last.ckpt"
+    write_alone(where, values(1), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, 1)
+        with pytest.raises(Killed):
+            remove_alone(where)
+    assert not [one for one in tmp_path.glob("*") if is_whole(one)]
+    remove_alone(where)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_to_a_checkpoint_is_replaced_and_removed_itself(tmp_path: Path) -> None:
+    best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    write_alone(best, values(1), 1)
+    last.symlink_to(best)
+    for step in (2, 3):
+        write_alone(last, values(step), step)
+        assert read_alone(last)["step"] == step and read_alone(best)["step"] == 1
+    remove_alone(last)
+    last.symlink_to(best)
+    remove_alone(last)
+    assert read_alone(best)["step"] == 1 and os.listdir(tmp_path) == [best.name]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
-from holdfast.integrations.attached import AttachedCheckpointer, check_free
+from holdfast.integrations.attached import AttachedCheckpointer, check_free, present
 from holdfast.integrations.seam import Adapter, LoaderPlace, missing, one_or_all
 from holdfast.state.rng import Rng
 
@@ -75,7 +75,7 @@ class AcceleratorCheckpointer(AttachedCheckpointer):
         self._updates: _Updates | None = None
         self._loop = _AcceleratorLoop(accelerator, self._settle)
         self._prepared = _prepared(accelerator)
-        parts = {**self._prepared_state(), "rng": Rng(), **more}
+        parts = {**present(self._prepared_state()), "rng": Rng(), **more}
         super().__init__(accelerator, root, _LOOP, self._loop, parts, options)
         self.restore(step)
         if accelerator._save_model_state_pre_hook:

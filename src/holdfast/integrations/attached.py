@@ -36,6 +36,11 @@ def check_free(subject: Any) -> None:
         )
 
 
+def present(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a loop that it has: those that are not None."""
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 class AttachedCheckpointer:
     """A Checkpointer with a count of steps, made by the ``attach`` of an adapter."""
 
@@ -57,14 +62,13 @@ class AttachedCheckpointer:
     ) -> None:
         """Makes the Checkpointer. ``subject``: the object of the framework that it is attached to.
         ``key``, ``loop``: what the adapter saves of the loop itself, facts or an object with a
-        state. ``parts``: the rest of the state; what is None is left out.
+        state. ``parts``: the rest of the state.
 
         Raises UsageError where the object has a Checkpointer already.
         """
         check_free(subject)
         self._subject, self._key, self._made = subject, key, loop
-        kept = {name: part for name, part in parts.items() if part is not None}
-        self._state: dict[str, Any] = {key: self._new_loop(), **kept}
+        self._state: dict[str, Any] = {key: self._new_loop(), **parts}
         try:
             with self._shown():
                 self.checkpointer = Checkpointer(root, self._state, **options)
@@ -118,12 +122,15 @@ class AttachedCheckpointer:
 
     def save(self) -> SaveHandle | None:
         """Save the last step as a durable checkpoint; None where it is the restored one."""
-        if self.restored is not None and self.steps == self.restored.step:
+        return self._save(self.steps)
+
+    def _save(self, step: int) -> SaveHandle | None:
+        if self.restored is not None and step == self.restored.step:
             return None
-        if not self.steps:
+        if not step:
             raise UsageError("save() before the first step: there is nothing to save yet")
         with self._shown():
-            return self.checkpointer.save(self.steps, durable=True)
+            return self.checkpointer.save(step, durable=True)
 
     def close(self) -> None:
         """Close the Checkpointer, when what is owed is in storage."""

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.capture.handles import SaveHandle
 from holdfast.errors import UsageError
 from holdfast.format.native_types import register_enum, register_value
-from holdfast.integrations.attached import AttachedCheckpointer, check_free
+from holdfast.integrations.attached import AttachedCheckpointer, check_free, present
 from holdfast.integrations.deepspeed_partitions import find_partitions
 from holdfast.integrations.lone_checkpoints import read_alone, write_alone
 from holdfast.integrations.seam import Adapter, missing
@@ -85,15 +85,15 @@ class DeepSpeedCheckpointer(AttachedCheckpointer):
         self._partitions = find_partitions(engine)
         self.client_state: dict[str, Any] = {} if client_state is None else client_state
         """The dict that was given; read your values from it after ``attach``."""
-        parts = {
+        own = {
             "model": self._partitions.module,
             "optimizer": self._partitions.optimizer,
             "scheduler": engine.lr_scheduler,
             "scaler": _scaler_of_torch(engine),
             "client_state": _Values(self.client_state),
             "rng": Rng(),
-            **more,
         }
+        parts = {**present(own), **more}
         super().__init__(engine, root, _LOOP, _EngineState(engine), parts, options)
         restored = self._restore(step)
         if restored is not None:
@@ -123,7 +123,7 @@ class DeepSpeedCheckpointer(AttachedCheckpointer):
                 "save() in the middle of an accumulation: gradients are not saved. Call it after "
                 "the engine.step() that updates"
             )
-        return super().save()
+        return self._save(int(self._engine.global_steps))  # also before step()
 
     def _shown(self) -> AbstractContextManager[None]:
         return self._partitions.shown()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,19 @@ def write_alone(path: str | os.PathLike[str], found: Mapping[str, Any], step: in
         where.rename(old)
     new.rename(where)
     sync_directory(str(where.parent))
-    _remove(old)
+    with suppress(OSError):  # what a reader has open goes with the next
+        _remove(old)
 
 
 def remove_alone(path: str | os.PathLike[str]) -> None:
     """Removes the checkpoint at ``path``, if there is one, with what a kill left beside it."""
     where = Path(path)
-    for one in (_beside(where, _OLD), _beside(where, _NEW), where):
-        _remove(one)
+    new = _beside(where, _NEW)
+    _remove(_beside(where, _OLD))
+    _remove(new)
+    with suppress(FileNotFoundError):
+        where.rename(new)  # half of it is nowhere taken for a checkpoint
+    _remove(new)
 
 
 def read_alone(path: str | os.PathLike[str]) -> Any:
@@ -82,7 +88,8 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _remove(where: Path) -> None:
-    if where.is_dir():
+    """Removes a directory or a file; of a link, the link."""
+    if where.is_dir() and not where.is_symlink():
         shutil.rmtree(where)
     else:
         where.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from torch import nn
 
 from holdfast import rules
 from holdfast.errors import UsageError
-from holdfast.integrations.attached import AttachedCheckpointer
+from holdfast.integrations.attached import AttachedCheckpointer, present
 from holdfast.integrations.seam import Adapter, missing, one_or_all
 from holdfast.state.mapped.shards import FlatShard, declare
 from holdfast.state.rng import Rng
@@ -119,7 +119,7 @@ class MegatronCheckpointer(AttachedCheckpointer):
             "rng": Generators() if rng else None,
         }
         now = {**_ranks(), "rng": rng}
-        super().__init__(model, root, _LOOP, now, {**kept, **more}, options)
+        super().__init__(model, root, _LOOP, now, {**present(kept), **more}, options)
         self._restore(step, lambda: _check_generators(self._state[_LOOP], now))
 
 

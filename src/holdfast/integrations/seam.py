@@ -23,6 +23,7 @@ from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.events import Warned, emit
 from holdfast.integrations.orders import order_state, set_own_generators, set_process_generators
+from holdfast.storage.files import ROOT_FILE
 from holdfast.storage.open import is_bucket, normal_root
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def check_root(root: str | os.PathLike[str]) -> None:
     if is_bucket(where):
         return
     path = Path(where)
+    if (path / ROOT_FILE).is_file():  # one of ours, whatever else was put into it
+        return
     whose = f"a file, {path.name}," if path.is_file() else None
     if path.is_dir():
         found = next((name for name in _FOREIGN if next(path.glob(name), None)), None)

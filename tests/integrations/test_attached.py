@@ -1,0 +1,50 @@
+"""What all attached Checkpointers do alike, without a framework."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.integrations.attached import AttachedCheckpointer, present
+from holdfast.integrations.seam import check_root
+
+
+class Loop:
+    """What a Checkpointer is attached to: it has a model alone."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+
+
+class LoopCheckpointer(AttachedCheckpointer):
+    """Attached to a loop, with a key of the user's."""
+
+    def __init__(self, loop: Loop, root: Path, **more: Any) -> None:
+        parts = {**present({"model": loop.model, "scheduler": None}), **more}
+        super().__init__(loop, root, "loop", {"ranks": 1}, parts, {"memory": None, "storage": None})
+        self._restore(None)
+
+
+def test_a_value_of_the_user_that_is_none_yet_is_kept_and_comes_back(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    for best in (None, 0.25):
+        with LoopCheckpointer(Loop(), tmp_path, best=None) as checkpointer:
+            assert checkpointer.state["best"] == best and "scheduler" not in checkpointer.state
+            checkpointer.state["best"] = 0.25
+            checkpointer.step()
+            handle = checkpointer.save()
+            assert handle is not None
+            handle.wait_durable(60)
+
+
+def test_a_root_of_ours_is_one_whatever_else_was_put_into_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UsageError, match=r"model\.safetensors"):
+        check_root(tmp_path)
+    (tmp_path / "holdfast.json").touch()
+    check_root(tmp_path)
