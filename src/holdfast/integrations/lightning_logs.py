@@ -41,9 +41,11 @@ def logs_state(trainer: Any, *, is_inside: bool) -> dict[str, Any]:
 def resume_logs(trainer: Any, saved: Mapping[str, Any]) -> None:
     """Goes on with what was logged, and with each metric where it was."""
     logs = trainer._logger_connector
-    own = saved.get("added", {}).get(f"{trainer.global_rank}", {})
+    added = saved.get("added", {})
+    own = added.get(f"{trainer.global_rank}", {})
+    logged = own or next(iter(added.values()), saved)  # a rank more has what another one logged
     logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics = (
-        dict(one) for one in own.get("metrics", saved.get("metrics", [{}, {}, {}]))
+        dict(one) for one in logged.get("metrics", [{}, {}, {}])
     )
     logs._first_loop_iter, logs._current_fx = saved["first"], saved["function"]
     _resume_means(trainer.fit_loop.epoch_loop._results, own.get("means", saved.get("means", {})))

@@ -420,7 +420,8 @@ class _Loop:
         trainer, saved = self._trainer, self._saved
         loss = saved["loss"]
         if not isinstance(loss, torch.Tensor):  # the first version kept one for all ranks
-            loss = loss.get(self._rank(), torch.zeros(()))
+            any_rank = next(iter(loss.values()), torch.zeros(()))  # of another number of ranks
+            loss = loss.get(self._rank(), any_rank)
         trainer._tr_loss = loss.to(trainer.args.device).clone()
         trainer._total_loss_scalar = saved["losses_before"]
         trainer._globalstep_last_logged = saved["last_logged"]
