@@ -66,10 +66,12 @@ def refused(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> s
     heard: list[str] = []
     stop = holdfast.subscribe(lambda event, _: heard.append(str(event)))
     try:
-        with pytest.raises(holdfast.StateMismatch, match="optimizer"):
+        with pytest.raises(holdfast.StateMismatch, match="optimizer") as error:
             holdfast.load(path, {"model": model, "optimizer": optimizer})
     finally:
         stop()
+    (why,) = error.value.__notes__
+    assert "optimizer is left out: its state is keyed by numbers" in why
     assert all(map(torch.equal, before, model.parameters()))
     assert not optimizer.state
     (said,) = (text for text in heard if "keyed by numbers" in text)
@@ -137,7 +139,79 @@ def test_parameters_that_are_registered_in_another_order_are_refused(tmp_path: P
     path = saved(tmp_path / "a.pt", model, trained(model, groups_of(model)))
     other = Blocks("b", "a")
     said = refused(path, other, torch.optim.AdamW(other.parameters()))
-    assert "has 'b.weight' the model in the file had 'a.weight'" in said
+    assert "has 'b.weight', 'model' in the file has 'a.weight': a number" in said
+
+
+@pytest.mark.promise
+def test_a_module_of_another_order_beside_the_optimizers_own_decides_nothing(
+    tmp_path: Path,
+) -> None:
+    """The two of a GAN have layers of the same names, each in an order of its own."""
+
+    def build() -> tuple[dict[str, Any], list[tuple[nn.Module, torch.optim.Optimizer]]]:
+        pairs = [(one := Blocks(*names), trained(one, groups_of(one))) for names in orders]
+        state = {f"net{n}": one for n, (one, _) in enumerate(pairs)}
+        return state | {f"opt{n}": one for n, (_, one) in enumerate(pairs)}, list(pairs)
+
+    orders = [("fc", "conv1"), ("conv1", "fc", "more")]
+    state, pairs = build()
+    torch.save({key: one.state_dict() for key, one in state.items()}, tmp_path / "a.pt")
+    other, there = build()
+    holdfast.load(tmp_path / "a.pt", other)
+    for (model, optimizer), (mine, filled_one) in zip(pairs, there, strict=True):
+        for one, live in zip(model.parameters(), mine.parameters(), strict=True):
+            for kind, tensor in optimizer.state[one].items():
+                assert torch.equal(tensor, filled_one.state[live][kind])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("first", ["ema", "model"])
+def test_averages_that_are_stored_by_sorted_names_decide_nothing(
+    tmp_path: Path, first: str
+) -> None:
+    model = Blocks("b", "a")
+    optimizer = trained(model, groups_of(model))
+    averages = {name: one * 2 for name, one in sorted(model.state_dict().items())}
+    held: dict[str, Any] = {"ema": averages, "model": model.state_dict()}
+    held = {first: held[first], **held, "optimizer": optimizer.state_dict()}
+    torch.save(held, tmp_path / "a.pt")
+    other, ema = Blocks("b", "a"), Blocks("b", "a")
+    there = torch.optim.AdamW(other.parameters())
+    holdfast.load(tmp_path / "a.pt", {"model": other, "ema": ema, "optimizer": there})
+    for one, mine in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg"], there.state[mine]["exp_avg"])
+    turned = Blocks("a", "b")  # as the averages are sorted, and the model was not
+    said = refused(tmp_path / "a.pt", turned, torch.optim.AdamW(turned.parameters()))
+    assert "has 'a.weight', 'model' in the file has 'b.weight'" in said
+
+
+@pytest.mark.promise
+def test_an_optimizer_of_two_modules_is_refused_where_one_has_another_order(
+    tmp_path: Path,
+) -> None:
+    def build(*names: str) -> tuple[dict[str, Any], torch.optim.AdamW]:
+        nets = {"left": Blocks("a", "b"), "right": Blocks(*names)}
+        parameters = [one for net in nets.values() for one in net.parameters()]
+        optimizer = torch.optim.AdamW(parameters)
+        for net in nets.values():
+            net(torch.ones(1, SIZE)).sum().backward()
+        optimizer.step()
+        return {"right": nets["right"], "left": nets["left"], "optimizer": optimizer}, optimizer
+
+    state, optimizer = build("a", "b")
+    torch.save({key: one.state_dict() for key, one in state.items()}, tmp_path / "a.pt")
+    turned, _ = build("b", "a")
+    heard: list[str] = []
+    stop = holdfast.subscribe(lambda event, _: heard.append(str(event)))
+    with pytest.raises(holdfast.StateMismatch, match="optimizer"):
+        holdfast.load(tmp_path / "a.pt", turned)
+    stop()
+    (said,) = (text for text in heard if "keyed by numbers" in text)
+    assert "'right.b.weight', one of the modules in the file has 'right.a.weight'" in said
+    same, right = build("a", "b")
+    holdfast.load(tmp_path / "a.pt", same)
+    moments = [[one["exp_avg"] for one in some.state.values()] for some in (optimizer, right)]
+    assert all(map(torch.equal, *moments))
 
 
 def test_an_order_of_its_own_is_no_matter_where_the_model_has_the_same(tmp_path: Path) -> None:

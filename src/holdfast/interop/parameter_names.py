@@ -9,6 +9,7 @@ parameters, and the shapes of moments.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.interop.foreign import ForeignLeaf
@@ -50,8 +51,7 @@ def names_of_numbers(
             f"to be filled has groups of {wanted}: {_HOW}"
         )
     _refuse_other_places(groups, order.options)
-    for names in _registered_in_file(modules):
-        _refuse_reordered(names, order.registered)
+    _refuse_reordered(list(_orders_in_file(modules)), order)
     found = [name for group in order.groups for name in group]
     numbers = [one for group in groups for one in group["params"]]
     _refuse_other_shapes(dict(zip(numbers, found, strict=True)), state, modules)
@@ -98,34 +98,63 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (int, float, bool, str)
 
 
-def _registered_in_file(
-    modules: Mapping[str, Mapping[str, ForeignLeaf]],
-) -> Iterator[list[str]]:
-    """The names of each module, as they are and below its key, where the file has their order:
-    safetensors sort them, and DCP has no order.
+@dataclass(frozen=True, slots=True)
+class _FileOrder:
+    """The names of all parameters as something in the file has them, each module's in its order."""
+
+    key: str | None
+    modules: Sequence[Sequence[str]]
+
+    def holds(self, names: Iterable[str]) -> bool:
+        return {name for some in self.modules for name in some}.issuperset(names)
+
+    def first_other(self, registered: Sequence[str]) -> tuple[str, str] | None:
+        """The first (name in the file, name here) that stand at one place of a module."""
+        for names in self.modules:
+            mine, known = set(names), set(registered)
+            there = [name for name in names if name in known]
+            here = [name for name in registered if name in mine]
+            for stored, live in zip(there, here, strict=True):
+                if stored != live:
+                    return stored, live
+        return None
+
+
+def _orders_in_file(modules: Mapping[str, Mapping[str, ForeignLeaf]]) -> Iterator[_FileOrder]:
+    """The order of each module, and of all together below their keys, where the file has it:
+    safetensors sort names, and DCP has no order.
     """
+    below: list[list[str]] = []
     for key, leaves in modules.items():
         parts = [part for leaf in leaves.values() for part in leaf.parts]
         if all(
             part.extent.item_bytes is None and not part.extent.file.endswith(".safetensors")
             for part in parts
         ):
-            yield list(leaves)
-            yield [f"{key}.{name}" for name in leaves]
+            yield _FileOrder(key, [list(leaves)])
+            below.append([f"{key}.{name}" for name in leaves])
+    yield _FileOrder(None, below)
 
 
-def _refuse_reordered(names: Sequence[str], registered: Sequence[str]) -> None:
-    known = set(registered)
-    there = [name for name in names if name in known]
-    both = set(there)
-    here = [name for name in registered if name in both]
-    for stored, mine in zip(there, here, strict=True):
-        if stored != mine:
-            raise UnknownOrder(
-                f"its state is keyed by numbers, and where the model to be filled has "
-                f"{mine!r:.200} the model in the file had {stored!r:.200}: a number may stand for "
-                f"either. Register the parameters in the order that they had; {_HOW}"
-            )
+def _refuse_reordered(orders: Sequence[_FileOrder], live: ParameterOrder) -> None:
+    """Refuse where the module of this optimizer has another order in the file; where none there
+    is called as it, where nothing that holds all names has them in this order.
+
+    What holds some of them alone is another module, and decides nothing.
+    """
+    holding = [one for one in orders if one.holds(live.registered)]
+    own = [one for one in holding if one.key is not None and one.key == live.module]
+    found = [(one.key, one.first_other(live.registered)) for one in own or holding]
+    others = [(key, first) for key, first in found if first is not None]
+    if not others or len(others) < len(found):
+        return
+    key, (stored, here) = others[0]
+    what = "one of the modules" if key is None else f"{key!r:.200}"
+    raise UnknownOrder(
+        f"its state is keyed by numbers, and where the model to be filled has {here!r:.200}, "
+        f"{what} in the file has {stored!r:.200}: a number may stand for either. Register the "
+        f"parameters in the order that they had; {_HOW}"
+    )
 
 
 def _refuse_other_shapes(

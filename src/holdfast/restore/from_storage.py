@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.errors import StateMismatch
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.restore.sources import StoredSources
@@ -28,7 +29,8 @@ def restore_stored(
 ) -> Restored:
     """Fill the state from the newest checkpoint of a store, or that of ``step``; all ranks call it.
 
-    Raises as ``holdfast.load`` does.
+    Raises as ``holdfast.load`` does; StateMismatch with a note of what was left out of what another
+    writer has stored.
     """
     sources = StoredSources(store, world.rank)
     try:
@@ -43,6 +45,11 @@ def restore_stored(
             request=request,
             plan_again=sources.plan_again(),
         )
+    except StateMismatch as error:
+        for note in getattr(store, "notes", ()):
+            if " is left out: " in note:
+                error.add_note(f"{store.url}: {note}")
+        raise
     finally:
         sources.let_go()
     assert restored is not None  # there was a candidate, and no error

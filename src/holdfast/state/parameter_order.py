@@ -16,9 +16,10 @@ class ParameterOrder:
 
     ``options``: those of each group, as they are before a load. ``registered``: the same names in
     the order in which the modules have them. Both are empty where somebody gave the names for the
-    very checkpoint that is read.
+    very checkpoint that is read. ``module``: the key of the one module that all are of.
     """
 
     groups: Sequence[Sequence[str]]
     options: Sequence[Mapping[str, Any]] = ()
     registered: Sequence[str] = field(default=())
+    module: str | None = None

@@ -120,7 +120,7 @@ def parameter_orders(state: State) -> dict[str, ParameterOrder]:
         names = {id(p): n for n, p in _parameters(objects, key).items()}
         options = objects.optimizers[key].param_groups
         registered = [names[one] for one in dict.fromkeys(placed) if one in names]
-        found[key] = ParameterOrder(groups, options, registered)
+        found[key] = ParameterOrder(groups, options, registered, objects.module_of(key))
     return found
 
 
