@@ -135,3 +135,37 @@ def test_groups_are_put_together_by_equal_options() -> None:
         ["p0", "p2", "p4"],
         ["p1", "p3", "p5"],
     ]
+
+
+OPTIMIZER: dict[str, Any] = {"state": {"w": {"m": ONE}}, "param_groups": [{"params": ["w"]}]}
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_dictionary_with_an_optimizer_that_contains_itself_is_an_error(depth: int) -> None:
+    cyclic: dict[str, Any] = {"optim": OPTIMIZER}
+    inner = cyclic
+    for _ in range(depth - 1):
+        inner["in"] = {"optim": OPTIMIZER}
+        inner = inner["in"]
+    inner["in"] = cyclic
+    with pytest.raises(ForeignFormatError, match=r"a\.pt: app.* contains itself"):
+        arrange({"app": cyclic}, where="a.pt")
+
+
+def test_dictionaries_with_optimizers_in_each_other_are_taken_apart_so_far() -> None:
+    nested: dict[str, Any] = {"optim": OPTIMIZER}
+    for _ in range(5000):
+        nested = {"in": nested, "optim": OPTIMIZER}
+    found = arrange({"app": nested, "step": 3})
+    assert {"app.optim", "app.in.in.optim", "step"} <= found.values.keys()
+    assert any("nested deeper than" in note for note in found.notes)
+
+
+def test_one_dictionary_in_very_many_places_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arranging, "MAX_NODES", 1000)
+    shared: dict[str, Any] = {"optim": OPTIMIZER}
+    for _ in range(3):
+        shared = {"optim": OPTIMIZER, **{str(number): shared for number in range(20)}}
+    with pytest.raises(ForeignFormatError, match="more than 1000 values"):
+        arrange({"app": shared})

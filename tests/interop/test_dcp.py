@@ -171,6 +171,46 @@ def test_a_model_and_its_optimizer_in_a_dictionary_are_loaded_by_their_paths(
     assert mine["epoch"] == 7 and other.schedule.state_dict() == one.schedule.state_dict()
 
 
+class TaughtApp(App):
+    """The same as an object that is loaded as one, by torch and here."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optim,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+            options=StateDictOptions(flatten_optimizer_state_dict=self.flat),
+        )
+        self.schedule.load_state_dict(state["schedule"])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("writer", ["nested", "flat", "torch"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_object_that_holds_a_model_and_its_optimizer_is_loaded_as_one(
+    tmp_path: Path, writer: str, depth: int
+) -> None:
+    one, other = (TaughtApp(seed, flat=writer == "flat") for seed in (1, 2))
+    source = tmp_path / ("step-5.pt" if writer == "torch" else "step-5")
+    held: Any = one if depth == 1 and writer != "torch" else one.state_dict()
+    state: dict[str, Any] = {"app": held if depth == 1 else {"main": held, "n": 3}}
+    if writer == "torch":
+        torch.save(state, source)
+    else:
+        save(state, source)
+    state = {"app": other if depth == 1 else {"main": other, "n": 0}}
+    assert holdfast.load(source, state).step == 5
+    for name, parameter in one.model.named_parameters():
+        there = other.model.get_parameter(name)
+        assert torch.equal(parameter, there)
+        for kind, moment in one.optim.state[parameter].items():
+            assert torch.equal(moment, other.optim.state[there][kind])
+    assert other.optim.param_groups[0]["lr"] == one.optim.param_groups[0]["lr"]
+    assert other.schedule.state_dict() == one.schedule.state_dict()
+    assert depth == 1 or state["app"]["n"] == 3
+
+
 def test_a_transposed_tensor_comes_back_in_its_order(tmp_path: Path) -> None:
     turned = torch.arange(24.0).reshape(4, 6).T
     root = save({"model": {"w": turned}, "a": {"t": turned[1:]}}, tmp_path / "dcp")

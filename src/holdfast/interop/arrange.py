@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from holdfast.interop.pickle_records import (
     StorageRef,
     TorchDtype,
 )
-from holdfast.state.parameter_order import ParameterOrder
+from holdfast.state.parameter_order import LiveOrders, ParameterOrder
 
 #: Nested values are walked to here; a pickle can name one list in many places.
 MAX_NODES = 2_000_000
@@ -57,12 +57,14 @@ Orders = Mapping[str, ParameterOrder]
 def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = "") -> Arranged:
     """Arrange the entries of a state; a leaf that is there twice, as one object, is tied.
 
-    ``orders``: of the optimizers that are to be filled, which tell what a number stands for.
-    ``where``: the file, for ForeignFormatError.
+    ``orders``: of the optimizers that are to be filled, which tell what a number stands for;
+    LiveOrders tell what the state has as one object, too. ``where``: the file, for errors.
     """
-    found, tree = Arranged(), _apart(tree, {})
+    orders = {} if orders is None else orders
+    whole = orders.paths if isinstance(orders, LiveOrders) else frozenset()
+    found, tree = Arranged(), _Parting(whole, where).part(tree)
     fitting = _Fitting(found.notes)
-    numbers = _Numbers(orders or {}, _modules(tree))
+    numbers = _Numbers(orders, _modules(tree))
     for key, value in tree.items():
         part = Arranged()
         try:
@@ -86,39 +88,69 @@ def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = 
     return found
 
 
-def _apart(tree: Mapping[str, Any], known: dict[int, bool]) -> dict[str, Any]:
-    """The entries of a state, those of a dictionary that holds an optimizer each by its path.
+class _Parting:
+    """Takes the dictionaries apart that hold an optimizer, with a limit on all entries together.
 
-    So a state has them here whose model and optimizer stand in a dictionary, as ``app``.
-    ``known``: of each dictionary that was looked at, by its id.
+    So a state has them here whose model and optimizer stand in a dictionary, as ``app``. What is
+    one object of the state, at a path of ``whole``, stays as it is.
     """
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = {}
-        if type(key) is str and _holds_optimizer(value, known, 0):
-            inner = {f"{key}.{name}": item for name, item in _apart(value, known).items()}
-        if inner and inner.keys().isdisjoint(found.keys() | tree.keys()):
-            found |= inner
-        else:
-            found[key] = value
-    return found
 
+    def __init__(self, whole: Collection[str], where: str) -> None:
+        self._whole, self._where = whole, where
+        self._holds: dict[int, bool] = {}  # by the id of a dictionary
+        self._left = MAX_NODES
 
-def _holds_optimizer(value: Any, known: dict[int, bool], depth: int) -> bool:
-    """True for a dictionary with an optimizer in it, or in a dictionary in it."""
-    if not isinstance(value, dict) or depth > _MAX_APART:
-        return False
-    if id(value) not in known:
-        known[id(value)] = False  # also for what contains itself
-        known[id(value)] = (
-            not is_optimizer_state(value)
-            and all(type(name) is str for name in value)
-            and any(
-                is_optimizer_state(item) or _holds_optimizer(item, known, depth + 1)
-                for item in value.values()
-            )
+    def part(
+        self, tree: Mapping[str, Any], prefix: str = "", within: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
+        """The entries of a state, those of a dictionary that holds an optimizer each by its path.
+
+        ``prefix``: the path of ``tree``, with a dot. ``within``: the dictionaries that it is in.
+        """
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            inner = {}
+            if type(key) is str and self._is_parted(prefix + key, value, len(within)):
+                path = prefix + key
+                if id(value) in within:
+                    raise self._error(f"{path:.200} contains itself")
+                self._left -= len(value)
+                if self._left < 0:
+                    raise self._error(f"{path:.200}: more than {MAX_NODES} values")
+                parts = self.part(value, f"{path}.", (*within, id(value)))
+                inner = {f"{key}.{name}": item for name, item in parts.items()}
+            if inner and inner.keys().isdisjoint(found.keys() | tree.keys()):
+                found |= inner
+            else:
+                found[key] = value
+        return found
+
+    def _is_parted(self, path: str, value: Any, depth: int) -> bool:
+        return (
+            depth <= _MAX_APART
+            and len(path) <= MAX_PATH
+            and path not in self._whole
+            and self._holds_optimizer(value, 0)
         )
-    return known[id(value)]
+
+    def _holds_optimizer(self, value: Any, depth: int) -> bool:
+        """True for a dictionary with an optimizer in it, or in a dictionary in it."""
+        if not isinstance(value, dict) or depth > _MAX_APART:
+            return False
+        if id(value) not in self._holds:
+            self._holds[id(value)] = False  # also for what contains itself
+            self._holds[id(value)] = (
+                not is_optimizer_state(value)
+                and all(type(name) is str for name in value)
+                and any(
+                    is_optimizer_state(item) or self._holds_optimizer(item, depth + 1)
+                    for item in value.values()
+                )
+            )
+        return self._holds[id(value)]
+
+    def _error(self, why: str) -> ForeignFormatError:
+        return ForeignFormatError(f"{self._where}: {why}", path=self._where, offset=0)
 
 
 def is_optimizer_state(value: Any) -> bool:

@@ -118,7 +118,7 @@ def read_directory(
     format_ = format_ or recognize(files)
     if format_ is None:
         return None
-    return _READERS[format_](files, orders or {})
+    return _READERS[format_](files, {} if orders is None else orders)
 
 
 def _read_dcp(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:

@@ -5,7 +5,7 @@ Loads no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,3 +23,14 @@ class ParameterOrder:
     options: Sequence[Mapping[str, Any]] = ()
     registered: Sequence[str] = field(default=())
     module: str | None = None
+
+
+class LiveOrders(dict[str, ParameterOrder]):
+    """The orders of the optimizers of a live state, by their keys.
+
+    ``paths``: the places of all objects and values of that state, keys joined by dots.
+    """
+
+    def __init__(self, orders: Mapping[str, ParameterOrder], paths: Collection[str]) -> None:
+        super().__init__(orders)
+        self.paths = frozenset(paths)

@@ -26,7 +26,7 @@ from holdfast.state.param_groups import (
     merge_param_groups,
     regroup_scheduler,
 )
-from holdfast.state.parameter_order import ParameterOrder
+from holdfast.state.parameter_order import LiveOrders, ParameterOrder
 
 Document = Mapping[str, Any]
 #: The key of a module -> the leaves that its tensors are in a checkpoint.
@@ -111,7 +111,7 @@ def group_names(objects: Objects) -> dict[str, list[list[str]]]:
     return found
 
 
-def parameter_orders(state: State) -> dict[str, ParameterOrder]:
+def parameter_orders(state: State) -> LiveOrders:
     """Returns what tells the parameters of each optimizer of a state, as it is now."""
     objects = sort_objects(state)
     placed = [id(one) for some in objects.tensors.values() for one in (h.tensor for h in some)]
@@ -121,7 +121,7 @@ def parameter_orders(state: State) -> dict[str, ParameterOrder]:
         options = objects.optimizers[key].param_groups
         registered = [names[one] for one in dict.fromkeys(placed) if one in names]
         found[key] = ParameterOrder(groups, options, registered, objects.module_of(key))
-    return found
+    return LiveOrders(found, objects.paths)
 
 
 def _parameters(objects: Objects, key: str) -> dict[str, Any]:
