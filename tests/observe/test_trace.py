@@ -167,8 +167,8 @@ def test_hosts_whose_clocks_are_apart_are_on_one_clock_in_a_trace(apart: Path) -
         assert begin_s[1] - begin_s[0] == pytest.approx(0.001, abs=1e-6)
     (offset,) = found.clocks
     assert (offset.host, round(offset.ahead_s, 3)) == ("b", 3600.0)
-    last_s = 3699.0 + ((offset.error_s or 0.0) - 0.001) / DRIFT  # when its clock was compared, and so long
-    assert 3720.0 < last_s < 3725.0
+    since_s = ((offset.error_s or 0.0) - 0.001) / DRIFT  # it was compared, to its last moment
+    assert 20.0 < since_s < 26.0
     last = read_spans(apart, select(apart, None, "5s"))
     assert {(s.step, s.host) for s in last.spans} == {(2, "a"), (2, "b")}
 
