@@ -210,6 +210,27 @@ def test_the_first_durable_save_that_hangs_is_found_too(tmp_path: Path) -> None:
     assert "no_durable" not in causes(quick), "it may still come"
 
 
+@pytest.mark.parametrize("is_restarted", [True, False], ids=["next start", "closed"])
+def test_a_save_of_a_start_that_is_over_is_not_waited_for(
+    tmp_path: Path, is_restarted: bool
+) -> None:
+    """Its trainers were killed, or closed; the next start trains, and saved nothing yet."""
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, RANKS)
+    hung_disk(told)
+    if is_restarted:
+        tell_death(told, 1, 330.0, RANKS, "")
+        tell_start(told, 2, 340.0, RANKS)
+        told(of(events.StepsDone, 2, step=9, steps=9, elapsed_s=90.0, longest_s=10.0), 440.0)
+    else:
+        for rank, host in RANKS.items():
+            told(of(events.RunEnded, 1, rank, outcome="closed"), 440.0, host)
+    report = read_report(told.write())
+    assert report.starts[-1].ended == ("open" if is_restarted else "closed")
+    assert "no_durable" not in causes(report)
+    assert "no_durable" not in causes(report, report.last_s + 5)
+
+
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     told = healthy(tmp_path)
     for rank, host in RANKS.items():

@@ -156,6 +156,78 @@ def test_who_reports_waits_for_nothing_and_what_has_no_room_is_counted(
     assert not live._thread.is_alive()
 
 
+def test_what_is_settled_is_sent_while_records_keep_coming(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_telemetry, "LOOK_S", 0.1)
+    monkeypatch.setattr(live_telemetry, "SETTLED_S", 0.2)
+    sent = threading.Event()
+
+    def send(_: Iterable[TelemetrySpan], __: str) -> bool:
+        sent.set()
+        return True
+
+    live = LiveTelemetry(send, print)
+    live.start()
+    for line in (told(RUN, 1.0), *of_host("a", save(4, 100.0))):
+        live.take(msgspec.json.decode(line))
+    steps = events.StepsDone(incarnation=1, step=9, rank=0, steps=1, elapsed_s=0.1, longest_s=0.1)
+    for _ in range(500):
+        live.take(msgspec.json.decode(told(steps, 101.0)))
+        if sent.wait(0.01):
+            break
+    assert sent.is_set()
+    live.close()
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ImportError("no exporter"), "ImportError: no exporter"),
+        (OSError("gone"), "OSError: gone"),
+        (_Unspeakable(), "_Unspeakable"),
+    ],
+)
+def test_an_error_of_sending_is_told_once_and_the_thread_goes_on(
+    error: Exception, shown: str
+) -> None:
+    calls: list[int] = []
+    warned: list[str] = []
+
+    def send(spans: Iterable[TelemetrySpan], _: str) -> bool:
+        calls.append(len(list(spans)))
+        if len(calls) < 3:
+            raise error
+        return True
+
+    live = LiveTelemetry(send, warned.append)
+    live.start()
+    live.take(msgspec.json.decode(told(RUN, 1.0)))
+    for step in range(3):
+        for line in of_host("a", save(step, 100.0 + step)):
+            live.take(msgspec.json.decode(line))
+    live.close(deadline_s=20.0)
+    assert not live._thread.is_alive() and len(calls) == 3
+    assert warned == [f"spans cannot be sent: {shown}; still trying"]
+
+
+def test_records_that_found_no_room_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_telemetry, "MOST_WAITING", 10)
+    monkeypatch.setattr(live_telemetry, "LOOK_S", 0.01)
+    warned: list[str] = []
+    live = LiveTelemetry(lambda *_: True, warned.append)
+    for _ in range(25):
+        live.take(msgspec.json.decode(told(RUN, 1.0)))
+    live.start()
+    live.close(deadline_s=20.0)
+    assert len(warned) == 1 and warned[0].startswith("15 records so far found no room")
+
+
 # ── the setting ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -178,6 +250,18 @@ def test_without_a_setting_nothing_is_sent_and_without_the_package_a_start_names
     assert telemetry_endpoint() is None and send_telemetry(print) is None
     monkeypatch.setenv("HOLDFAST_OTLP", "http://127.0.0.1:4318")
     with pytest.raises(UsageError, match=r"pip install 'holdfast\[otel\]'"):
+        require_live_telemetry()
+
+
+def test_a_setting_without_the_exporter_is_refused_and_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="pip install 'holdfast[otel]'")
+    for module in [each for each in sys.modules if each.startswith("opentelemetry.exporter")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    monkeypatch.setenv("HOLDFAST_OTLP", "http://127.0.0.1:4318")
+    with pytest.raises(UsageError, match="opentelemetry-exporter-otlp-proto-http is not installed"):
         require_live_telemetry()
 
 

@@ -216,3 +216,17 @@ def test_tokens_that_are_no_count_are_refused(tmp_path: Path, tokens: Any) -> No
     with pytest.raises(holdfast.UsageError, match=r"tokens=.*: a whole number from 0 on"):
         ckpt.step(0, tokens=tokens)
     ckpt.close()
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_an_error_that_cannot_be_shown_is_named_by_its_class(told: list[Any]) -> None:
+    training = recorder(Clock())
+    try:
+        raise _Unspeakable
+    except _Unspeakable:
+        ended = training.ended("failed")
+    assert ended.reason == "_Unspeakable"

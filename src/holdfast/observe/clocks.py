@@ -2,6 +2,7 @@
 
 Keepers compare their clocks with that of the coordinator by four moments of an exchange, again and
 again: these hold, each within its error, and between two of them a clock is taken to go evenly.
+The further a moment is from the nearest of them, the larger is the bound of its error.
 Hosts of which there is no such record are compared by what happened on all of them at once: a start
 and a restore end with an agreement of all ranks, who return from it together and report it. The
 difference is the median over these moments, and the spread of it the bound of its error. Within one
@@ -10,20 +11,25 @@ boot of a host the monotonic clock counts, which nobody sets.
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 from holdfast import events
 from holdfast.events import Event
 
-#: The most comparisons of two clocks that are kept: of more, every other one is left out.
+#: The most comparisons of two clocks that are kept: of more, half are left out, evenly in time.
 MOST_COMPARED = 256
-#: Comparisons this much less certain than the best of the two clocks count for nothing.
+#: Comparisons this much less certain than what is known from the others count for nothing.
 _TIMES_WORSE = 4.0
+#: Seconds per second by which two clocks may drift apart, and by which one that was compared before
+#: and after may go unevenly in between.
+DRIFT, UNEVEN = 1e-4, 1e-5
 #: Comparisons that lie nearer to each other in time are one: the better of them.
 _APART_S = 5.0
 
@@ -55,8 +61,9 @@ class _Knot(NamedTuple):
 class ClockOffset:
     """How far the clock of a host is ahead of the one that all moments are brought to.
 
-    ``error_s``: the bound of the error of the comparisons by keepers; where there are none, half
-    the spread of the measurements, and None where there was one alone.
+    ``error_s``: the bound of the error of all moments of the host, by the comparisons of keepers
+    and the distance to the nearest; where there are none, half the spread of the measurements, and
+    None where there was one alone.
     """
 
     host: str
@@ -72,6 +79,7 @@ class HostClocks:
         self._hosts: list[str] = []
         self._origins: list[tuple[float, float]] = []
         """Of each clock the earliest moment, and what is to be added for the wall clock."""
+        self._latest_s: list[float] = []
         self._meetings: dict[Hashable, dict[int, float]] = defaultdict(dict)
         self._compared: dict[tuple[int, tuple[str, str]], list[ClockComparison]]
         self._compared = defaultdict(list)
@@ -84,8 +92,11 @@ class HostClocks:
         if clock == len(self._hosts):
             self._hosts.append(host)
             self._origins.append((at_s, time_s - at_s))
+            self._latest_s.append(at_s)
         elif at_s < self._origins[clock][0]:
             self._origins[clock] = at_s, time_s - at_s
+        elif at_s > self._latest_s[clock]:
+            self._latest_s[clock] = at_s
         return HostMoment(clock, at_s)
 
     def note(self, event: Event, moment: HostMoment) -> None:
@@ -112,9 +123,8 @@ class HostClocks:
         known.append(found)
         if len(known) > MOST_COMPARED:
             known.sort()
-            pairs = zip(known[::2], known[1::2], strict=False)
-            last = known[-1:] if len(known) % 2 else []
-            known[:] = [*(min(pair, key=lambda one: one.error_s) for pair in pairs), *last]
+            length_s = known[-1].at_s - known[0].at_s
+            known[:] = _apart(known, max(_APART_S, length_s / (MOST_COMPARED // 2)))
 
     def solve(self, reference: int = 0) -> CommonClock:
         """Returns one clock for all: that of ``reference``."""
@@ -136,14 +146,17 @@ class HostClocks:
             other = self._indices.get(key)
             if other is None or other == clock:
                 continue
-            least_s = min(one.error_s for one in known)
-            kept = [one for one in known if one.error_s <= _TIMES_WORSE * least_s + 1e-4]
-            found[clock, other] = sorted(kept)
+            ordered = sorted(known)
+            least_s = map(min, _carried(ordered), reversed([*_carried(ordered[::-1])]))
+            found[clock, other] = [
+                one
+                for one, error_s in zip(ordered, least_s, strict=True)
+                if one.error_s <= _TIMES_WORSE * error_s + 1e-4
+            ]
         return found
 
-    @staticmethod
     def _by_comparison(
-        common: CommonClock, edges: Mapping[tuple[int, int], Sequence[ClockComparison]]
+        self, common: CommonClock, edges: Mapping[tuple[int, int], Sequence[ClockComparison]]
     ) -> bool:
         """Places the clocks that were compared with those that are; True if there were any."""
         found: dict[int, list[_Knot]] = defaultdict(list)
@@ -151,16 +164,20 @@ class HostClocks:
             if common.is_placed(other) and not common.is_placed(clock):
                 for one in known:
                     there = HostMoment(other, one.at_s - one.ahead_s)
-                    error_s = one.error_s + (common.error_s(other) or 0.0)
+                    error_s = one.error_s + common.error_at(there)
                     found[clock].append(_Knot(one.at_s, common.exact(there), error_s))
             elif common.is_placed(clock) and not common.is_placed(other):
                 for one in known:
-                    own_s = common.exact(HostMoment(clock, one.at_s))
-                    error_s = one.error_s + (common.error_s(clock) or 0.0)
-                    found[other].append(_Knot(one.at_s - one.ahead_s, own_s, error_s))
+                    here = HostMoment(clock, one.at_s)
+                    error_s = one.error_s + common.error_at(here)
+                    found[other].append(_Knot(one.at_s - one.ahead_s, common.exact(here), error_s))
         for clock, knots in found.items():
-            apart = list(_apart(sorted(knots)))
-            common.place(clock, apart, 0.0, max(one.error_s for one in apart))
+            apart = list(_apart(sorted(knots), _APART_S))
+            ends_s = self._origins[clock][0], self._latest_s[clock]
+            middles_s = ((a.at_s + b.at_s) / 2 for a, b in pairwise(apart))
+            turns_s = (*ends_s, *middles_s, *(one.at_s for one in apart))
+            error_s = max(_error_s(apart, at_s) for at_s in turns_s)
+            common.place(clock, apart, 0.0, error_s)
         return bool(found)
 
     def _by_meeting(self, common: CommonClock, walls_s: Sequence[float]) -> bool:
@@ -180,12 +197,15 @@ class HostClocks:
         return bool(found)
 
 
-def _apart(knots: Iterable[_Knot]) -> Iterator[_Knot]:
-    """Yields one of those that lie near each other: a slope between them would say nothing."""
-    best: _Knot | None = None
+_Compared = TypeVar("_Compared", _Knot, ClockComparison)
+
+
+def _apart(compared: Iterable[_Compared], apart_s: float) -> Iterator[_Compared]:
+    """Yields the best of those that lie so near each other: a slope between them says nothing."""
+    best: _Compared | None = None
     first_s = 0.0
-    for one in knots:
-        if best is None or one.at_s - first_s >= _APART_S:
+    for one in compared:
+        if best is None or one.at_s - first_s >= apart_s:
             if best is not None:
                 yield best
             best, first_s = one, one.at_s
@@ -193,6 +213,27 @@ def _apart(knots: Iterable[_Knot]) -> Iterator[_Knot]:
             best = one
     if best is not None:
         yield best
+
+
+def _carried(ordered: Iterable[ClockComparison]) -> Iterator[float]:
+    """Yields of each comparison the error with which it and those before it tell its offset."""
+    error_s, before_s = math.inf, 0.0
+    for one in ordered:
+        error_s = min(one.error_s, error_s + DRIFT * abs(one.at_s - before_s))
+        before_s = one.at_s
+        yield error_s
+
+
+def _error_s(knots: Sequence[_Knot], at_s: float) -> float:
+    """Returns the bound of the error of a moment: it grows with the distance to the nearest."""
+    after = bisect_right(knots, at_s, key=lambda one: one.at_s)
+    if after in (0, len(knots)):
+        near = knots[min(after, len(knots) - 1)]
+        return near.error_s + DRIFT * abs(at_s - near.at_s)
+    a, b = knots[after - 1], knots[after]
+    part = (at_s - a.at_s) / (b.at_s - a.at_s)
+    between_s = a.error_s + part * (b.error_s - a.error_s)
+    return between_s + UNEVEN * min(at_s - a.at_s, b.at_s - at_s)
 
 
 class CommonClock:
@@ -220,6 +261,13 @@ class CommonClock:
     def error_s(self, clock: int) -> float | None:
         """Returns the bound of the error of a clock that is placed; None where it is not known."""
         return self._errors_s.get(clock)
+
+    def error_at(self, moment: HostMoment) -> float:
+        """Returns the bound of the error of a moment, in seconds; 0 where it is not known."""
+        knots = self._knots.get(moment.clock)
+        if knots is None:
+            return self._errors_s.get(moment.clock) or 0.0
+        return _error_s(knots, moment.at_s)
 
     @property
     def offsets(self) -> tuple[ClockOffset, ...]:

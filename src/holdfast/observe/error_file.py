@@ -43,6 +43,15 @@ def error_text(document: Any) -> str:
     return one_line(message) if isinstance(message, str) else ""
 
 
+def error_line(error: BaseException) -> str:
+    """Returns an error on one line; one that cannot be shown is named by its class alone."""
+    name = type(error).__name__
+    try:
+        return one_line(f"{name}: {error}")
+    except Exception:  # of its __str__, which is the user's
+        return name
+
+
 def one_line(text: str) -> str:
     """Returns a text on one line, cut where it is long."""
     line = " ".join(text.split())

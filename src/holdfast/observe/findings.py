@@ -127,9 +127,15 @@ def _not_durable(report: Report, now_s: float | None) -> Iterator[Evidence]:
 
 def _stuck(report: Report, now_s: float | None) -> tuple[Save, float] | None:
     """Returns the oldest save that is on its way to storage for far longer than usual, and for how
-    long; None where there is none.
+    long; None where there is none, or the start that it is of is over.
     """
     saves = _newest(report)
+    start = report.starts[-1] if report.starts else None
+    is_over = start is not None and (
+        start.ended != "open" or not saves or saves[-1].incarnation != start.incarnation
+    )
+    if is_over:
+        return None
     durable = [at for at, save in enumerate(saves) if save.state == "durable"]
     usual_s = statistics.median([save.durable_s or 0.0 for save in report.saves
                                  if save.state == "durable"] or [0.0])  # fmt: skip

@@ -3,7 +3,8 @@
 Off unless ``HOLDFAST_OTLP`` names a receiver. Trace and span ids follow from run and generation, so
 that what each host sends joins; the first span of a trace comes from the host whose keeper told of
 the generation as a whole. Moments are by the wall clock of each host. Whoever reports waits for
-nothing: records wait in a queue for a thread of their own, and what it has no room for is counted.
+nothing: records wait in a queue for a thread of their own, and what it has no room for is counted
+and told once. An error of sending ends neither the thread nor the run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ import msgspec
 
 from holdfast import events
 from holdfast.events import AnyEvent
+from holdfast.observe.error_file import error_line
 from holdfast.observe.records import RecordHead
 from holdfast.observe.spans import spans_of
 from holdfast.observe.telemetry import TelemetrySpan, telemetry_of
@@ -81,6 +84,7 @@ class LiveTelemetry:
         """Deaths and starts, with which a recovery begins."""
         self._run_id = ""
         self.dropped = 0
+        self._is_drop_told = False
         self._is_failing = False
         self._thread = threading.Thread(target=self._work, name="holdfast-otlp", daemon=True)
 
@@ -104,16 +108,29 @@ class LiveTelemetry:
         self._thread.join(deadline_s)
 
     def _work(self) -> None:
+        due_s = self._clock() + LOOK_S
         while True:
-            try:
-                record = self._queue.get(timeout=LOOK_S)
-            except queue.Empty:
-                self.send_settled()
-                continue
-            if record is None:
-                self.send_settled(everything=True)
+            record: Record | None = {}
+            with suppress(queue.Empty):
+                record = self._queue.get(timeout=max(0.0, due_s - self._clock()))
+            if record:
+                self.sort(record)
+            is_last = record is None
+            if is_last or self._clock() >= due_s:
+                self._tell_dropped()
+                self.send_settled(everything=is_last)
+                due_s = self._clock() + LOOK_S
+            if is_last:
                 return
-            self.sort(record)
+
+    def _tell_dropped(self) -> None:
+        if self.dropped and not self._is_drop_told:
+            self._is_drop_told = True
+            self._warn(
+                f"{self.dropped} records so far found no room on their way to the receiver of "
+                "HOLDFAST_OTLP: spans of this host are missing there; `holdfast events --to otlp` "
+                "sends them later"
+            )
 
     def sort(self, record: Record) -> None:
         """Puts a record to those of its trace; one that is in no trace is let go."""
@@ -146,12 +163,16 @@ class LiveTelemetry:
 
     def _send_one(self, key: tuple[str, int, int]) -> None:
         trace = self._open.pop(key)
-        found = spans_of([*self._before, *trace.records])
-        if not found.spans:
-            return
-        found.run_id = self._run_id
-        spans = [one for one in telemetry_of(found) if trace.leads or one.parent]
-        is_taken = bool(spans) and self._send(spans, self._run_id)
-        if spans and not is_taken and not self._is_failing:
-            self._warn("the receiver of HOLDFAST_OTLP does not take the spans; still trying")
-        self._is_failing = bool(spans) and not is_taken
+        trouble = "the receiver of HOLDFAST_OTLP does not take the spans"
+        try:
+            found = spans_of([*self._before, *trace.records])
+            found.run_id = self._run_id
+            spans = [one for one in telemetry_of(found) if trace.leads or one.parent]
+            if not spans:
+                return
+            is_taken = self._send(spans, self._run_id)
+        except Exception as error:  # whatever it is, later spans may go
+            is_taken, trouble = False, f"spans cannot be sent: {error_line(error)}"
+        if not is_taken and not self._is_failing:
+            self._warn(f"{trouble}; still trying")
+        self._is_failing = not is_taken

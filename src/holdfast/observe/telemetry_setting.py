@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from holdfast.observe.live_telemetry import LiveTelemetry
 
 _SETTING = "HOLDFAST_OTLP"
+#: What sending takes, by the names of packages, and a module of each.
+_PACKAGES = {
+    "opentelemetry-sdk": "opentelemetry.sdk",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+}
 
 
 def telemetry_endpoint() -> str | None:
@@ -39,12 +44,19 @@ def require_live_telemetry() -> None:
     """Raises UsageError if spans are to be sent and cannot be."""
     if telemetry_endpoint() is None:
         return
-    for package in ("opentelemetry", "opentelemetry.sdk"):
-        if importlib.util.find_spec(package) is None:
+    for package, module in _PACKAGES.items():
+        if not _is_installed(module):
             raise UsageError(
-                f"{_SETTING} is set, and opentelemetry-sdk is not installed: install "
+                f"{_SETTING} is set, and {package} is not installed: install "
                 f"holdfast[otel] (pip install 'holdfast[otel]'), or unset {_SETTING}"
             )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a package that it lies in is missing
+        return False
 
 
 def send_telemetry(warn: Callable[[str], object]) -> LiveTelemetry | None:

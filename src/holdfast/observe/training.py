@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from holdfast.events import PhaseEnded, RunEnded, StepsDone, emit
-from holdfast.observe.error_file import one_line
+from holdfast.observe.error_file import error_line
 from holdfast.observe.event_ring import PHASES, EventRing
 
 #: Seconds between two records of steps.
@@ -147,5 +147,5 @@ class TrainingRecorder:
 
 def _error_under_way() -> str:
     """Returns the error that is being handled, in a line; "" if there is none."""
-    kind, error, _ = sys.exc_info()
-    return "" if kind is None else one_line(f"{kind.__name__}: {error}")
+    error = sys.exc_info()[1]
+    return "" if error is None else error_line(error)
