@@ -106,3 +106,7 @@ def test_a_link_to_a_checkpoint_is_replaced_and_removed_itself(tmp_path: Path) -
     last.symlink_to(best)
     remove_alone(last)
     assert read_alone(best)["step"] == 1 and os.listdir(tmp_path) == [best.name]
+    remove_alone(best)
+    last.symlink_to(best)  # to nothing, now
+    write_alone(last, values(4), 4)
+    assert read_alone(last)["step"] == 4 and os.listdir(tmp_path) == [last.name]

@@ -37,7 +37,7 @@ def write_alone(path: str | os.PathLike[str], found: Mapping[str, Any], step: in
     """
     where = Path(path)
     new, old = _beside(where, _NEW), _beside(where, _OLD)
-    if old.exists() and not where.exists():  # a kill came between the two renames
+    if os.path.lexists(old) and not os.path.lexists(where):  # killed between the two renames
         old.rename(where)
     _remove(old)
     _remove(new)
@@ -49,7 +49,7 @@ def write_alone(path: str | os.PathLike[str], found: Mapping[str, Any], step: in
         step,
         timeout_s=_TIMEOUT_S,
     )
-    if where.exists():
+    if os.path.lexists(where):  # also a link to nothing
         where.rename(old)
     new.rename(where)
     sync_directory(str(where.parent))

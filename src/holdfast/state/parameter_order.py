@@ -1,4 +1,4 @@
-"""What tells which parameter a number in another writer's optimizer stands for.
+"""Holds what a live state says of the numbers in another writer's optimizer: names, in order.
 
 Loads no torch.
 """
