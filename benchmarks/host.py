@@ -79,12 +79,21 @@ def large(width: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, lambda: model(batch).square().mean()
 
 
+def adapted(width: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Sixteen square weights that are frozen, a low-rank adapter for each, and a loss."""
+    base, adapters = Layers(width), nn.ModuleList(nn.Linear(width, 4) for _ in range(16))
+    base.requires_grad_(False)
+    model, batch = nn.ModuleList([base, adapters]), torch.randn(8, width)
+    return model, lambda: sum((a(base(batch)).square().mean() for a in adapters), torch.zeros(()))
+
+
 class Case:
     """One training, its Checkpointer, and what each save of it cost in milliseconds."""
 
     def __init__(self, root: Path, model: nn.Module, loss: Callable[[], Tensor]) -> None:
         self._loss = loss
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
         self.found: dict[str, list[float]] = defaultdict(list)
         self.collections = self.steps = 0
         self._returned: list[SaveReturned] = []
@@ -178,6 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse(arguments)
     makers = {
         "48 tensors": lambda: large(options.wide),
+        "adapters": lambda: adapted(options.wide),
         "3,000 leaves": lambda: gpt(options.width, 47),
         "4,000 leaves": lambda: gpt(options.width, 62),
     }

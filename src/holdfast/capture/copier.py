@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from holdfast.capture.pinning import PIECE_BYTES, Pins, pin_beside
 from holdfast.capture.progress import CopyCancelled, CopyProgress, GpuCopyStuck, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample, ReplicaSampler, sum_of
 from holdfast.capture.task import CaptureTask, RankIdentity
+from holdfast.errors import CaptureOvertaken, SnapshotSkipped
 from holdfast.events import ImageCaptured, ImagePassed, emit
 from holdfast.format.image import Image, fill_in
 from holdfast.format.manifest import AttemptId
@@ -32,6 +34,7 @@ from holdfast.protocol.arena import (
     process_start,
     read_layout,
 )
+from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Description
 from holdfast.storage.wrap import RateLimit
 
@@ -108,6 +111,7 @@ class Copier:
             except GpuCopyStuck:
                 self.lost_a_copy = True
                 raise
+        _require_constant(capture, grant, plan, target.memory, image)
         if not capture.known.copied:
             capture.is_copied([])
         capture.parameters = sum_of(target.memory, image, plan.spans(capture.trained.leaves))
@@ -139,6 +143,11 @@ class Copier:
         """Copy like ``copy`` through a ring, without memory to keep the image: the slot is not
         sealed.
         """
+        if plan.in_place:  # what is not kept is not checked either
+            raise SnapshotSkipped(
+                "another rank asked for a durable save, for which leaves that count as constant "
+                "must be copied before save returns"
+            )
         target = self.slots.ring_target(
             grant.slot, grant.ring_bytes, plan, next(iter(capture.ready), None)
         )
@@ -199,6 +208,24 @@ def metadata(place: RankIdentity, grant: m.Grant) -> dict[str, str]:
     return id_.image_metadata(place.run_id, place.rank)
 
 
+def _require_constant(
+    capture: CaptureTask, grant: m.Grant, plan: CopyPlan, memory: memoryview, image: Image
+) -> None:
+    """Raise CaptureOvertaken if a leaf that counted as constant is not what it was."""
+    frozen = capture.description.frozen
+    if frozen is None:
+        return
+    sums = {leaf: sum_of(memory, image, some) for leaf, some in plan.frozen.items()}
+    changed = frozen.take_image(grant.layout, sums, plan.in_place)
+    if changed is not None:
+        raise CaptureOvertaken(
+            f"{changed}, which needs no gradient and is in no optimizer, is not what it was in the "
+            "snapshots before, and no version told of it: it may have changed while it was copied. "
+            "The next saves copy it before they return",
+            leaf=changed,
+        )
+
+
 def _progress(
     capture: CaptureTask,
     grant: m.Grant,
@@ -253,6 +280,20 @@ def _progress(
 # Caches the mapped slots of this rank, and the copies planned for them.
 
 
+class _Planned(NamedTuple):
+    """The copies of one form of a state's bindings."""
+
+    key: tuple[str, str]
+    """Table and layout."""
+    bindings: Bindings
+    plan: CopyPlan
+    sampler: ReplicaSampler
+
+    def is_beside(self, other: Bindings) -> bool:
+        """True if ``other`` is another form of the same bindings."""
+        return self.bindings.origin is other or other.origin is self.bindings
+
+
 class SlotCache:
     """Mapped slots by path, each with its memory as the copy plan uses it."""
 
@@ -260,9 +301,10 @@ class SlotCache:
         self.files: dict[str, SlotFile] = {}
         self._pins: dict[str, Pins] = {}
         self._one_at_a_time = threading.Lock()
-        self._targets: dict[str, SlotTarget | RingTarget] = {}
-        self._plan: tuple[str, str, CopyPlan] | None = None
-        self._planned_for: object = None
+        self._targets: dict[tuple[str, int], SlotTarget | RingTarget] = {}
+        """By path and plan."""
+        self._plans: dict[bool, _Planned] = {}
+        """That of a durable save, and that of a snapshot where leaves count as constant (True)."""
         self._layout: tuple[str, Layout] | None = None
         self._sampler: ReplicaSampler | None = None
 
@@ -275,21 +317,31 @@ class SlotCache:
         """
         key = (description.table_hash, grant.layout)
         bindings = description.bindings
-        known = self._plan
-        if known is not None and known[:2] == key and self._planned_for is bindings:
-            return known[2]
+        is_other = bindings.origin is not None
+        known = self._plans.get(is_other)
+        if known is not None and known.key == key and known.bindings is bindings:
+            self._sampler = known.sampler
+            return known.plan
         if self._layout is None or self._layout[0] != grant.layout:
             data = read_layout(Path(grant.slot).parent, grant.layout)
             self._layout = grant.layout, Layout.from_json(data)
         layout = self._layout[1]
         layout.require_declared(rank, table_from_json(description.table))
-        for target in self._targets.values():
-            target.release_views()
-        self._targets.clear()
-        plan = plan_copies(layout, rank, bindings)
-        self._plan, self._planned_for = (*key, plan), bindings
+        beside = self._plans.get(not is_other)
+        stays = beside is not None and beside.key == key and beside.is_beside(bindings)
+        self._plans = {not is_other: beside} if beside is not None and stays else {}
+        left = {id(each.plan) for each in self._plans.values()}
+        self._release([key for key in self._targets if key[1] not in left])
         self._sampler = ReplicaSampler(layout, rank, bindings)
-        return plan
+        made = _Planned(key, bindings, plan_copies(layout, rank, bindings), self._sampler)
+        self._plans[is_other] = made
+        return made.plan
+
+    def _release(self, keys: Iterable[tuple[str, int]]) -> None:
+        for key in keys:
+            target = self._targets.pop(key, None)
+            if target is not None:
+                target.release_views()
 
     @property
     def sampler(self) -> ReplicaSampler:
@@ -302,9 +354,9 @@ class SlotCache:
     ) -> tuple[SlotFile, SlotTarget]:
         """Return the slot at ``path``, mapped once, and its memory as used by ``plan``."""
         slot = self._map(path, device, first_bytes=IMAGE_START + plan.image.data_start)
-        target = self._targets.get(path)
+        target = self._targets.get((path, id(plan)))
         if not isinstance(target, SlotTarget):
-            target = self._targets[path] = SlotTarget(slot.image, plan)
+            target = self._targets[path, id(plan)] = SlotTarget(slot.image, plan)
         target.pins = self._pins.get(path)
         return slot, target
 
@@ -313,9 +365,9 @@ class SlotCache:
     ) -> RingTarget:
         """Return the ring target of a slot whose last ``ring_bytes`` are a ring."""
         slot = self._map(path, device, sys.maxsize)  # at once: its copies know no borders
-        target = self._targets.get(path)
+        target = self._targets.get((path, id(plan)))
         if not isinstance(target, RingTarget):
-            target = self._targets[path] = RingTarget(slot.image, ring_bytes, plan)
+            target = self._targets[path, id(plan)] = RingTarget(slot.image, ring_bytes, plan)
         return target
 
     def drop_removed(self) -> None:
@@ -345,8 +397,6 @@ class SlotCache:
             self._close(path)
 
     def _close(self, path: str) -> None:
-        target = self._targets.pop(path, None)
-        if target is not None:
-            target.release_views()
+        self._release([key for key in self._targets if key[0] == path])
         self._pins.pop(path, None)
         self.files.pop(path).close()

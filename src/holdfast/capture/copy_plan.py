@@ -82,6 +82,10 @@ class CopyPlan:
 
     image: ImagePlan
     copies: tuple[TensorCopy, ...]
+    frozen: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """The byte ranges of large frozen leaves in the image's data."""
+    in_place: frozenset[str] = frozenset()
+    """Those of them that are captured in place."""
     _spans_of: tuple[frozenset[str], list[tuple[int, int]]] = (frozenset(), [])
     transfers: tuple[frozenset[torch.device], list[TransferGroup]] | None = None
     """The transfers from these devices, planned by the first save that makes them."""
@@ -91,14 +95,18 @@ class CopyPlan:
     def spans(self, leaves: frozenset[str]) -> list[tuple[int, int]]:
         """Return the byte ranges of these leaves in the image's data, adjacent ones merged."""
         if self._spans_of[0] is not leaves:
-            found: list[tuple[int, int]] = []
-            for copy in self.copies:
-                if copy.leaf in leaves and copy.size_bytes:
-                    follows = bool(found) and found[-1][1] == copy.offset
-                    start = found.pop()[0] if follows else copy.offset
-                    found.append((start, copy.offset + copy.size_bytes))
-            self._spans_of = leaves, found
+            self._spans_of = leaves, _merged(copy for copy in self.copies if copy.leaf in leaves)
         return self._spans_of[1]
+
+
+def _merged(copies: Iterable[TensorCopy]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for copy in copies:
+        if copy.size_bytes:
+            follows = bool(found) and found[-1][1] == copy.offset
+            start = found.pop()[0] if follows else copy.offset
+            found.append((start, copy.offset + copy.size_bytes))
+    return found
 
 
 def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
@@ -122,8 +130,18 @@ def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
             )
         )
     copies.sort(key=lambda copy: copy.offset)
-    has_copied_out = any(binding.is_copied_out for binding in bindings)
-    return CopyPlan(image, tuple(copies), has_copied_out=has_copied_out)
+    frozen = [b for b in bindings if b.entry.is_frozen and b.local.nbytes >= SMALL_BYTES]
+    by_leaf: dict[str, list[TensorCopy]] = {binding.name: [] for binding in frozen}
+    for copy in copies:
+        if copy.leaf in by_leaf:
+            by_leaf[copy.leaf].append(copy)
+    return CopyPlan(
+        image,
+        tuple(copies),
+        {leaf: _merged(some) for leaf, some in by_leaf.items()},
+        frozenset(binding.name for binding in frozen if binding.lazy),
+        has_copied_out=any(binding.is_copied_out for binding in bindings),
+    )
 
 
 def _require_originals(layout: Layout, bindings: Bindings) -> None:

@@ -55,7 +55,7 @@ from holdfast.errors import (
 )
 from holdfast.events import FenceWaited, KeeperLost, SaveReturned, SnapshotMissed, emit
 from holdfast.protocol import messages as m
-from holdfast.protocol.client import KeeperClient, NeverSent
+from holdfast.protocol.client import KeeperClient
 from holdfast.state.describe import Describer
 
 A = TypeVar("A", bound=m.Message)
@@ -71,8 +71,6 @@ Connect = Callable[
 #: running copy is abandoned after the second.
 _GIVEN_UP_S, _STOP_S = 1.0, 1.0
 _EXPLAIN_S = 5.0
-#: Pauses between attempts to say goodbye to a keeper that is terminating.
-_GOODBYE_PAUSES_S = 0.1, 0.5
 
 
 class Saver:
@@ -157,7 +155,7 @@ class Saver:
         waited_s: float,
     ) -> SaveHandle:
         began_s = time.monotonic()
-        description = self.describer.describe()
+        description = self.describer.describe(is_checked=not handle.durable)
         bindings = description.bindings
         described_s = time.monotonic()
         stage(bindings.volatile, bindings.gpus)
@@ -399,10 +397,7 @@ class Saver:
 
     def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
         """Send a request to the keeper, connecting first if necessary."""
-        try:
-            return self._session.ensure().request(message, answer, timeout_s=timeout_s)
-        except NeverSent:  # the keeper died just now, before its loss was noticed
-            return self._session.ensure().request(message, answer, timeout_s=timeout_s)
+        return self._session.request(message, answer, timeout_s=timeout_s)
 
     def reconnect(self) -> None:
         """Join as this rank, as given by ``self.place``, at the keeper."""
@@ -436,21 +431,11 @@ class Saver:
             try:
                 has_ended = self._end_worker(timeout_s)
                 if has_ended and say_goodbye and not self.is_fenced:
-                    self._say_goodbye(timeout_s)
+                    self._session.say_goodbye(timeout_s)
             finally:
                 self._session.end()
                 if has_ended:
                     self._copier.slots.close()
-
-    def _say_goodbye(self, timeout_s: float) -> None:
-        """Send the goodbye; the successor of a keeper that died discovers what is in memory."""
-        deadline = time.monotonic() + timeout_s
-        for pause_s in _GOODBYE_PAUSES_S:  # the keeper may die meanwhile, or take a moment
-            with contextlib.suppress(KeeperError):
-                self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
-                return
-            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-        self.request(m.Goodbye(), m.Done, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def _end_worker(self, timeout_s: float) -> bool:
         """Let the worker finish, or cancel its capture; return True if it has ended."""

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 from holdfast.capture.handles import PendingHandles
 from holdfast.capture.save_state import (
@@ -35,12 +36,16 @@ from holdfast.errors import (
 from holdfast.events import PersistBroke, SnapshotNotProtected, emit
 from holdfast.geometry.layout import deflate
 from holdfast.protocol import messages as m
-from holdfast.protocol.client import KeeperClient
+from holdfast.protocol.client import KeeperClient, NeverSent
 from holdfast.protocol.replica_events import difference_events
 
 NOT_CONNECTED = "the keeper of this host went away"
 #: Pause after a failed connection attempt; doubled each time up to the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+#: Pauses between attempts to say goodbye to a keeper that is terminating.
+_GOODBYE_PAUSES_S = 0.1, 0.5
+
+A = TypeVar("A", bound=m.Message)
 
 
 class KeeperSession:
@@ -122,6 +127,23 @@ class KeeperSession:
     def send(self, message: m.Message) -> None:
         """Send a message on the existing connection. Raises KeeperError if there is none."""
         self.require().send(message)
+
+    def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
+        """Send a request to the keeper, connecting first if necessary."""
+        try:
+            return self.ensure().request(message, answer, timeout_s=timeout_s)
+        except NeverSent:  # the keeper died just now, before its loss was noticed
+            return self.ensure().request(message, answer, timeout_s=timeout_s)
+
+    def say_goodbye(self, timeout_s: float) -> None:
+        """Send the goodbye; the successor of a keeper that died discovers what is in memory."""
+        deadline = time.monotonic() + timeout_s
+        for pause_s in _GOODBYE_PAUSES_S:  # the keeper may die meanwhile, or take a moment
+            with contextlib.suppress(KeeperError):
+                self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
+                return
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+        self.request(m.Goodbye(), m.Done, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
         """Disconnect permanently: no later connection is made."""

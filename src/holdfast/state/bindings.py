@@ -39,8 +39,8 @@ class Binding:
     is_hooked: bool
     """True if the leaf changes only in an optimizer step that is hooked."""
     lazy: bool
-    """True if the leaf is captured in place: its step is hooked, and its memory holds its true
-    values.
+    """True if the leaf is captured in place: its step is hooked, or it was the same in several
+    images, and its memory holds its true values.
     """
     entry: LeafEntry
     staged: torch.Tensor | None = None
@@ -85,6 +85,8 @@ class Bindings(list[Binding]):
         super().__init__(bindings)
         self.sources: dict[str, tuple[LeafSource, ...]] = {}
         """Stored leaf -> the places in memory where its parts lie."""
+        self.origin: Bindings | None = None
+        """Those of which these are another form, with more leaves captured in place."""
         self.joined = list(joined)
         """Stored one-element leaves that several tensors share; their values must agree at every
         save.
@@ -116,6 +118,13 @@ class Bindings(list[Binding]):
         )
         """Parameters and other lazy leaves on devices that fill their memory, in any order."""
         self.size_bytes = sum(binding.local.nbytes for binding in self)
+
+
+def is_plain(local: torch.Tensor) -> bool:
+    """True if the memory of a tensor holds its values: a conjugate or negative view differs from
+    it by a flag, and only a copy has the true values.
+    """
+    return not (local.is_conj() or local.is_neg())
 
 
 def same_bindings(bindings: list[Binding], found: list[Found]) -> bool:

@@ -27,10 +27,12 @@ from holdfast.state.bindings import (
     Bindings,
     declare_all,
     is_bound,
+    is_plain,
     same_bindings,
     same_storage_form,
     signature,
 )
+from holdfast.state.frozen_leaves import FrozenLeaves
 from holdfast.state.hidden_state import refuse_unstored
 from holdfast.state.identity import storages
 from holdfast.state.mapped.mapper import RuleMapper, report_usage, shard_sight
@@ -42,7 +44,7 @@ from holdfast.state.step_calls import find_break
 from holdfast.state.subclasses import check_in_place
 from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.state.unchanged import CachedWalk, again_after
-from holdfast.state.walk import Found, Walk
+from holdfast.state.walk import Walk
 
 #: Volatile leaves of a device up to this size are copied there, as long as the copies are few.
 _CLONED_BYTES, _CLONES_BYTES = 1 << 20, 16 << 20
@@ -57,6 +59,8 @@ class Description:
     table: bytes
     table_hash: str
     values: bytes
+    frozen: FrozenLeaves | None = None
+    """What is known of the frozen leaves, which the checksums of each image confirm or refute."""
 
 
 class Describer:
@@ -83,7 +87,8 @@ class Describer:
         self.rank = rank
         self.world = world
         self.through = RuleMapper(rules, rank, world)
-        self._frozen = Frozen() if mark_frozen else None
+        self._frozen = FrozenLeaves() if mark_frozen else None
+        self._in_place: tuple[Bindings, frozenset[str], Bindings] | None = None
         self._last: Description | None = None
         self._again: CachedWalk | None = None
         self._staged: dict[str, torch.Tensor] = {}
@@ -109,13 +114,34 @@ class Describer:
         for module in sort_objects(self.state).modules.values():
             yield from module.parameters()
 
-    def describe(self) -> Description:
-        """Describes the state as it is now. UnsupportedState names what cannot be stored."""
+    def describe(self, *, is_checked: bool = False) -> Description:
+        """Describes the state as it is now. UnsupportedState names what cannot be stored.
+
+        ``is_checked``: an image that holds other bytes of a frozen leaf than images before is
+        discarded. Then leaves that were the same in these are captured in place.
+        """
         objects = sort_objects(self.state)
         for key, optimizer in objects.optimizers.items():
             optimizers.check_whole(key, optimizer)
         _check_unbroken(objects)
-        return self._describe_again(objects) or self._describe_anew(objects)
+        found = self._describe_again(objects) or self._describe_anew(objects)
+        constant = self._frozen.constant if is_checked and self._frozen is not None else None
+        return replace(found, bindings=self._bind_in_place(found, constant)) if constant else found
+
+    def _bind_in_place(self, found: Description, constant: frozenset[str]) -> Bindings:
+        """Returns the bindings with the ``constant`` leaves captured in place."""
+        known = self._in_place
+        if known is None or known[0] is not found.bindings or known[1] != constant:
+            bindings = Bindings(
+                replace(one, lazy=True, staged=None, is_copied_out=False)
+                if one.name in constant and is_plain(one.local)
+                else one
+                for one in found.bindings
+            )
+            declare_all(bindings)
+            bindings.origin = found.bindings
+            known = self._in_place = found.bindings, constant, bindings
+        return known[2]
 
     def is_changed_by(self, optimizer: Optimizer) -> bool:
         """True if a step of ``optimizer`` may change the state: in doubt, and before the first
@@ -166,7 +192,7 @@ class Describer:
         if found is None or not all(map(self._rebind, again.value_leaves, found.tensors)):
             return None
         values = found.values.to_bytes(again.aliases)
-        return Description(last.bindings, last.table, last.table_hash, values)
+        return replace(last, values=values)
 
     def _rebind(self, binding: Binding, tensor: torch.Tensor) -> bool:
         """Binds the leaf to another tensor in a value's place; False if that tensor has another
@@ -200,10 +226,10 @@ class Describer:
             last = self._last = self._bind_all(objects, walk)
         refuse_unstored(objects.inner(), walk.stored(), partial(_given, walk), self.rank)
         self._again = again_after(walk, objects, last.bindings)
-        return Description(last.bindings, last.table, last.table_hash, values)
+        return replace(last, values=values)
 
     def _bind_all(self, objects: Objects, walk: Walk) -> Description:
-        last = self._last
+        last, self._in_place = self._last, None
         self._check_once(objects, len(walk.leaves))
         known = {} if last is None else {binding.name: binding for binding in last.bindings}
         self._clones_bytes = 0
@@ -217,7 +243,7 @@ class Describer:
         if twice:
             raise UsageError(f"two tensors of the state are both called {twice[0]!r}")
         table = table_to_json(entries)
-        return Description(bindings, table, table_hash(table), b"")
+        return Description(bindings, table, table_hash(table), b"", self._frozen)
 
     def _check_once(self, objects: Objects, leaves: int) -> None:
         """Checks modules and optimizers thoroughly, once; a new tensor in a value does not repeat
@@ -246,9 +272,7 @@ class Describer:
         entry = leaf_entry(name, tensor, self.rank, spread, is_frozen=frozen)
         self._require_declared(name, tensor)
         local = local_of(tensor)
-        # A conjugate or negative view differs from its memory by a flag: only a copy has the true
-        # values.
-        lazy = hooked and not (local.is_conj() or local.is_neg())
+        lazy = hooked and is_plain(local)
         sight = self._sight(walk, name, tensor)
         is_stored = sight is None or not sight.is_copy
         staged = self._staging(name, local) if is_stored and not lazy else None
@@ -421,58 +445,3 @@ def _raw(encoded: Any) -> int:
         if tag == "$numpy":
             return math.prod(body["shape"])
     return sum(map(_raw, encoded.values()))
-
-
-# Detects leaves that nothing changes (frozen), as a hint where to store them.
-#
-# A parameter that needs no gradient and is in no optimizer looks frozen, but so does an averaged
-# copy of the weights, which is updated after every step. Stored among the frozen leaves it would
-# cause all of them to be written again each time. So a leaf that was seen to change between saves
-# is no longer frozen; one change is forgiven, because other weights may be loaded once. Checksums
-# alone decide what is written.
-
-
-#: After so many changes a leaf no longer counts as frozen.
-MOVES = 2
-
-
-class Frozen:
-    """Records from save to save which of the leaves that look frozen have changed."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, int]] = {}
-        """Name -> (version at the last save, number of changes seen by then)."""
-        self._settled: list[tuple[str, torch.Tensor, bool]] = []
-        """The leaves that looked frozen in the last walk, each with whether it is treated as
-        frozen.
-        """
-
-    def settle(self, leaves: list[Found]) -> None:
-        """Removes the frozen mark, in ``leaves`` itself, from leaves that do change."""
-        self._settled.clear()
-        for number, (name, tensor, is_lazy, spread, looks_frozen) in enumerate(leaves):
-            if looks_frozen:
-                is_frozen = self._is_frozen(name, tensor)
-                self._settled.append((name, tensor, is_frozen))
-                leaves[number] = (name, tensor, is_lazy, spread, is_frozen)
-
-    def is_settled(self) -> bool:
-        """True if ``settle`` would give these leaves the same marks again. Each save calls one of
-        the two.
-        """
-        now = [self._is_frozen(name, tensor) for name, tensor, _ in self._settled]
-        return now == [before for _, _, before in self._settled]
-
-    def _is_frozen(self, name: str, tensor: torch.Tensor) -> bool:
-        version = _version(tensor)
-        before, moves = self._seen.get(name, (version, 0))
-        moves += version != before
-        self._seen[name] = version, moves
-        return moves < MOVES
-
-
-def _version(tensor: torch.Tensor) -> int:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    if local.is_inference():  # it has none
-        return 0
-    return local._version if local is tensor else local._version + tensor._version
