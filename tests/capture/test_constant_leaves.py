@@ -55,23 +55,23 @@ def assert_same(state: dict[str, Any], expected: dict[str, torch.Tensor]) -> Non
 
 
 @pytest.fixture
-def staged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def staged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each save whether the frozen weight was copied before it returned."""
     found: list[bool] = []
-    stage = saver.stage
+    stage = vars(saver)["stage"]
 
     def note(volatile: Any, *rest: Any) -> None:
         found.append(any(leaf.name == "model.base.0.weight" for leaf in volatile))
         stage(volatile, *rest)
 
     monkeypatch.setattr(saver, "stage", note)
-    yield found
+    return found
 
 
 @contextmanager
 def delayed_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The next copies begin when the event is set."""
-    gate, copy = threading.Event(), copier.copy_image
+    gate, copy = threading.Event(), vars(copier)["copy_image"]
 
     def gated(*arguments: Any) -> Any:
         assert gate.wait(30)

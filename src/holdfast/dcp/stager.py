@@ -135,7 +135,7 @@ class _StateDictDescriber(Describer):
         self._memory: dict[str, torch.Tensor] = {}
         self._described: Description | None = None
 
-    def describe(self) -> Description:
+    def describe(self, *, is_checked: bool = False) -> Description:
         planner = DefaultSavePlanner()
         planner.set_up_planner(self.state_dict)
         plan = planner.create_local_plan()
