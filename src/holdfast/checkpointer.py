@@ -403,9 +403,10 @@ class Checkpointer:
     def save(self, step: int, *, durable: bool = False) -> SaveHandle:
         """Snapshot the state as it is now, whatever the policies say; all ranks call it.
 
-        Returns as soon as the state may be trained on: parameters and optimizer state are copied
-        during the next forward and backward, all else before this returns. With ``durable`` the
-        snapshot is also published in storage. Saving the same step again with ``durable``
+        Returns as soon as the state may be trained on: parameters, optimizer state and, unless
+        ``durable``, frozen parameters that were the same twice are copied during the next forward
+        and backward, all else before this returns. With ``durable`` the snapshot is also published
+        in storage. Saving the same step again with ``durable``
         makes the snapshot taken of it durable. Steps must not decrease within one run, and must be
         beyond the restored one: otherwise UsageError, before anything is captured.
 

@@ -15,8 +15,6 @@ from torch import nn
 import holdfast
 from holdfast.capture import copier, saver
 
-pytestmark = pytest.mark.promise
-
 
 class Adapted(nn.Module):
     """A frozen base of 4 MB with nothing at the borders of blocks, and an adapter beside it."""
@@ -111,11 +109,34 @@ def test_snapshots_copy_what_is_frozen_behind_training_and_durable_saves_before_
         assert_same(into, truth[step])
 
 
-@pytest.mark.parametrize("when", ["before the save", "before its copy", "and other weights"])
-@pytest.mark.parametrize("at", [(0, 0), (1110, 899), (500, 500)])
+CHANGES = {
+    "first": ("before the save", (0, 0)),
+    "behind": ("before its copy", (500, 500)),
+    "weights": ("and other weights", (500, 500)),
+}
+"""When one element is changed, and which."""
+
+
+@pytest.mark.promise
 def test_a_change_that_no_version_tells_of_costs_a_snapshot_and_is_in_the_next(
-    when: str, at: tuple[int, int], tmp_path: Path, staged: list[bool], monkeypatch: Any
+    tmp_path: Path, staged: list[bool], monkeypatch: Any
 ) -> None:
+    """It is in the last bytes, which share a block with another leaf."""
+    change_one(("before the save", (1110, 899)), tmp_path, staged, monkeypatch)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_same_of_other_places_and_moments(
+    change: str, tmp_path: Path, staged: list[bool], monkeypatch: Any
+) -> None:
+    change_one(CHANGES[change], tmp_path, staged, monkeypatch)
+
+
+def change_one(
+    change: tuple[str, tuple[int, int]], tmp_path: Path, staged: list[bool], monkeypatch: Any
+) -> None:
+    """Change one element behind every version."""
+    when, at = change
     state = build()
     weight = state["model"].base[0].weight
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
@@ -152,6 +173,7 @@ def test_a_change_that_no_version_tells_of_costs_a_snapshot_and_is_in_the_next(
     assert not torch.equal(good["base.0.weight"], expected["base.0.weight"])
 
 
+@pytest.mark.promise
 def test_a_durable_save_of_weights_that_were_merged_behind_every_version_is_durable_at_once(
     tmp_path: Path, staged: list[bool]
 ) -> None:
@@ -177,3 +199,85 @@ def test_what_was_the_same_for_two_snapshots_is_not_captured_in_place_through_a_
             train(state, step)
             checkpointer.save(step, durable=True).wait_durable(60)
     assert staged == [True] * 4
+
+
+def count_lost(state: dict[str, Any], root: Path, steps: int, change: Any) -> list[int]:
+    """Steps whose snapshots are lost, with ``change`` made before each."""
+    lost = []
+    with holdfast.Checkpointer(root, state, storage=None) as checkpointer:
+        for step in range(steps):
+            change(step)
+            train(state, step)
+            try:
+                checkpointer.save(step).wait_captured(60)
+            except holdfast.HoldfastError:
+                lost.append(step)
+    return lost
+
+
+def test_leaves_that_come_and_go_cost_no_snapshot(tmp_path: Path, staged: list[bool]) -> None:
+    state = build()
+    state["seen"] = torch.zeros(4)
+
+    def change(step: int) -> None:
+        if step % 4 == 3:
+            state["seen"] = torch.zeros(4 + step)
+        if step == 6:
+            state["model"].late = nn.Parameter(torch.zeros(3))
+        if step == 9:
+            state["model"].base[0].bias.requires_grad_(True)
+
+    assert count_lost(state, tmp_path, 13, change) == []
+    assert staged == [True] * 2 + [False] * 7 + [True] * 2 + [False] * 2
+
+
+def test_a_leaf_that_is_changed_and_put_back_behind_every_version_costs_two_snapshots(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """As weights that are merged for an evaluation after each save."""
+    state = build()
+    weight = state["model"].base[0].weight
+    lost = []
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        for step in range(12):
+            train(state, step)
+            with delayed_copy(monkeypatch) as gate:
+                handle = checkpointer.save(step)
+                backup = weight.data.clone()
+                weight.data += 1
+                gate.set()
+                try:
+                    handle.wait_captured(60)
+                except holdfast.CaptureOvertaken:
+                    lost.append(step)
+                weight.data.copy_(backup)
+    assert len(lost) == 2
+
+
+@pytest.mark.promise
+def test_what_is_trained_is_sampled_however_much_is_frozen(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.base = nn.ParameterList(
+        nn.Parameter(torch.randn(128, 130), requires_grad=False) for _ in range(200)
+    )
+    model.head = nn.Linear(300, 400)
+    optimizer = torch.optim.SGD(model.head.parameters(), 1e-3)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    noticed = 0
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        for step in range(9):
+            model.head(torch.randn(3, 300)).square().mean().backward()
+            optimizer.step()
+            with delayed_copy(monkeypatch) as gate:
+                handle = checkpointer.save(step)
+                if step >= 3:
+                    model.head.weight.data += 1
+                gate.set()
+                try:
+                    handle.wait_captured(60)
+                except holdfast.CaptureOvertaken:
+                    noticed += 1
+    assert noticed == 6

@@ -237,7 +237,7 @@ def test_sums_of_what_lands_in_place_begin_when_all_is_enqueued(
 
 def test_no_transfer_gathers_more_than_a_piece_at_once() -> None:
     apart = torch.empty(3, 40 << 20, dtype=torch.uint8).t()
-    copy = TensorCopy("w", apart, 0, apart.nbytes, lazy=True)
+    copy = TensorCopy("w", apart, 0, apart.nbytes, is_sampled=True)
     plan = CopyPlan(Any, (copy,))  # type: ignore[arg-type]
     plan.image = type("Image", (), {"tensor_bytes": apart.nbytes})()
     (groups,) = (plan_transfers(plan, [HOST]),)
@@ -267,10 +267,10 @@ def test_the_gathering_and_its_copy_are_enqueued_together(
 
     monkeypatch.setattr(buffers, "of", of)
     apart = torch.ones(300, 400).t()
-    whole = TensorCopy("w", apart, 0, apart.nbytes, lazy=True)
+    whole = TensorCopy("w", apart, 0, apart.nbytes, is_sampled=True)
     (gathered,) = transfers.transfers_of(whole)
     small = SmallTensors(HOST)
-    small.copies.append(TensorCopy("s", torch.ones(7), 0, 28, lazy=True))
+    small.copies.append(TensorCopy("s", torch.ones(7), 0, 28, is_sampled=True))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", copy)
         gathered.enqueue(torch.empty(apart.nbytes, dtype=torch.uint8))

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -282,6 +283,23 @@ class TestProcesses:
         holder.kill()
         holder.communicate(timeout=60)
         store.lock("root", "next").release()
+
+    def test_who_comes_before_a_lock_is_signed_waits_for_the_signature(
+        self, tmp_path: Path
+    ) -> None:
+        store = LocalStore(tmp_path / "root")
+        store.lock("root", "a much longer name of the last owner").release()
+        (file,) = (tmp_path / "root").glob(".*.lock")
+        with store.lock("root", "run blue"):
+            assert file.read_text() == "run blue"
+        os.truncate(file, 0)
+        with open(file, "r+") as holder:
+            fcntl.flock(holder, fcntl.LOCK_EX)
+            sign = threading.Timer(0.2, file.write_text, ["run green"])
+            sign.start()
+            with pytest.raises(RootBusy, match="run green"):
+                store.lock("root", "run red")
+            sign.join()
 
     def test_a_holder_of_a_lock_removes_nothing_in_a_root_that_took_the_place_of_its_own(
         self, tmp_path: Path

@@ -143,10 +143,11 @@ class Copier:
         """Copy like ``copy`` through a ring, without memory to keep the image: the slot is not
         sealed.
         """
-        if plan.in_place:  # what is not kept is not checked either
+        if plan.in_place and capture.description.frozen is not None:
+            capture.description.frozen.forget_images()
             raise SnapshotSkipped(
-                "another rank asked for a durable save, for which leaves that count as constant "
-                "must be copied before save returns"
+                "there is no memory to keep it, and it is to be durable after all: what is frozen "
+                "was not copied before save returned. The next save does"
             )
         target = self.slots.ring_target(
             grant.slot, grant.ring_bytes, plan, next(iter(capture.ready), None)
@@ -211,19 +212,35 @@ def metadata(place: RankIdentity, grant: m.Grant) -> dict[str, str]:
 def _require_constant(
     capture: CaptureTask, grant: m.Grant, plan: CopyPlan, memory: memoryview, image: Image
 ) -> None:
-    """Raise CaptureOvertaken if a leaf that counted as constant is not what it was."""
+    """Raise CaptureOvertaken if a leaf that counted as constant is not what it was, or
+    SnapshotSkipped if nothing shows that it is.
+    """
     frozen = capture.description.frozen
     if frozen is None:
         return
-    sums = {leaf: sum_of(memory, image, some) for leaf, some in plan.frozen.items()}
-    changed = frozen.take_image(grant.layout, sums, plan.in_place)
-    if changed is not None:
+    parts = plan.watched(frozen.restless)
+    refuted = frozen.take_image(
+        parts.pieces,
+        sum_of(memory, image, parts.spans),
+        lambda leaf: sum_of(memory, image, parts.pieces[leaf].spans),
+        plan.in_place,
+    )
+    if refuted is None:
+        return
+    leaf, has_changed = refuted
+    if grant.durable:  # another rank asked for that: the next is not to fail for the same reason
+        frozen.forget_images()
+    if has_changed:
         raise CaptureOvertaken(
-            f"{changed}, which needs no gradient and is in no optimizer, is not what it was in the "
+            f"{leaf}, which needs no gradient and is in no optimizer, is not what it was in the "
             "snapshots before, and no version told of it: it may have changed while it was copied. "
             "The next saves copy it before they return",
-            leaf=changed,
+            leaf=leaf,
         )
+    raise SnapshotSkipped(
+        f"{leaf}, which is frozen, was divided among ranks otherwise in the snapshots before, so "
+        "that they do not show that it is the same. The next saves copy it before they return"
+    )
 
 
 def _progress(

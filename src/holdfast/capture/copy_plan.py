@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ import torch
 from holdfast.accelerator.devices import host_address, memory_key
 from holdfast.errors import UsageError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
-from holdfast.format.image import ImagePlan
+from holdfast.format.image import Entry, ImagePlan
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
 from holdfast.protocol.arena import IMAGE_START, map_pages
@@ -43,7 +43,8 @@ class TensorCopy:
     source: torch.Tensor
     offset: int
     size_bytes: int
-    lazy: bool
+    is_sampled: bool
+    """True if samples show if the piece changed before it was copied."""
 
     @property
     def is_as_it_lies(self) -> bool:
@@ -76,36 +77,66 @@ class TensorCopy:
             yield self.offset + number * length, address + inside, length
 
 
+class FrozenLeaf(NamedTuple):
+    """What an image holds of a frozen leaf; equal pieces have equal checksums if their bytes are
+    equal.
+    """
+
+    pieces: tuple[str, ...]
+    """The names of the pieces in the image."""
+    spans: tuple[tuple[int, int], ...]
+    """Their byte ranges in the image's data."""
+
+
+class FrozenRegion(NamedTuple):
+    """What an image holds of several frozen leaves."""
+
+    pieces: dict[str, FrozenLeaf]
+    spans: list[tuple[int, int]]
+    """The byte ranges of all of them."""
+
+
 @dataclass(slots=True)
 class CopyPlan:
     """All copies of one rank's image, ordered by offset."""
 
     image: ImagePlan
     copies: tuple[TensorCopy, ...]
-    frozen: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """The byte ranges of large frozen leaves in the image's data."""
+    frozen: dict[str, FrozenLeaf] = field(default_factory=dict)
+    """The large frozen leaves in the image."""
     in_place: frozenset[str] = frozenset()
     """Those of them that are captured in place."""
+    _watched: tuple[frozenset[str], FrozenRegion] | None = None
     _spans_of: tuple[frozenset[str], list[tuple[int, int]]] = (frozenset(), [])
     transfers: tuple[frozenset[torch.device], list[TransferGroup]] | None = None
     """The transfers from these devices, planned by the first save that makes them."""
     has_copied_out: bool = False
     """True if host memory that is copied from is filled by copies from a device."""
 
+    def watched(self, restless: frozenset[str]) -> FrozenRegion:
+        """Return the large frozen leaves that are not ``restless``."""
+        if self._watched is None or self._watched[0] is not restless:
+            found = {leaf: one for leaf, one in self.frozen.items() if leaf not in restless}
+            spans = sorted(span for one in found.values() for span in one.spans)
+            whole = merged((start, stop - start) for start, stop in spans)
+            self._watched = restless, FrozenRegion(found, whole)
+        return self._watched[1]
+
     def spans(self, leaves: frozenset[str]) -> list[tuple[int, int]]:
         """Return the byte ranges of these leaves in the image's data, adjacent ones merged."""
         if self._spans_of[0] is not leaves:
-            self._spans_of = leaves, _merged(copy for copy in self.copies if copy.leaf in leaves)
+            copies = (copy for copy in self.copies if copy.leaf in leaves)
+            self._spans_of = leaves, merged((copy.offset, copy.size_bytes) for copy in copies)
         return self._spans_of[1]
 
 
-def _merged(copies: Iterable[TensorCopy]) -> list[tuple[int, int]]:
+def merged(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges (start, end) of parts (start, size) in order, adjacent ones as one."""
     found: list[tuple[int, int]] = []
-    for copy in copies:
-        if copy.size_bytes:
-            follows = bool(found) and found[-1][1] == copy.offset
-            start = found.pop()[0] if follows else copy.offset
-            found.append((start, copy.offset + copy.size_bytes))
+    for at, size_bytes in parts:
+        if size_bytes:
+            follows = bool(found) and found[-1][1] == at
+            found.append((found.pop()[0] if follows else at, at + size_bytes))
     return found
 
 
@@ -121,27 +152,30 @@ def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
     offsets = {entry.name: entry for entry in image.entries}
     names = [name for name, _, _ in image_items(layout, rank)]
     copies: list[TensorCopy] = []
+    large = {b.name for b in bindings if b.entry.is_frozen and b.local.nbytes >= SMALL_BYTES}
+    frozen: dict[str, list[Entry]] = {leaf: [] for leaf in large}
     for name, piece in zip(names, layout.pieces(rank), strict=True):
         found, source = part_of(layout, rank, piece.leaf, piece.box, bindings)
-        entry = offsets[name]
+        leaf, entry = found.binding, offsets[name]
         copies.append(
-            TensorCopy(
-                found.binding.name, source, entry.offset, entry.size_bytes, found.binding.lazy
-            )
+            TensorCopy(leaf.name, source, entry.offset, entry.size_bytes, leaf.is_sampled)
         )
+        if leaf.name in large:
+            frozen[leaf.name].append(entry)
     copies.sort(key=lambda copy: copy.offset)
-    frozen = [b for b in bindings if b.entry.is_frozen and b.local.nbytes >= SMALL_BYTES]
-    by_leaf: dict[str, list[TensorCopy]] = {binding.name: [] for binding in frozen}
-    for copy in copies:
-        if copy.leaf in by_leaf:
-            by_leaf[copy.leaf].append(copy)
     return CopyPlan(
         image,
         tuple(copies),
-        {leaf: _merged(some) for leaf, some in by_leaf.items()},
-        frozenset(binding.name for binding in frozen if binding.lazy),
+        {leaf: _frozen_pieces(entries) for leaf, entries in frozen.items()},
+        frozenset(binding.name for binding in bindings if binding.lazy and binding.name in large),
         has_copied_out=any(binding.is_copied_out for binding in bindings),
     )
+
+
+def _frozen_pieces(entries: Sequence[Entry]) -> FrozenLeaf:
+    ordered = sorted(entries, key=lambda entry: entry.offset)
+    spans = merged((entry.offset, entry.size_bytes) for entry in ordered)
+    return FrozenLeaf(tuple(entry.name for entry in ordered), tuple(spans))
 
 
 def _require_originals(layout: Layout, bindings: Bindings) -> None:
@@ -380,7 +414,7 @@ class SlotTarget:
         self.large = [c for c in self.plan.copies if c.size_bytes >= SMALL_BYTES]
         runs = {id(copy): copy.runs() for copy in self.large}
         self.apart = [c for c in self.large if runs[id(c)] is None]
-        self.sampled = [c for c in self.large if c.lazy and c.source.is_cpu]
+        self.sampled = [c for c in self.large if c.is_sampled and c.source.is_cpu]
         self.small = ([self.view(c) for c in small], [c.source for c in small])
         self.by_leaf = {}
         for copy in self.plan.copies:

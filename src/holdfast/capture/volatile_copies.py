@@ -104,7 +104,7 @@ def _enqueue(
     into = leaf.staged.view(-1).view(torch.uint8)
     source = leaf.local
     size = source.numel() * source.element_size()
-    for transfer in transfers_of(TensorCopy(leaf.name, source, 0, size, leaf.lazy)):
+    for transfer in transfers_of(TensorCopy(leaf.name, source, 0, size, is_sampled=False)):
         for part in _cut(transfer, unit_bytes):
             if part.stop <= pinned_bytes:
                 with devices.use_stream(stream):

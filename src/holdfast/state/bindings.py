@@ -53,6 +53,13 @@ class Binding:
     """True if its copy is in host memory, and it is not."""
 
     @property
+    def is_sampled(self) -> bool:
+        """True if samples show if it changed before it was copied: of a frozen leaf that is
+        captured in place checksums do.
+        """
+        return self.lazy and not self.entry.is_frozen
+
+    @property
     def source(self) -> torch.Tensor:
         """The tensor that the capture copies from."""
         return self.local if self.staged is None else self.staged
@@ -105,13 +112,14 @@ class Bindings(list[Binding]):
         """
         self.volatile = [binding for binding in self if not binding.lazy]
         self.gpus = streamed_devices(binding.local for binding in self)
+        sampled = [binding for binding in self.lazy if binding.is_sampled]
         self.sampled = [
             (one.name, host_address(one.local), one.local.numel() * one.local.element_size())
-            for one in self.lazy
+            for one in sampled
             if one.local.is_cpu and one.local.is_contiguous() and one.local.numel()
         ]
         """Name, address and bytes of the lazy leaves on the host whose bytes lie together."""
-        there = [one for one in self.lazy if is_on_device(one.local) and _is_dense(one.local)]
+        there = [one for one in sampled if is_on_device(one.local) and _is_dense(one.local)]
         self.sampled_on_devices = (
             [one for one in there if isinstance(one.tensor, torch.nn.Parameter)],
             [one for one in there if not isinstance(one.tensor, torch.nn.Parameter)],

@@ -222,8 +222,11 @@ class Describer:
         if self._declarations != declarations():
             self._last = None
         last = self._last
-        if last is None or not same_bindings(last.bindings, walk.leaves):
+        known = Bindings() if last is None else last.bindings
+        if last is None or not same_bindings(known, walk.leaves):
             last = self._last = self._bind_all(objects, walk)
+            if self._frozen is not None and not _are_frozen_alike(known, last.bindings):
+                self._frozen.forget_images()  # these lie elsewhere in the next one
         refuse_unstored(objects.inner(), walk.stored(), partial(_given, walk), self.rank)
         self._again = again_after(walk, objects, last.bindings)
         return replace(last, values=values)
@@ -368,6 +371,12 @@ class Describer:
             return torch.device("cpu")
         self._clones_bytes += local.nbytes
         return local.device
+
+
+def _are_frozen_alike(one: Bindings, other: Bindings) -> bool:
+    """True if both have the same frozen leaves."""
+    before = [binding.entry for binding in one if binding.entry.is_frozen]
+    return before == [binding.entry for binding in other if binding.entry.is_frozen]
 
 
 def refuse_names_of_pieces(entries: Iterable[LeafEntry]) -> None:

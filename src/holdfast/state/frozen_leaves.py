@@ -10,13 +10,12 @@ As nothing tells when a frozen leaf changes, it is copied before ``save`` return
 is fine-tuned by adapters that is nearly everything, at every save. So leaves that were the same in
 several images count as constant: a snapshot in memory captures them in place, and is discarded if
 its checksums do not show the same bytes once more. A durable save relies on nothing, and copies
-them first. What no checksum shows is a leaf that changes, and changes back before it is copied:
-versions and samples look for that, as they do for all leaves captured in place.
+them first. What no checksum shows is a leaf that changes, and changes back before it is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,15 +39,16 @@ class _History:
     memory: int = 0
     moves: int = 0
     """Number of changes seen by then."""
-    checksum: str | None = None
-    """That of its bytes in the last image; None: of none since it was seen to change."""
+    pieces: object = None
+    """What the last image held of it; None: it was seen to change since."""
+    checksum: str = ""
     equal_images: int = 0
     silent_changes: int = 0
     """Number of changes that images showed, and no version."""
 
     def forget(self) -> None:
         """Rely on no image from before."""
-        self.checksum, self.equal_images = None, 0
+        self.pieces, self.equal_images = None, 0
 
     @property
     def is_constant(self) -> bool:
@@ -65,8 +65,11 @@ class FrozenLeaves:
         """The leaves that looked frozen in the last walk, each with whether it is treated as
         frozen.
         """
-        self._layout = ""
         self._constant: frozenset[str] | None = frozenset()
+        self.restless: frozenset[str] = frozenset()
+        """Leaves that changed without a version so often that no image is asked of them."""
+        self._last: tuple[Mapping[str, object], str] = {}, ""
+        """What the last image held of all leaves, and the checksum of all together."""
 
     def settle(self, leaves: list[Found]) -> None:
         """Removes the frozen mark, in ``leaves`` itself, from leaves that do change."""
@@ -75,7 +78,7 @@ class FrozenLeaves:
         for number, (name, tensor, is_lazy, spread, looks_frozen) in enumerate(leaves):
             if looks_frozen:
                 is_frozen = self._is_frozen(name, tensor)
-                history, memory = self._histories[name], memory_key(local_of(tensor))
+                history, memory = self._histories[name], _address(tensor)
                 if memory != history.memory:  # another tensor, perhaps
                     history.forget()
                     history.memory = memory
@@ -101,33 +104,49 @@ class FrozenLeaves:
         return self._constant
 
     def take_image(
-        self, layout: str, checksums: Mapping[str, str], in_place: Container[str]
-    ) -> str | None:
+        self,
+        pieces: Mapping[str, object],
+        checksum: str,
+        checksum_of: Callable[[str], str],
+        in_place: Container[str],
+    ) -> tuple[str, bool] | None:
         """Compare the leaves in a new image with the image before it. Return one that was captured
-        in place, and that is not shown to be the same as there.
+        in place and is not shown to be the same as there, and True if it is another.
 
-        ``layout``: the hash of that by which leaves are divided among ranks. Runs on the worker,
-        before the next save describes the state.
+        ``pieces``: what the image holds of each; what is equal can be compared. ``checksum``: that
+        of all these; ``checksum_of``: of one. Runs on the worker, before the next save describes
+        the state.
         """
-        is_known, self._layout = layout == self._layout, layout
+        histories = [(name, self._histories[name]) for name in pieces]
+        is_same, self._last = (pieces, checksum) == self._last, (pieces, checksum)
+        if is_same and all(one.pieces is not None for _, one in histories):
+            if any(one.equal_images < EQUAL_IMAGES for _, one in histories):
+                self._constant = None
+            for _, one in histories:
+                one.equal_images += 1
+            return None
+        self._constant = None
         refuted = None
-        for name, checksum in checksums.items():
-            history = self._histories[name]
-            before = history.checksum if is_known else None
-            if checksum == before:
-                history.equal_images += 1
-                if history.equal_images == EQUAL_IMAGES:
-                    self._constant = None
+        for name, one in histories:
+            now, is_known = checksum_of(name), one.pieces == pieces[name]
+            if is_known and now == one.checksum:
+                one.equal_images += 1
                 continue
-            self._constant = None
-            if before is not None:
-                history.silent_changes += 1
+            one.silent_changes += is_known
             if name in in_place:
-                history.forget()
-                refuted = refuted or name
+                one.forget()
+                refuted = refuted or (name, is_known)
             else:
-                history.checksum, history.equal_images = checksum, 1
+                one.pieces, one.checksum, one.equal_images = pieces[name], now, 1
+        if any(one.silent_changes >= MOVES for _, one in histories):
+            self.restless |= {name for name, one in histories if one.silent_changes >= MOVES}
         return refuted
+
+    def forget_images(self) -> None:
+        """Rely on no image from before: the next saves copy all frozen leaves first."""
+        for history in self._histories.values():
+            history.forget()
+        self._constant = None
 
     def _is_frozen(self, name: str, tensor: torch.Tensor) -> bool:
         version = _version(tensor)
@@ -147,3 +166,10 @@ def _version(tensor: torch.Tensor) -> int:
     if local.is_inference():  # it has none
         return 0
     return local._version if local is tensor else local._version + tensor._version
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return memory_key(local_of(tensor))
+    except (RuntimeError, ValueError):  # without memory of its own: it is refused when it is bound
+        return 0

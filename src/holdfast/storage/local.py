@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,8 @@ from holdfast.storage.files import (
 )
 
 _OWNER_BYTES = 4096
+#: How long the signature of a lock that was just taken is waited for, and how often it is read.
+_SIGNED_WITHIN_S, _LOOK_S = 1.0, 0.01
 #: For shorter reads it is not worth asking whether the bytes are cached.
 _DIRECT_BYTES = 256 << 10
 
@@ -235,10 +238,11 @@ class LocalStore:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, FILE_MODE)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, owner.encode()[:_OWNER_BYTES], 0)
+                signed = owner.encode()[:_OWNER_BYTES]
+                os.pwrite(descriptor, signed, 0)  # whoever comes now reads this or the last owner
+                os.ftruncate(descriptor, len(signed))
             except BlockingIOError:
-                holder = os.pread(descriptor, _OWNER_BYTES, 0).decode(errors="replace")
+                holder = _read_owner(descriptor)
                 os.close(descriptor)
                 raise root_busy(name, self.url, holder) from None
             except BaseException:
@@ -327,6 +331,16 @@ class LocalStore:
         if is_made or is_below_root:
             sync_directory(parent)
         self._settled.add(directory)
+
+
+def _read_owner(descriptor: int) -> str:
+    """Read the signature of a lock's holder, who may have taken it just now; "" if it has none for
+    long.
+    """
+    deadline_s = time.monotonic() + _SIGNED_WITHIN_S
+    while not (owner := os.pread(descriptor, _OWNER_BYTES, 0)) and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
+    return owner.decode(errors="replace")
 
 
 class _LocalLock:
