@@ -64,7 +64,7 @@ lint: $(READY) ## style and formatting
 	$(BIN)/ruff format --check .
 
 types: $(READY) ## mypy, strict
-	$(BIN)/mypy
+	$(BIN)/mypy -n $(WORKERS)
 
 layers: $(READY) ## the four import contracts
 	$(BIN)/lint-imports
