@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
+from holdfast.capture import saver
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Manifest
 from holdfast.storage.local import LocalStore
@@ -348,3 +349,45 @@ def test_what_is_frozen_in_the_middle_of_a_run_is_stored_apart_from_then_on(tmp_
     into = build(1)
     holdfast.load(tmp_path, into)
     assert differing(content(into), expected) == []
+
+
+def _in_place(rank: int, world: int, root: str) -> tuple[list[int], list[bool]]:
+    """Snapshots of a sharded model; other tensors of rank 1 alone, and a change behind versions."""
+    staged: list[bool] = []
+    stage = vars(saver)["stage"]
+
+    def note(volatile: Any, *rest: Any) -> None:
+        staged.append(any(leaf.name == "model.layers.0.weight" for leaf in volatile))
+        stage(volatile, *rest)
+
+    state = build(0, is_sharded=True)
+    lost: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "stage", note)
+        with holdfast.Checkpointer(root, state, storage=None) as checkpointer:
+            for step in range(10):
+                if step == 4 and rank == 1:
+                    checkpointer.state["tokens"] = torch.zeros(7)  # as no other rank has it
+                train(state, step)
+                if step == 7 and rank == 1:
+                    state["model"].layers[0].weight.to_local().data[0, 0] += 1
+                expected = content(state)
+                try:
+                    checkpointer.save(step).wait_captured(60)
+                except holdfast.HoldfastError:
+                    lost.append(step)
+                    continue
+                if step in (3, 5, 8):  # what is in memory is made durable
+                    checkpointer.save(step, durable=True).wait_durable(60)
+                    again = build(1, is_sharded=True)
+                    again["tokens"] = state["tokens"]
+                    assert holdfast.load(root, again, step).step == step
+                    assert differing(content(again), expected) == []
+    return lost, staged
+
+
+def test_snapshots_of_sharded_ranks_capture_what_is_frozen_in_place(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _in_place, str(tmp_path / "root"))
+    assert first[0] == second[0] == [7]
+    assert first[1] == [True] * 2 + [False] * 8
+    assert second[1] == [True] * 2 + [False] * 6 + [True] * 2
