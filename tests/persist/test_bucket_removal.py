@@ -288,3 +288,37 @@ def test_a_checkpoint_pinned_while_it_is_removed_comes_back_though_a_directory_s
     with pytest.raises(StorageError, match="a directory stays"):
         commit.remove_unpinned(store, [old.generation], ["steps/1-9-x"])
     require_whole(opened(), [1, 2])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_what_was_announced_once_takes_nothing_that_has_the_name_since(
+    world: World, opened: Callable[[], ObjectStore], is_renewed: bool
+) -> None:
+    """The announcement could not be taken back: of what was removed, or was not to be removed."""
+    store, path = opened(), "parts/1-1-a/frozen-00000.safetensors"
+    lease = store.lock("writer", "the run")
+    assert isinstance(lease, ObjectLease)
+    store.publish(path, b"frozen")
+    lost = ("DELETE", "/.removals/"), ("PUT", "" if is_renewed else "/.writer.lock")
+    world.fault = lambda kind, key: (
+        "dropped" if any(one == kind and part and part in key for one, part in lost) else ""
+    )
+    if is_renewed:
+        store.remove_tree("parts/1-1-a")
+        assert not store.exists(path)
+    else:
+        with pytest.raises(StorageError, match="could not be renewed"):
+            store.remove_tree("parts/1-1-a")
+        assert store.exists(path)
+    assert any("/.removals/" in key for key in world.objects)
+    with pytest.raises(StorageError):  # while it is there nothing is named
+        store.publish("manifests/1-2.json", b"{}")
+    world.fault = lambda kind, key: ""
+    lease.renew()
+    if is_renewed:
+        store.publish(path, b"frozen")  # a later checkpoint names it again
+    store.publish("manifests/1-2.json", b"{}")
+    lease.release()
+    opened().lock("writer", "the next").release()
+    assert store.read(path) == b"frozen"

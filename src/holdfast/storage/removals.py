@@ -34,6 +34,9 @@ class Removals:
         self._count = 0
         self._left: dict[str, tuple[list[str], list[str]]] = {}
         """What was announced and not removed, by its announcement."""
+        self._over: set[str] = set()
+        """Announcements that could not be taken back, of what was removed or is not to be removed:
+        the next holder would carry them out, whatever has these names by then."""
         self.refused: frozenset[str] = frozenset()
         """Paths that the server refuses to remove: they stay announced, and count as gone."""
 
@@ -53,8 +56,7 @@ class Removals:
         try:
             lease.require_renewed()
         except HoldfastError:  # nothing was removed, and nobody shall do it later
-            with contextlib.suppress(HoldfastError):
-                self._bucket.delete(key)
+            self._take_back(key)
             raise
         try:
             self._remove(files, trees)
@@ -62,19 +64,31 @@ class Removals:
             if not self._note_refused(error, files, trees):
                 self._left[key] = list(files), list(trees)
             raise
-        with contextlib.suppress(HoldfastError):  # it is done again by the next holder
-            self._bucket.delete(key)
+        self._take_back(key)
+
+    def _take_back(self, key: str) -> None:
+        """Removes an announcement now, or else before anything is named."""
+        with contextlib.suppress(HoldfastError):
+            if self._bucket.delete(key).is_done:
+                return
+        self._over.add(key)
 
     def finish(self, lease: ObjectLease | None) -> None:
-        """Completes what this holder announced and could not remove. Called before it names
-        anything again: the next holder would remove what this one has relied on since.
+        """Completes what this holder announced and could not remove, and takes back what it could
+        not take back then. Called before it names anything again: the next holder would remove what
+        this one has relied on since.
         """
-        if lease is None or not self._left:
+        if lease is None or not (self._left or self._over):
             return
+        own = self._of(lease) + lease.nonce  # else who took the lease did it
         for key, (files, trees) in list(self._left.items()):
-            if key.startswith(self._of(lease) + lease.nonce):  # else who took the lease did it
+            if key.startswith(own):
                 self._complete(key, files, trees, lease)
             self._left.pop(key, None)
+        for key in list(self._over):
+            if key.startswith(own):
+                self._bucket.require(self._bucket.delete(key), "removal", key)
+            self._over.discard(key)
 
     def adopt(self, lease: ObjectLease) -> None:
         """Completes what earlier holders of this lock announced, but for what was pinned since."""
@@ -152,7 +166,9 @@ class Removals:
             if outcome.status != 404:
                 self._bucket.require(outcome, "removal", upload.key)
         for key in above:
-            keys += _with_directories(list(self._bucket.keys(key + "/")), key + "/")
+            there = self._bucket.keys(key + "/")
+            named = [one for one in there if not _leads_away(one[len(key) :])]
+            keys += _with_directories(named, key + "/")
         if len(keys) == 1 and files:
             self._bucket.require(self._bucket.delete(keys[0]), "removal", files[0])
         else:
@@ -161,6 +177,13 @@ class Removals:
 
 def _kind(said: dict[str, object]) -> str:
     return "trees" if said["is_tree"] else "files"
+
+
+def _leads_away(key: str) -> bool:
+    """True for a name with "." or ".." in it, as none of ours has: a server that takes it for a
+    path would remove what that leads to.
+    """
+    return not {".", ".."}.isdisjoint(key.split("/"))
 
 
 def _with_directories(keys: list[str], above: str) -> list[str]:
