@@ -78,6 +78,8 @@ class GoodFile:
     ``chunk`` for a block that nobody has.
     """
 
+    is_checked = True
+
     def __init__(
         self, ref: ImageRef, stores: Sequence[ByteSource], find: FindBlock = nowhere
     ) -> None:
