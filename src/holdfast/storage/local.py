@@ -120,6 +120,16 @@ class LocalStore:
                     done = fill_past_cache(descriptor, offset_bytes, into)
             self._fill(descriptor, path, offset_bytes + done, into[done:])
 
+    def read_at_most(self, path: str, limit_bytes: int) -> bytes | int:
+        """Returns a whole file, opened once; its size where that is beyond ``limit_bytes``."""
+        with self._opened(path) as (descriptor, length):
+            if length > limit_bytes:
+                return length
+            data = os.pread(descriptor, length, 0)
+            if len(data) == length:
+                return data
+        return self.read(path)  # in pieces, or it was cut since
+
     def size_bytes(self, path: str) -> int:
         with self._opened(path) as (_, length):
             return length
