@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from holdfast.errors import FormatError, HoldfastError, NewerFormat, NotFound
 from holdfast.format.manifest import (
     MAX_DOCUMENT_BYTES,
+    MAX_NUMBER,
     Generation,
     Incarnation,
     Lease,
@@ -38,6 +39,11 @@ NEW_LISTS = 16
 _NUMBER = "(0|[1-9][0-9]{0,15})"
 _MANIFEST_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.json")
 _INCARNATION_NAME = re.compile(rf"{_NUMBER}\.json")
+_INCARNATION_NUMBER = re.compile(rf"{_NUMBER}(?:\.json\Z|-|\Z)")
+#: Matches the path of a directory of images or of frozen parts.
+is_attempt_dir = re.compile(
+    rf"({STEPS}|{PARTS})/{_NUMBER}-{_NUMBER}-[0-9A-Za-z_-]{{1,160}}"
+).fullmatch
 D = TypeVar("D", Manifest, Incarnation, Root, Pin, Lease)
 C = TypeVar("C", bound="RootContents[Described]")
 K = TypeVar("K")
@@ -65,6 +71,15 @@ def generation_of(name: str) -> Generation | None:
     """Returns the generation of a manifest or pin with this file name; None for other files."""
     matched = _MANIFEST_NAME.fullmatch(name)
     return None if matched is None else Generation(int(matched[1]), int(matched[2]))
+
+
+def incarnations_in(names: Iterable[str]) -> set[int]:
+    """Returns the incarnations that names of records and manifests begin with. What is no number of
+    ours, such as one with too many digits, is another's name.
+    """
+    numbers = (_INCARNATION_NUMBER.match(name) for name in names)
+    found = {int(matched[1]) for matched in numbers if matched is not None}
+    return {number for number in found if number < MAX_NUMBER}
 
 
 def attempt_dir(generation: Generation, attempt: str) -> str:

@@ -8,9 +8,8 @@ old, damaged or wrong costs requests, and changes no answer.
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from holdfast.catalogue import (
     NEW_LISTS,
     RootContents,
     generation_of,
+    is_attempt_dir,
     is_only_listed,
     manifest_path,
     read_manifests,
@@ -41,9 +41,9 @@ _MOST_INDEX_BYTES = 64 << 20
 _MOST_UNPACKED_BYTES = 512 << 20
 #: So many manifests are read rather than looked up in the index.
 FEW = 8
+_READ_AT_ONCE = 4
 #: A brief look reads as many manifests as this: in a bucket each is a request.
 _MOST_READ, _MOST_READ_OF_BUCKET = 64, 1
-_IS_DIRECTORY = re.compile(r"(steps|parts)/[0-9]{1,16}-[0-9]{1,16}-[0-9A-Za-z_-]{1,160}").fullmatch
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
@@ -125,18 +125,24 @@ UNSEEN = Overview()
 
 
 def overview(
-    store: Store, known: Overview = UNSEEN, *, has_records: bool = False, is_brief: bool = False
+    store: Store,
+    known: Overview = UNSEEN,
+    *,
+    has_records: bool = False,
+    is_brief: bool = False,
+    listed: Mapping[str, str] | None = None,
 ) -> Overview:
     """Lists a root; what cannot be read is listed as broken.
 
     ``known``: what was found before; of that nothing is read again whose tag is the same, or that
     has none, for manifests never change. ``has_records``: nor are the records of starts listed.
     ``is_brief``: where many manifests are unknown, none is read but those that tell the parent of a
-    start; the others are ``unread``. A manifest of a newer format is an error.
+    start; the others are ``unread``. ``listed``: the paths of the manifests with their tags, where
+    they have just been listed. A manifest of a newer format is an error.
     """
     for _ in range(NEW_LISTS):
-        found = _look(store, known, has_records, is_brief)
-        gone = removed_since(store, found)
+        found = _look(store, known, has_records, is_brief, listed)
+        gone, listed = removed_since(store, found), None
         if not gone:
             break
     return replace(found, broken=_still_broken(store, found.broken, gone))
@@ -149,8 +155,15 @@ def _still_broken(
     return tuple(one for one in broken if one[0] not in gone and not is_only_listed(store, one[0]))
 
 
-def _look(store: Store, known: Overview, has_records: bool, is_brief: bool) -> Overview:
-    listed = {p: tag for p, tag in _listed(store, MANIFESTS).items() if _generation(p)}
+def _look(
+    store: Store,
+    known: Overview,
+    has_records: bool,
+    is_brief: bool,
+    listed: Mapping[str, str] | None,
+) -> Overview:
+    named = _listed(store, MANIFESTS) if listed is None else listed
+    listed = {p: tag for p, tag in named.items() if _generation(p)}
     starts = {} if has_records else _listed(store, INCARNATIONS)
     manifests = {manifest_path(one.generation): one for one in known.manifests}
     manifests = {p: one for p, one in manifests.items() if _is_same(known.tags.get(p), listed, p)}
@@ -238,6 +251,71 @@ def confirmed(store: Store, found: Overview, generation: Generation) -> Overview
     left = tuple(one for one in found.manifests if one.generation != generation)
     unread = tuple(sorted({*found.unread, generation}))
     return read_more(store, replace(found, manifests=left, unread=unread), [generation])
+
+
+class PagedList:
+    """Lists the manifests of a bucket a page at a time, while their only writer, a keeper that has
+    just started, goes on; of those that the index lacks it reads a few each time. ``many``: shorter
+    pages are listed together.
+    """
+
+    def __init__(self, store: Store, many: float) -> None:
+        self._store, self._many = store, many
+        self._pages: Iterator[dict[str, str]] | None = None
+        self._held_by: str | None = None
+        self._index: _Index | None = None
+        self._tried: set[Generation] = set()
+        self.listed: dict[str, str] = {}
+        """The paths with their tags, as far as they are listed."""
+        self.is_whole = False
+
+    @property
+    def is_long(self) -> bool:
+        """True for a list of more than a page."""
+        return len(self.listed) >= self._many
+
+    def look(self, known: Overview, mine: Collection[Generation], held_by: str) -> Overview:
+        """Lists one more page, and returns what is known then. ``mine``: what was published
+        meanwhile. ``held_by``: the holding of the root's lock; under another one all is listed
+        anew, at once.
+        """
+        is_again = self._held_by not in (None, held_by)
+        pages, self._pages = self._pages, None  # what breaks off is begun anew
+        if pages is None or is_again:
+            pages, self.listed, self._held_by = tag_pages(self._store, MANIFESTS), {}, held_by
+        self.is_whole = True
+        for page in pages:
+            self.listed |= {f"{MANIFESTS}/{name}": tag for name, tag in page.items()}
+            if len(page) >= self._many and not is_again:
+                self.is_whole = False
+                break
+        if self.is_long and not is_again:
+            known = self._read_some(known, mine)
+        self._pages = pages
+        self.listed |= {path: "" for path in map(manifest_path, mine) if path not in self.listed}
+        return known
+
+    def _read_some(self, known: Overview, mine: Collection[Generation]) -> Overview:
+        if self._index is None:  # that was a request already
+            self._index = _read_index(self._store)
+            return known
+        if not self._index.manifests:
+            return known  # all are read at the end
+        there = {*mine, *self._tried}
+        indexed = self._index.manifests_of(self.listed)
+        listed = (_generation(path) for path in self.listed if path not in indexed)
+        unknown = sorted({one for one in listed if one is not None} - there)
+        some = unknown[:_READ_AT_ONCE]
+        self.is_whole = self.is_whole and some == unknown
+        read, _ = read_manifests(self._store, some)  # a broken one is told at the end
+        self._tried.update(some)
+        summaries = [summary_of(manifest, sealed) for manifest, sealed in read]
+        paths = [manifest_path(one.generation) for one in summaries]
+        return replace(
+            known,
+            manifests=_ordered([*known.manifests, *summaries]),
+            tags={**known.tags, **{path: self.listed[path] for path in paths}},
+        )
 
 
 class PagedCheck:
@@ -331,7 +409,7 @@ def _read_index(store: Store) -> _Index:
         packed = msgspec.msgpack.decode(unpacked, type=_Packed)
         manifests = {}
         for tag, one, number in packed.manifests:
-            if all(map(_IS_DIRECTORY, one.directories)):
+            if all(map(is_attempt_dir, one.directories)):
                 full = msgspec.structs.replace(one, parts=packed.parts[number])
                 manifests[manifest_path(one.generation)] = tag, full
         return _Index(manifests, {_record_path(one): (tag, one) for tag, one in packed.records})

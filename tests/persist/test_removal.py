@@ -186,6 +186,10 @@ FOREIGN = (
     f"damaged/{IMAGE}.bak",
     "damaged/pictures/1.json",
     "damaged/steps/1-10-a1x10/loss.png",
+    "steps/notes.txt",
+    "steps/best-model/weights.bin",
+    "steps/01-50-deadbeef/live-00000.safetensors",
+    "parts/1-x-deadbeef/frozen-00000.safetensors",
 )
 
 

@@ -121,3 +121,41 @@ def test_images_never_go_together_with_the_manifest_that_names_them(
     assert outcomes == [None] * 11
     persister.stop()
     lease.release()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_a_keeper_that_starts_where_many_are_lists_them_page_by_page_and_removes_none_before(
+    is_broken_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persister_module, "_PAGED_FROM", 9)
+    monkeypatch.setattr(objects, "_PAGE", 10)
+    world, outcomes = World(page=10), list[str | None]()
+    store = model_store(world, monkeypatch, tries_s=0.1)
+    commit.open_root(store, "r")
+    first = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    with store.lock("writer", "me"):
+        for step in range(100, 148):
+            first.work_one(job_of(Generation(1, step), RECORD))
+        first.stop()
+    assert f"root/.{INDEX}" in world.objects
+    store = model_store(world, monkeypatch, tries_s=0.1)
+    persister = Persister(store, Keep(last=40), lambda _, reason: outcomes.append(reason))
+    seen = list[int]()
+    with store.lock("writer", "the next"):
+        for step in range(148, 160):
+            begun = len(world.log)
+            if is_broken_off and step == 151:  # a list that fails is begun anew
+                world.fault = lambda kind, key: "dropped" if kind == "GET list-type" else ""
+            persister.work_one(job_of(Generation(1, step), RECORD))
+            world.fault = lambda kind, key: ""
+            requests = [key for _, key in world.log[begun:] if "/live-" not in key]
+            if not is_broken_off or step != 151:
+                assert len(requests) <= 12, (step, requests)
+            seen.append(len(catalogue(store).manifests))
+    persister.stop()
+    assert outcomes == [None] * 60
+    listed = next(n for n, count in enumerate(seen) if count != 49 + n)
+    assert listed >= 5, "all pages were seen before anything went"
+    steps = [manifest.step for manifest in catalogue(store).manifests]
+    assert steps == list(range(160 - len(steps), 160)) and len(steps) >= 40

@@ -39,9 +39,10 @@ from holdfast.events import PersistBroke, Warned, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import table_hash
+from holdfast.keeper.cache_persister import CachePersister
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import ImageWriter
-from holdfast.keeper.persister import CachePersister, Outcome, Persister
+from holdfast.keeper.persister import Outcome, Persister
 from holdfast.keeper.shared_drain import NOWHERE, OtherCaches, SharedDrain
 from holdfast.persist import commit
 from holdfast.persist.drain_order import (

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.catalogue import image_path, part_path
 from holdfast.errors import ChecksumMismatch
 from holdfast.events import ImageDurable, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation
+from holdfast.format.values import from_bytes
 from holdfast.geometry.codec import has_frozen
 from holdfast.keeper.jobs import RemoteImages
 from holdfast.persist.frozen_parts import FrozenParts, SplitWrite, StoredPart, halves_of
@@ -208,6 +210,21 @@ def shown_values(image: ImageJob) -> bytes:
         return b""
     start = header.data_start + header.values.offset
     return bytes(image.source.kept(start, start + header.values.size_bytes))
+
+
+def values_document(job: PersistJob) -> dict[str, Any]:
+    """Return the values all ranks share, for people and tools that only read the manifest."""
+    image = job.images.get(0)
+    far = b"".join(share.values for share in job.shares)  # from one host at most
+    kept = far if image is None else shown_values(image)
+    document = from_bytes(kept, "rank 0's image") if kept else None
+    return document if isinstance(document, dict) else {}
+
+
+def shown_part(document: dict[str, Any], part: str) -> dict[str, Any]:
+    """Return a part of such a document; empty where it has none."""
+    found = document.get(part)
+    return found if isinstance(found, dict) else {}
 
 
 def _require_sealed(image: ImageJob, written: WrittenImage, where: str) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
+from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, incarnations_in, read_incarnation
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import (
@@ -585,9 +585,8 @@ class Incarnations:
         commit.require_root(self._root.store, self._memory.run_id)
         stored = self._root.store.list(INCARNATIONS) + heads(self._root.store, MANIFESTS, "-")
         stored += self._root.cache_numbers()
-        numbers = (name.split(".")[0].split("-")[0] for name in stored)
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
-        return {int(one) for one in numbers if one.isdecimal()} | self.begun_here() | held
+        return incarnations_in(stored) | self.begun_here() | held
 
 
 def _lost(incarnation: Incarnation, missing: int) -> str:

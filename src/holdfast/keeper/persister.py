@@ -12,16 +12,13 @@ import errno
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from holdfast.catalogue import (
-    EMPTY,
     PARTS,
     STEPS,
-    Catalogue,
     Described,
     RootContents,
     attempt_dir,
@@ -31,11 +28,9 @@ from holdfast.catalogue import (
 )
 from holdfast.errors import HoldfastError, PersistFailed, StorageError
 from holdfast.events import (
-    CheckpointCached,
     CheckpointPruned,
     CheckpointPublished,
     PersistBroke,
-    Warned,
     emit,
 )
 from holdfast.format.manifest import (
@@ -47,18 +42,25 @@ from holdfast.format.manifest import (
     seal,
     unseal,
 )
-from holdfast.format.values import from_bytes
 from holdfast.geometry.codec import has_listings
 from holdfast.keeper.image_writer import (
     ImageWriter,
     PersistJob,
-    shown_values,
+    shown_part,
+    values_document,
     write_together,
 )
-from holdfast.keeper.jobs import RemoteImages, write_all
-from holdfast.overview import UNSEEN, Overview, PagedCheck, leave_index, overview, summary_of
+from holdfast.keeper.jobs import write_all
+from holdfast.overview import (
+    UNSEEN,
+    Overview,
+    PagedCheck,
+    PagedList,
+    leave_index,
+    overview,
+    summary_of,
+)
 from holdfast.persist import commit
-from holdfast.persist.drain_order import UnsettledDirectories, forget_marks, waiting
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, free_bytes, holding, resume, settle_s
@@ -69,6 +71,9 @@ _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
 _UNINDEXED, _INDEXED_FROM = 16, 32
+#: So many checkpoints go from a bucket with a publication, or this part of all that are to go: each
+#: is read before, as a pin may bring it back.
+_GO_AT_ONCE, _PART_AT_ONCE = 3, 8
 #: A root that is full is pruned no more often: who reads there without a lease has time to end.
 _FULL_PAUSE_S = 60.0
 #: Of so many manifests a publication lists a page: their whole list is several requests.
@@ -107,9 +112,11 @@ class Persister:
         self._known = UNSEEN
         self._unindexed = 0
         self._check = PagedCheck(store)
-        self._published: Manifest | None = None
+        self._first: PagedList | None = PagedList(store, _PAGED_FROM)
+        """The list that this keeper begins with; None once it is whole, and after a failure."""
         self._mine: dict[Generation, Manifest] = {}
-        self._layouts: set[str] = set()
+        self._written: set[tuple[object, str]] = set()
+        """Layouts and records, each with the holding of the lock under which it became durable."""
         self._pruned_full_s, self.clock = -_FULL_PAUSE_S, time.monotonic
         self._holding = ""
         """The holding of the lock under which all this was read and written; "" after a failure."""
@@ -151,7 +158,7 @@ class Persister:
         except Exception as error:
             known = isinstance(error, HoldfastError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
-            self._holding = ""
+            self._forget()
             self._clean_up(job)
             if not job.aborted:
                 self._tell_broke(job.generation, reason)
@@ -182,7 +189,7 @@ class Persister:
         stored = write_together(job, writes, job.at_once + bool(job.shares))
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
-        document = _values_document(job)
+        document = values_document(job)
         parts = [one.part for one in stored if one.part is not None]
         manifest = Manifest(
             run_id=job.incarnation.run_id,
@@ -195,8 +202,8 @@ class Persister:
             images=tuple(sorted((one.image for one in stored), key=lambda one: one.rank)),
             parts=tuple(sorted(parts, key=lambda one: one.rank)),
             requires=needed(parts=bool(parts), listings=has_listings(job.layout_data)),
-            values=_shown(document, "shared"),
-            aliases=_shown(document, "aliases"),
+            values=shown_part(document, "shared"),
+            aliases=shown_part(document, "aliases"),
             created_s=time.time(),
         )
         job.is_publishing = True
@@ -218,7 +225,6 @@ class Persister:
         """``places``: the directories that were prepared for it, of which it may name some."""
         commit.publish(self.store, manifest)
         if settle_s(self.store):  # where it need not be read again: a request less
-            self._published = manifest
             self._mine[manifest.generation] = manifest
             self._sweeper.forget(set(places) - manifest.directories)
         if is_told:
@@ -246,7 +252,7 @@ class Persister:
             copy()
             self._publish(manifest, started_s, is_told=is_told)
         except BaseException as error:
-            self._holding = ""
+            self._forget()
             self._prune_if_full(error)
             raise
 
@@ -309,21 +315,30 @@ class Persister:
         """Make the layout durable; it is looked at once under one holding of a bucket's lock, in
         which nobody removes it.
         """
-        known = self._layouts if self._is_known() else set[str]()
-        if layout not in known:
+        if not self._is_written(layout):
             commit.write_layout(self.store, layout, data)
-            self._layouts = known | {layout}
+            self._written.add((layout, holding(self.store)))
+
+    def _is_written(self, one: object) -> bool:
+        return bool(held_by := holding(self.store)) and (one, held_by) in self._written
+
+    def _forget(self) -> None:
+        """Look at everything anew after a failure."""
+        self._holding, self._first, self._written = "", None, set()
 
     def _record(self, incarnation: Incarnation, remembered: Collection[Incarnation] = ()) -> None:
         """Record the incarnation and its ancestors, before anything is published."""
-        if self._is_known() and incarnation in self._known.incarnations:
+        is_known = self._is_known() and incarnation in self._known.incarnations
+        if is_known or self._is_written(incarnation):
             return
         self._known = replace(self._known, incarnations=())
         known = [*self._remembered(), *remembered]  # of two of one number the last counts
         if incarnation.n in self._recorded:
             commit.record_incarnation(self.store, incarnation)
-        elif commit.record_line(self.store, incarnation, known) is None:
-            self._recorded.add(incarnation.n)
+        elif commit.record_line(self.store, incarnation, known) is not None:
+            return
+        self._recorded.add(incarnation.n)
+        self._written.add((incarnation, holding(self.store)))
 
     def _is_published(self, generation: Generation, attempt: str) -> bool:
         """Return True if an earlier keeper published this attempt. PersistFailed if it was another
@@ -370,7 +385,9 @@ class Persister:
             self._sweeper.spared = frozenset()  # what is copied of them is copied again
             self.prune(newest)
 
-    def _overview(self, published: Generation, *, is_known: bool) -> Overview:
+    def _overview(
+        self, published: Generation, *, is_known: bool, listed: Mapping[str, str] | None = None
+    ) -> Overview:
         """Read what is new in a bucket since the last publication: every manifest is a request.
 
         A manifest never changes there, and only this keeper publishes; the generation that it has
@@ -378,8 +395,8 @@ class Persister:
         """
         path = manifest_path(published)
         known = tuple(m for m in self._known.manifests if m.generation != published)
-        if self._published is not None and self._published.generation == published:
-            known += (summary_of(self._published, checksum_in(seal(self._published))),)
+        mine = self._mine.keys() - {one.generation for one in known}
+        known += tuple(summary_of(m, checksum_in(seal(m))) for m in map(self._mine.get, mine) if m)
         tags = {at: tag for at, tag in self._known.tags.items() if at != path}
         before = replace(self._known, manifests=known, tags=tags)
         has_records = is_known and bool(self._known.incarnations)
@@ -388,7 +405,8 @@ class Persister:
         elif (found := self._check.look(before)) is not None:
             self._known = replace(found, lacking=0)
             return self._known
-        self._known = replace(overview(self.store, before, has_records=has_records), read={})
+        found = overview(self.store, before, has_records=has_records, listed=listed)
+        self._known = replace(found, read={})
         self._unindexed += self._known.lacking
         return self._known
 
@@ -415,24 +433,33 @@ class Persister:
                 self._sweeper.sweep(left)
             self._images.parts.learn(left)
         except Exception as error:  # the next attempt must be made durable, whatever the error is
+            self._written.clear()
             self._tell_broke(published, f"published, but pruning failed: {error}")
 
     def _prune_bucket(self, published: Generation, newest: set[Generation]) -> None:
         """Apply the retention policy to a bucket: one list of each kind, and one removal of all."""
         is_known = self._is_known()
         held_by, self._holding = holding(self.store), ""  # until all of this has succeeded
-        found = self._overview(published, is_known=is_known)
+        if (first := self._first) is not None:
+            self._known = first.look(self._known, self._mine, held_by)
+            if not first.is_whole:  # until all are known nothing is removed
+                return
+        self._first = None
+        found = self._overview(published, is_known=is_known, listed=first.listed if first else None)
         if not is_known and mend(self.store, found):  # a keeper was killed while it pruned
             found = self._overview(published, is_known=False)
         self._sweeper.know(path for one in found.manifests for path in one.directories)
         pins, held = pinned(self.store), self._sweeper.leases.held()
         read = {lease.generation for lease in held}
         going = [one for one in self._condemned(found, newest | pins) if one not in read]
+        going = going[: max(_GO_AT_ONCE, len(going) // _PART_AT_ONCE)]
         # What is only about to go still names its files: it may be pinned, or not go at all. An
         # unreadable manifest may name files that appear unnamed.
         is_indexed = self._unindexed >= _UNINDEXED and len(found.tags) >= _INDEXED_FROM
         # One of them: it is requests.
-        is_swept = self._sweeper.may_sweep(found.broken) and not is_indexed
+        is_late = first is not None and first.is_long
+        is_swept = self._sweeper.may_sweep(found.broken) and not (is_indexed or is_late)
+        going = [] if is_late else going
         due = self._sweeper.due(found.manifests, held, pins) if is_swept else []
         data = {g: seal(m) for g, m in self._mine.items() if g in going}
         gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
@@ -490,104 +517,9 @@ class Persister:
         return condemned
 
 
-class CachePersister(Persister):
-    """Makes attempts whole in a cache. What the root has not had stays, whatever its policy says.
-
-    Nobody else reads there who could not read in the root, so what is pruned is gone at once.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        keep: Keep,
-        done: Outcome,
-        pruned: Callable[[str], None] = lambda _: None,
-        remembered: Callable[[], Collection[Incarnation]] = tuple,
-    ) -> None:
-        super().__init__(store, keep, done, pruned, remembered)
-        self._images.is_told = False
-        self._sweeper.after = 0
-        self._is_shared = False
-        self.unsettled = UnsettledDirectories()
-        self.spread: Callable[[PersistJob, Manifest], Sequence[RemoteImages]] = lambda *_: ()
-        """Returns the hosts that are to publish the manifest of a job in their caches, too."""
-        self.changed: Call = lambda: None
-        """Called on this object's thread when checkpoints came or went."""
-
-    def share(self, *, is_shared: bool) -> None:
-        """Be one of several hosts' caches from now on, or the only one."""
-        self._is_shared = is_shared
-        self._sweeper.unsettled = self.unsettled if is_shared else frozenset()
-
-    def _publish_elsewhere(self, job: PersistJob, manifest: Manifest) -> None:
-        write_all(self.spread(job, manifest))
-
-    def _publish(
-        self,
-        manifest: Manifest,
-        started_s: float,
-        places: Collection[str] = (),
-        *,
-        is_told: bool = True,
-    ) -> None:
-        super()._publish(manifest, started_s, places, is_told=is_told)
-        self.changed()
-
-    def prune(self, published: Generation, *, is_newest: bool = True) -> None:
-        """Apply the cache's retention, and forget marks of what is gone."""
-        if self._is_shared:
-            with contextlib.suppress(HoldfastError):  # then more stays
-                self.unsettled.learn(self.store, catalogue(self.store))
-        super().prune(published, is_newest=is_newest)
-        with contextlib.suppress(HoldfastError):  # at the next one
-            forget_marks(self.store)
-        self.changed()
-
-    def prune_drained(self) -> None:
-        """Apply the retention after something was drained. Raises nothing."""
-        with contextlib.suppress(HoldfastError):
-            if (newest := catalogue(self.store).latest) is not None:
-                self.prune(newest)
-
-    def _spared(self, found: RootContents[Described]) -> set[Generation]:
-        return set(waiting(self.store, found if isinstance(found, Catalogue) else EMPTY))
-
-    def _tell_published(self, manifest: Manifest, elapsed_s: float) -> None:
-        emit(
-            CheckpointCached(
-                incarnation=manifest.incarnation,
-                step=manifest.step,
-                size_bytes=manifest.size_bytes,
-                images=len(manifest.images),
-                elapsed_s=elapsed_s,
-            )
-        )
-
-    def _tell_pruned(self, pruned: Generation, at: Generation) -> None:
-        """Nothing: it is still in storage, or its own retention has told of it."""
-
-    def _tell_broke(self, generation: Generation, reason: str) -> None:
-        text = f"the cache {self.store.url} did not take step {generation.step}: {reason}"
-        emit(Warned(message=text))
-
-
 def _is_full(error: BaseException, store: Store, like: Manifest) -> bool:
     """Return True if there was no room, here or for another host; ``like``: one of its size."""
     fields = error.fields if isinstance(error, StorageError) else {}
     free = free_bytes(store)
     is_told = fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
     return is_told or (free is not None and free < like.size_bytes)
-
-
-def _values_document(job: PersistJob) -> dict[str, Any]:
-    """Return the values all ranks share, for people and tools that only read the manifest."""
-    image = job.images.get(0)
-    far = b"".join(share.values for share in job.shares)  # from one host at most
-    kept = far if image is None else shown_values(image)
-    document = from_bytes(kept, "rank 0's image") if kept else None
-    return document if isinstance(document, dict) else {}
-
-
-def _shown(document: dict[str, Any], part: str) -> dict[str, Any]:
-    found = document.get(part)
-    return found if isinstance(found, dict) else {}

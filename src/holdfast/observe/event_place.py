@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -24,7 +25,7 @@ from pathlib import Path
 from holdfast.catalogue import ROOT, is_root
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.checksum import checksum, text
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, read_at_most
 from holdfast.storage.open import is_bucket, open_store
 
 EVENTS = "events"
@@ -32,6 +33,8 @@ UPLOAD_S = 60.0
 #: The most that one object holds; what is longer goes into several.
 OBJECT_BYTES = 8 << 20
 _MARKS, _FETCHED = ".uploaded.json", ".fetched"
+#: The names of the objects that ``upload`` makes; what else a user keeps there is not fetched.
+_IS_UPLOADED = re.compile(r"[\w-]{1,64}-[0-9]{20}-[0-9a-f]{8}\.jsonl", re.ASCII).fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def _new_lines(read: Callable[[int], bytes], seek: Callable[[int], int], start: 
 
 
 def _host() -> str:
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname()) or "host"
+    return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:64] or "host"
 
 
 def _read_marks(place: EventPlace) -> dict[str, int]:
@@ -159,10 +162,13 @@ def _fetch(place: EventPlace) -> Path:
     into = place.directory / _FETCHED
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = open_store(place.root)
-    for name in store.list(EVENTS):
-        if name.endswith(".jsonl") and not (into / name).exists():
+    for name in filter(_IS_UPLOADED, store.list(EVENTS)):
+        if (into / name).exists():
+            continue
+        data = read_at_most(store, f"{EVENTS}/{name}", OBJECT_BYTES)
+        if isinstance(data, bytes):  # else it is none of ours
             temporary = into / f".{name}"
-            temporary.write_bytes(store.read(f"{EVENTS}/{name}"))
+            temporary.write_bytes(data)
             temporary.replace(into / name)
     marks = _read_marks(place)
     for old in into.glob("here-*.jsonl"):

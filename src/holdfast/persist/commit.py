@@ -23,6 +23,7 @@ from holdfast.catalogue import (
     STEPS,
     Described,
     find_parent,
+    is_attempt_dir,
     layout_path,
     manifest_path,
     read_document,
@@ -272,14 +273,14 @@ def unnamed_directories(
 ) -> list[str]:
     """Returns the directories of images and parts that none of ``manifests``, which must be all,
     and no pin names; and in those that are named, what was begun and never finished: nothing waits
-    for it.
+    for it. Only names that Holdfast makes: what else a user keeps there stays.
     """
     manifests = list(manifests)
     manifests += pinned_alone(store, manifests) if with_pins else []
     named = {directory for manifest in manifests for directory in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)
-    unnamed = (path for path in below if path not in named)
+    unnamed = (path for path in below if path not in named and is_attempt_dir(path))
     # The lists of a bucket may lag: what was removed a moment ago is no leftover.
     there = (path for path in unnamed if not settle_s(store) or _is_there(store, path))
     return [*there, *begun]

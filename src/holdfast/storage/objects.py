@@ -342,8 +342,12 @@ class ObjectStore:
         lease = self._lease()
         if lease is None or not lease.is_alone:  # who left it may go on with it
             return ""
-        fit = (name for name in self.list(above) if name[:-_RANDOM] == start)
-        found = min(fit, default="")
+        below, own = f"{self._prefix(above)}{start}", f"{above}/{start}"
+        begun = (key[len(below) :] for key in self._unfinished() if key.startswith(below))
+        ends = {*self._bucket.names(below), *(key.partition("/")[0] for key in begun)}
+        refused = self._removals.refused
+        fit = (end for end in ends if len(end) == _RANDOM and f"{own}{end}" not in refused)
+        found = min((f"{start}{end}" for end in fit), default="")
         if found:
             self._resumed.add(found)
         return found

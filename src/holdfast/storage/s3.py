@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +21,8 @@ from holdfast.storage.xml_bucket import XmlBucket
 
 UNSIGNED_VARIABLE = "HOLDFAST_BUCKET_UNSIGNED"
 _BULK = 1000
+#: The characters that a document can have, and a server's reader leaves as they are.
+_IS_TEXT = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\ud800-\udfff\ufffe\uffff]*").fullmatch
 _ADVICE = {
     "NoSuchBucket": "Make the bucket, or correct its name.",
     "AccessDenied": "Give these credentials the right to do that on this bucket.",
@@ -113,9 +116,14 @@ class S3Bucket(XmlBucket):
         return self._begin(key, algorithm | {"x-amz-checksum-type": "FULL_OBJECT"})
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes objects, a thousand by one request. StorageError names the first that stays."""
-        for start in range(0, len(keys), _BULK):
-            some = keys[start : start + _BULK]
+        """Removes objects, a thousand by one request. StorageError names the first that stays.
+
+        What no XML can name, as a control character, goes by a request of its own.
+        """
+        super().delete_many([key for key in keys if not _IS_TEXT(key)])
+        named = [key for key in keys if _IS_TEXT(key)]
+        for start in range(0, len(named), _BULK):
+            some = named[start : start + _BULK]
             objects = "".join(f"<Object><Key>{escaped(key)}</Key></Object>" for key in some)
             body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
             md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()

@@ -33,7 +33,8 @@ class XmlBucket(Bucket):
 
     def youngest_s(self, prefix: str) -> float:
         found = math.inf
-        for page, answer in self._answers({"list-type": "2", "prefix": prefix}):
+        query = {"list-type": "2", "prefix": prefix, "encoding-type": "url"}
+        for page, answer in self._answers(query):
             for one in page.iter("Contents"):
                 found = min(found, age_s(text_of(one, "LastModified"), answer.header("date")))
         return found

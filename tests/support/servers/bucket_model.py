@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
+import xml.etree.ElementTree as xml
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -85,8 +86,12 @@ class World:
         if "uploadId" in query or "uploads" in query:
             return self._upload(method, key, query, data)
         if method == "POST":
-            for one in data.split(b"<Key>")[1:]:
-                there.pop(one.split(b"</Key>")[0].decode(), None)
+            try:
+                named = [one.text or "" for one in xml.fromstring(data).iter("Key")]
+            except xml.ParseError:
+                return Outcome(400, "MalformedXML")
+            for one in named:
+                there.pop(one, None)
             return Outcome(200, body=b"<DeleteResult/>")
         if "list-type" in query:
             return self._list(query)
