@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,7 +16,14 @@ from holdfast.errors import StorageError, UsageError
 from holdfast.storage.azure import AzureContainer
 from holdfast.storage.bucket import Part, Upload
 from holdfast.storage.credentials import CredentialSource
-from holdfast.storage.http_client import Answer, Connections, NoAnswer, Server, send_body
+from holdfast.storage.http_client import (
+    Answer,
+    Connections,
+    NoAnswer,
+    PlainConnection,
+    Server,
+    send_request,
+)
 from holdfast.storage.open import normal_root
 from holdfast.storage.s3 import S3Bucket
 from holdfast.storage.uploads import UploadSink
@@ -267,10 +274,11 @@ def test_a_body_that_was_cut_off_is_no_success(
 
     threading.Thread(target=work, daemon=True).start()
 
-    def send(self: socket.socket, data: object) -> int:
+    def send(self: socket.socket, pieces: list[memoryview]) -> int:
+        self.sendall(pieces[0])  # the head
         raise BrokenPipeError("the server has ended it")
 
-    monkeypatch.setattr(socket.socket, "send", send)
+    monkeypatch.setattr(socket.socket, "sendmsg", send)
     server = Connections(Server("127.0.0.1", listener.getsockname()[1], False), answer_s=5.0)
     headers = {"host": "x", "content-length": "4"}
     if is_answer:
@@ -295,36 +303,75 @@ def test_of_azures_412_only_that_of_a_condition_is_one(
     assert "Ab" not in repr(one._signed("GET", "k", {}, {}, []))
 
 
-class Line:
-    """Takes what a socket is given, and notes how much that was at a time."""
+class SecretLine(ssl.SSLSocket):
+    """Takes what a socket by TLS is given, whose timeout is for all that one call is given."""
+
+    def __new__(cls) -> SecretLine:
+        return socket.socket.__new__(cls)
 
     def __init__(self) -> None:
         self.given: list[int] = []
         self.taken = bytearray()
 
-    def send(self, data: memoryview) -> int:
+    def send(self, data: memoryview, flags: int = 0) -> int:  # type: ignore[override]
         self.given.append(len(data))
         self.taken += data
         return len(data)
-
-
-class SecretLine(Line, ssl.SSLSocket):  # type: ignore[misc]
-    """The same over TLS, whose timeout is for all that one call is given."""
-
-    def __new__(cls) -> SecretLine:
-        return socket.socket.__new__(cls)
 
     def __del__(self) -> None:
         """Has no descriptor to be closed."""
 
 
-@pytest.mark.parametrize(("line", "most"), [(Line(), 1 << 20), (SecretLine(), 256 << 10)])
-def test_a_body_is_sent_in_slices_where_one_timeout_is_for_all_of_a_call(
-    line: Line, most: int
-) -> None:
-    body = os.urandom((1 << 20) + 7)
+def test_a_body_is_sent_in_slices_where_one_timeout_is_for_all_of_a_call() -> None:
+    body, line = os.urandom((1 << 20) + 7), SecretLine()
     connection = http.client.HTTPConnection("127.0.0.1", 1)
     connection.sock = line
-    assert send_body(connection, [body[: 1 << 20], body[1 << 20 :]]) is None
+    assert send_request(connection, [body[: 1 << 20], body[1 << 20 :]]) is None
     connection.sock = None
-    assert line.taken == body and max(line.given) == most
+    assert line.taken == body and max(line.given) == 256 << 10
+
+
+@pytest.fixture
+def plain() -> Iterator[tuple[PlainConnection, socket.socket]]:
+    """A plain connection that waits for half a second, and what is at its other end."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.5)
+    connection = PlainConnection("127.0.0.1", 1)
+    connection.sock = ours
+    yield connection, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_head_and_body_arrive_whole_however_many_pieces_they_are_and_slowly_they_are_read(
+    plain: tuple[PlainConnection, socket.socket],
+) -> None:
+    connection, theirs = plain
+    body = [os.urandom(one) for one in (0, 3 << 20, 1, 0, *([7] * 3000), 2 << 20)]
+    wanted, found = b"head" + b"".join(body), bytearray()
+
+    def read() -> None:
+        while len(found) < len(wanted):
+            found.extend(theirs.recv(100_000))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    connection.send(b"he")
+    connection.send(b"ad")
+    assert send_request(connection, body) is None
+    reader.join(30)
+    assert found == wanted and connection.sock is not None
+    assert connection.sock.gettimeout() == 0.5 and not connection.head
+
+
+def test_a_server_that_takes_nothing_more_is_waited_for_as_long_as_is_said_and_no_longer(
+    plain: tuple[PlainConnection, socket.socket],
+) -> None:
+    connection, theirs = plain
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        send_request(connection, [bytes(32 << 20)])
+    assert 0.4 < time.monotonic() - began_s < 20
+    assert connection.sock is not None and connection.sock.gettimeout() == 0.5
+    theirs.close()
+    assert isinstance(send_request(connection, [b"x"]), OSError)
