@@ -163,7 +163,8 @@ def _look(
     listed: Mapping[str, str] | None,
 ) -> Overview:
     named = _listed(store, MANIFESTS) if listed is None else listed
-    listed = {p: tag for p, tag in named.items() if _generation(p)}
+    there = {p: one for p in named if (one := _generation(p))}
+    listed = {p: named[p] for p in there}
     starts = {} if has_records else _listed(store, INCARNATIONS)
     manifests = {manifest_path(one.generation): one for one in known.manifests}
     manifests = {p: one for p, one in manifests.items() if _is_same(known.tags.get(p), listed, p)}
@@ -182,7 +183,7 @@ def _look(
         _ordered(manifests.values()),
         tuple(sorted(records.values(), key=lambda one: one.n)),
         tuple(broken),
-        tuple(sorted(one for p in listed if p not in manifests and (one := _generation(p)))),
+        tuple(sorted(one for p, one in there.items() if p not in manifests)),
         {p: known.tags.get(p, "") for p in records} | starts | listed,
         known.read,
         len(listed) - len(manifests) + len(read),

@@ -182,6 +182,10 @@ def test_a_body_that_is_no_manifest_is_refused_although_its_checksum_is_true(bod
         ({"header_xxh3": "F" * 16}, "is no checksum of image"),
         ({"table_xxh3": ""}, "'' is no checksum of image"),
         ({"table_xxh3": "0" * 16 + "\n"}, "is no checksum of image"),
+        (
+            {"header_xxh3": "0" * 16 + ";" + "1" * 16, "table_xxh3": "2" * 16},
+            "is no checksum of image",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -98,7 +98,8 @@ def open_listed(root: str) -> ListedRoot:
     store = _source(root)
     found = overview(store)
     _require_any(root, store, found)
-    return ListedRoot(root, store, found, frozenset(found.lineage), found.latest)
+    lineage = found.lineage
+    return ListedRoot(root, store, found, frozenset(lineage), lineage[-1] if lineage else None)
 
 
 def _source(root: str) -> Store:
@@ -110,7 +111,8 @@ def _source(root: str) -> Store:
 def _opened(root: str, store: Store) -> OpenedRoot:
     found = catalogue(store)
     _require_any(root, store, found)
-    return OpenedRoot(root, store, found, frozenset(found.lineage), found.latest)
+    lineage = found.lineage
+    return OpenedRoot(root, store, found, frozenset(lineage), lineage[-1] if lineage else None)
 
 
 def _require_any(root: str, store: Store, found: RootContents[Described]) -> None:

@@ -33,6 +33,7 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,15})"
 _IS_ATTEMPT = re.compile(_ATTEMPT).fullmatch
 _IS_PART_DIRECTORY = re.compile(rf"parts/{_NUMBER}-{_NUMBER}-{_ATTEMPT}").fullmatch
 _IS_CHECKSUM = re.compile(r"[0-9a-f]{16}").fullmatch
+_ARE_CHECKSUMS = re.compile(r"(?:[0-9a-f]{16};)+").fullmatch
 _FRAME = re.compile(rb'\{"checksum":"([0-9a-f]{16})","body":(\{.*\})\}\n', re.DOTALL)
 
 
@@ -153,6 +154,8 @@ class Manifest(_OfGeneration, frozen=True, kw_only=True):
     @property
     def reused_bytes(self) -> int:
         """Bytes of the frozen parts that earlier checkpoints wrote."""
+        if not self.parts:
+            return 0
         own = {one.path.split("/")[-2] for one in self.images}
         return sum(one.size_bytes for one in self.parts if one.path.split("/")[-2] not in own)
 
@@ -296,6 +299,8 @@ def _parent_faults(parent: tuple[int, int] | None, incarnation: int) -> Iterator
 
 def _image_faults(manifest: Manifest) -> Iterator[str]:
     """Checks that there is one image of every rank, each in the one directory of this attempt."""
+    if _is_plain(manifest):
+        return
     ranks = sorted(image.rank for image in manifest.images)
     # The number first: a few bytes can claim a world of a million.
     if not 1 <= manifest.world == len(ranks) <= MAX_RANKS or ranks != list(range(len(ranks))):
@@ -316,6 +321,25 @@ def _image_faults(manifest: Manifest) -> Iterator[str]:
         for value in (image.header_xxh3, image.table_xxh3):
             if not _IS_CHECKSUM(value):
                 yield f"{value!r:.50} is no checksum of image {image.path}"
+
+
+def _is_plain(manifest: Manifest) -> bool:
+    """True for images without any of the faults below, in the order of their ranks, and no parts:
+    so nearly all are, and this takes a third of the time.
+    """
+    images = manifest.images
+    if manifest.parts or not 1 <= manifest.world == len(images) <= MAX_RANKS:
+        return False
+    above = images[0].path.rpartition("/")[0]
+    begin = f"steps/{manifest.incarnation}-{manifest.step}-"
+    if not above.startswith(begin) or not _IS_ATTEMPT(above, len(begin)):
+        return False
+    for rank, image in enumerate(images):
+        is_named = image.rank == rank and image.path == f"{above}/live-{rank:05d}.safetensors"
+        if not is_named or not 0 < image.size_bytes <= MAX_IMAGE_BYTES:
+            return False
+    sums = "".join([f"{one.header_xxh3};{one.table_xxh3};" for one in images])
+    return len(sums) == 34 * len(images) and _ARE_CHECKSUMS(sums) is not None
 
 
 def _part_faults(manifest: Manifest) -> Iterator[str]:
