@@ -293,7 +293,9 @@ class PagedList:
         if self.is_long and not is_again:
             known = self._read_some(known, mine)
         self._pages = pages
-        self.listed |= {path: "" for path in map(manifest_path, mine) if path not in self.listed}
+        if not is_again:  # else another may have removed some of them
+            new = (path for path in map(manifest_path, mine) if path not in self.listed)
+            self.listed |= dict.fromkeys(new, "")
         return known
 
     def _read_some(self, known: Overview, mine: Collection[Generation]) -> Overview:

@@ -9,13 +9,21 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from holdfast.catalogue import INCARNATIONS, STEPS, catalogue, image_path, manifest_path
+from holdfast.catalogue import (
+    INCARNATIONS,
+    MANIFESTS,
+    STEPS,
+    catalogue,
+    image_path,
+    manifest_path,
+)
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, checksum_in, seal
 from holdfast.overview import (
     INDEX,
     UNSEEN,
     Overview,
     PagedCheck,
+    PagedList,
     indexed_records,
     leave_index,
     overview,
@@ -25,6 +33,7 @@ from holdfast.overview import (
 from holdfast.persist import commit
 from holdfast.restore.planning.candidates import choose
 from holdfast.restore.reading.stored import choose_stored, overview_of, stored
+from holdfast.storage import objects
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.objects import ObjectStore
@@ -298,6 +307,26 @@ def test_a_check_by_pages_notices_what_another_removed_added_or_replaced(
     less = replace(known, manifests=known.manifests[1:])  # retention removed it meanwhile
     del world.objects[f"root/{manifest_path(known.manifests[0].generation)}"]
     assert check.look(less) is not None
+
+
+@pytest.mark.promise
+def test_a_list_by_pages_is_begun_anew_under_another_holding_of_the_lock(
+    bucket: ObjectStore, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "_PAGE", 10)
+    world.page = 10
+    pages, mine = PagedList(bucket, 9), [Generation(9, 1000)]
+    known = pages.look(UNSEEN, mine, "one")
+    assert not pages.is_whole and manifest_path(mine[0]) in pages.listed and not known.manifests
+    seen = pages.look(known, mine, "one").manifests
+    assert not seen, "the index has them"
+    # Another holder removed what this one had published, and something of the first page.
+    gone = min(pages.listed)
+    del world.objects[f"root/{gone}"]
+    known = pages.look(known, mine, "another")
+    assert pages.is_whole and not known.manifests
+    assert pages.listed.keys() == {f"{MANIFESTS}/{name}" for name in bucket.list(MANIFESTS)}
+    assert gone not in pages.listed and manifest_path(mine[0]) not in pages.listed
 
 
 def test_a_root_in_memory_or_a_directory_has_no_index() -> None:

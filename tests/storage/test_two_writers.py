@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.errors import AlreadyPublished, RootBusy, StorageError
 from holdfast.storage.lease_lock import LeaseTimes
-from support.servers.object_servers import ObjectServer, object_store, use
+from support.servers.object_servers import object_store, use
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMES = LeaseTimes(renew_s=0.3, stop_s=1.0, take_over_s=2.5)
@@ -71,9 +71,12 @@ def take_turns(prefix: str, witness: str, until_s: float) -> None:
                 time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
+on_every_server = pytest.mark.parametrize(
     "server", ["seaweedfs_server", "moto_server", "azurite_server", "google_server"]
 )
+
+
+@on_every_server
 def test_in_two_hundred_rounds_one_of_eight_holds_the_lock_at_a_time(
     server: str,
     request: pytest.FixtureRequest,
@@ -94,10 +97,14 @@ def test_in_two_hundred_rounds_one_of_eight_holds_the_lock_at_a_time(
     assert len(Path(witness).read_text().splitlines()) >= ROUNDS
 
 
+@on_every_server
 def test_of_eight_racing_writers_that_are_stopped_at_random_none_loses_what_another_published(
-    seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    use(seaweedfs_server, monkeypatch)
+    use(request.getfixturevalue(server), monkeypatch)
     prefix, witness = f"races/{uuid.uuid4().hex}", str(tmp_path / "witness")
     until_s, chance = time.time() + 60, random.Random(5)
     context = multiprocessing.get_context("spawn")
