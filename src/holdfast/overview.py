@@ -269,11 +269,9 @@ class PagedList:
         self.listed: dict[str, str] = {}
         """The paths with their tags, as far as they are listed."""
         self.is_whole = False
-
-    @property
-    def is_long(self) -> bool:
-        """True for a list of more than a page."""
-        return len(self.listed) >= self._many
+        self.looks = 0
+        self.lacking = 0
+        """The number of manifests that are known and not in the index."""
 
     def look(self, known: Overview, mine: Collection[Generation], held_by: str) -> Overview:
         """Lists one more page, and returns what is known then. ``mine``: what was published
@@ -282,6 +280,7 @@ class PagedList:
         """
         is_again = self._held_by not in (None, held_by)
         pages, self._pages = self._pages, None  # what breaks off is begun anew
+        self.looks += 1
         if pages is None or is_again:
             pages, self.listed, self._held_by = tag_pages(self._store, MANIFESTS), {}, held_by
         self.is_whole = True
@@ -290,25 +289,24 @@ class PagedList:
             if len(page) >= self._many and not is_again:
                 self.is_whole = False
                 break
-        if self.is_long and not is_again:
+        if len(self.listed) > FEW and not is_again:
             known = self._read_some(known, mine)
-        self._pages = pages
+        self._pages, self.lacking = pages, len(mine) + len(self._tried)
         if not is_again:  # else another may have removed some of them
             new = (path for path in map(manifest_path, mine) if path not in self.listed)
             self.listed |= dict.fromkeys(new, "")
         return known
 
     def _read_some(self, known: Overview, mine: Collection[Generation]) -> Overview:
-        if self._index is None:  # that was a request already
-            self._index = _read_index(self._store)
-            return known
+        most = _READ_AT_ONCE if self._index is not None else 0  # else that is a request already
+        self._index = self._index or _read_index(self._store)
         if not self._index.manifests:
             return known  # all are read at the end
         there = {*mine, *self._tried}
         indexed = self._index.manifests_of(self.listed)
         listed = (_generation(path) for path in self.listed if path not in indexed)
         unknown = sorted({one for one in listed if one is not None} - there)
-        some = unknown[:_READ_AT_ONCE]
+        some = unknown[:most]
         self.is_whole = self.is_whole and some == unknown
         read, _ = read_manifests(self._store, some)  # a broken one is told at the end
         self._tried.update(some)

@@ -467,6 +467,8 @@ class Incarnations:
             self.is_recorded = missing is None
             if missing is None:
                 self._memory.forget_incarnations(held)
+                if self._root.persister is not None:
+                    self._root.persister.note_recorded(incarnation)
             else:
                 emit(Warned(message=_lost(incarnation, missing)))
         except AlreadyPublished as error:

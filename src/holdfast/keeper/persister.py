@@ -322,6 +322,10 @@ class Persister:
     def _is_written(self, one: object) -> bool:
         return bool(held_by := holding(self.store)) and (one, held_by) in self._written
 
+    def note_recorded(self, incarnation: Incarnation) -> None:
+        """Called when the record of a start and those of its ancestors became durable here."""
+        self._written.add((incarnation, holding(self.store)))
+
     def _forget(self) -> None:
         """Look at everything anew after a failure."""
         self._holding, self._first, self._written = "", None, set()
@@ -444,12 +448,14 @@ class Persister:
             self._known = first.look(self._known, self._mine, held_by)
             if not first.is_whole:  # until all are known nothing is removed
                 return
+            self._unindexed = max(0, first.lacking - 1)
         self._first = None
         found = self._overview(published, is_known=is_known, listed=first.listed if first else None)
-        if not is_known and mend(self.store, found):  # a keeper was killed while it pruned
+        pins = pinned(self.store)
+        if not is_known and pins and mend(self.store, found):  # a keeper was killed while it pruned
             found = self._overview(published, is_known=False)
         self._sweeper.know(path for one in found.manifests for path in one.directories)
-        pins, held = pinned(self.store), self._sweeper.leases.held()
+        held = self._sweeper.leases.held()
         read = {lease.generation for lease in held}
         going = [one for one in self._condemned(found, newest | pins) if one not in read]
         going = going[: max(_GO_AT_ONCE, len(going) // _PART_AT_ONCE)]
@@ -457,7 +463,7 @@ class Persister:
         # unreadable manifest may name files that appear unnamed.
         is_indexed = self._unindexed >= _UNINDEXED and len(found.tags) >= _INDEXED_FROM
         # One of them: it is requests.
-        is_late = first is not None and first.is_long
+        is_late = first is not None and first.looks > 1
         is_swept = self._sweeper.may_sweep(found.broken) and not (is_indexed or is_late)
         going = [] if is_late else going
         due = self._sweeper.due(found.manifests, held, pins) if is_swept else []
