@@ -285,7 +285,8 @@ class PagedList:
             pages, self.listed, self._held_by = tag_pages(self._store, MANIFESTS), {}, held_by
         self.is_whole = True
         for page in pages:
-            self.listed |= {f"{MANIFESTS}/{name}": tag for name, tag in page.items()}
+            named = ((name, tag) for name, tag in page.items() if generation_of(name))
+            self.listed |= {f"{MANIFESTS}/{name}": tag for name, tag in named}
             if len(page) >= self._many and not is_again:
                 self.is_whole = False
                 break

