@@ -8,12 +8,14 @@ from itertools import count
 import pytest
 
 from holdfast.catalogue import catalogue, manifest_path
+from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper import persister as persister_module
 from holdfast.keeper.persister import Persister
 from holdfast.overview import INDEX
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
+from holdfast.restore.reading.images import StoredImage, read_head
 from holdfast.storage import objects
 from holdfast.storage.base import settle_s
 from support.runs.keeper_jobs import job_of
@@ -159,3 +161,21 @@ def test_a_keeper_that_starts_where_many_are_lists_them_page_by_page_and_removes
     assert listed >= 5, "all pages were seen before anything went"
     steps = [manifest.step for manifest in catalogue(store).manifests]
     assert steps == list(range(160 - len(steps), 160)) and len(steps) >= 40
+
+
+def test_the_length_of_an_image_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, outcomes = World(), list[str | None]()
+    store = model_store(world, monkeypatch, tries_s=1.0)
+    commit.open_root(store, "r")
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    persister.work_one(job_of(Generation(1, 1), RECORD))
+    persister.stop()
+    (manifest,) = catalogue(store).manifests
+    image = StoredImage(store, manifest.images[0])
+    world.log.clear()
+    read_head(image, {})
+    read_head(image, {})
+    assert Counter(kind for kind, _ in world.log) == {"HEAD": 2, "GET": 6}
+    world.objects[f"root/{image.name}"] += b"more"
+    with pytest.raises(FormatError, match="the manifest says"):
+        read_head(image, {})

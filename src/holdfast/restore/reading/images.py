@@ -84,6 +84,8 @@ class StoredImage(ImageFile):
         self._ref, self._planned = ref, planned
         self.known: Mapping[int, bytes] = {}
         """Bytes that need not be read, by where they begin."""
+        self._is_whole = False
+        """True if the file was found to have its length: in a bucket that is a request."""
 
     def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
         """See ``ImageFile``: the header is not read where it can be computed."""
@@ -110,6 +112,7 @@ class StoredImage(ImageFile):
                 f"{self.name} has {size_bytes} bytes, the manifest says {self.size_bytes}",
                 image=self.name,
             )
+        self._is_whole = True
 
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
@@ -134,7 +137,7 @@ class StoredImage(ImageFile):
         """Check the range before memory is allocated for it: sizes come from files that may be
         corrupt.
         """
-        have = self.store.size_bytes(self.name)
+        have = self.size_bytes if self._is_whole else self.store.size_bytes(self.name)
         if have < stop:
             raise short_read(self.name, self.store.url, start, stop - start, have)
 
