@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import UsageError
+from holdfast.errors import PeerError, UnsupportedState, UsageError
 from integrations.real_runs import check_page_script, check_same, environment, needs, said
 from support.project.code_blocks import PROJECT
 
@@ -136,16 +136,23 @@ def test_groups_whose_memory_is_gone_go_on_from_the_storage_of_the_leader(
 
 @needs_it
 @pytest.mark.timeout(300)
-def test_a_group_that_comes_back_is_its_living_peer_at_every_step(tmp_path: Path) -> None:
-    found = run(tmp_path / "run", 9, "save", victims=[1], least=1, slow=0.3, steps=60)
+@pytest.mark.parametrize("transport", [False, True], ids=["of torchft", "of Holdfast"])
+def test_a_group_that_comes_back_is_its_living_peer_at_every_step(
+    transport: bool, tmp_path: Path, arena_dir: Path
+) -> None:
+    options: dict[str, Any] = {"victims": [1], "least": 1, "waits": 20, "transport": transport}
+    found = run(tmp_path / "run", 9, "save", steps=40, **options)
     assert restores_of(found) == ["1: restored 9 memory 18"], "what it had, before the peer's"
     mine = {line.split()[2]: line[3:] for line in found if line.startswith("1: step")}
     peers = {line.split()[2]: line[3:] for line in found if line.startswith("0: step")}
-    assert sorted(map(int, peers)) == list(range(1, 61)), "it never stopped"
+    assert sorted(map(int, peers)) == list(range(1, 41)), "it never stopped"
     alone = set(peers) - set(mine)
     assert alone and all(int(step) > 9 for step in alone), "steps that it was not there for"
-    assert max(map(int, alone)) < 60 and "60" in mine
+    assert max(map(int, alone)) < 40 and "40" in mine
     assert {step: peers[step] for step in mine} == mine
+    healed = [int(line.split()[2]) for line in found if line.startswith("1: healed")]
+    assert (max(healed, default=0) > 9) == transport, "with what it went on after its death"
+    assert list(arena_dir.glob("holdfast-heal-*")) == []
 
 
 @pytest.fixture
@@ -256,6 +263,47 @@ def test_a_peer_gives_the_state_but_for_generators(
     for ckpt, _ in made:
         ckpt.close()
         assert ckpt._manager._load_state_dict_fns == {}
+
+
+@needs_it
+def test_what_is_sent_is_what_was_there_then_and_to_those_alone_who_know_the_key(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.integrations.torchft_transport import HoldfastTransport
+
+    monkeypatch.setenv("HOLDFAST_ARENA_DIR", str(arena_dir))
+    within = timedelta(seconds=20)
+    left = arena_dir / "holdfast-heal-left"
+    left.mkdir()
+    os.utime(left, (1, 1))
+    one, other = HoldfastTransport("127.0.0.1"), HoldfastTransport("127.0.0.1")
+    assert not left.exists(), "of a process that was killed"
+    weight = torch.randn(1000, 300)
+    state = {"user": {"model": {"w": weight, 3: [1.5, None]}}, "torchft": {"step": 7}}
+    one.send_checkpoint([1], 7, state, within)
+    then = weight.clone()
+    weight.zero_()  # the next step
+    one.disallow_checkpoint()
+    for _ in range(2):
+        found = other.recv_checkpoint(0, one.metadata(), 7, within)
+        assert torch.equal(found["user"]["model"]["w"], then)
+        assert found["user"]["model"][3] == [1.5, None] and found["torchft"] == {"step": 7}
+    with pytest.raises(PeerError):
+        other.recv_checkpoint(0, one.metadata(), 6, within)
+    host, port, _ = json.loads(one.metadata())
+    with pytest.raises(PeerError):
+        other.recv_checkpoint(0, json.dumps([host, port, "0" * 64]), 7, within)
+    with pytest.raises(UnsupportedState, match=r"checkpoint\.odd"):
+        one.send_checkpoint([1], 8, {"odd": object()}, within)
+    with pytest.raises(PeerError):
+        other.recv_checkpoint(0, one.metadata(), 7, within)
+    assert list(arena_dir.iterdir()) == []
+    for each in (one, other):
+        each.shutdown()
+        each.shutdown()
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(UsageError, match="by which address other groups reach this host"):
+        HoldfastTransport()
 
 
 @needs_it
