@@ -2,7 +2,8 @@
 
 The three train in turns, in one process: the same model for the same steps, with a snapshot in
 memory after each step but for the first way. What counts is the time from one step's begin to the
-next's, and the ratios of medians. It runs in the environment of the framework, which `make
+next's, and of that the processor time of the training thread, which depends less on what else the
+machine does; and the ratios of medians. It runs in the environment of the framework, which `make
 integrations` makes: `.venv-integrations/lightning/bin/python -m benchmarks adapters lightning`.
 """
 
@@ -47,16 +48,16 @@ class Turn:
 
     def __init__(self, way: str, root: str, width: int, steps: int) -> None:
         self.way, self.root, self.width, self.steps = way, root, width, steps
-        self.begins: list[float] = []
+        self.begins: list[tuple[float, float]] = []
 
     def begin(self) -> None:
         """Notes the begin of a step."""
-        self.begins.append(time.perf_counter())
+        self.begins.append((time.perf_counter(), time.thread_time()))
 
-    def took(self) -> list[float]:
-        """Returns the seconds of the steps that count."""
+    def took(self, clock: int) -> list[float]:
+        """Returns the seconds of the steps that count, by a clock: 0 all, 1 of the processor."""
         pairs = zip(self.begins[WARM_UP:], self.begins[WARM_UP + 1 :], strict=False)
-        return [after - before for before, after in pairs]
+        return [after[clock] - before[clock] for before, after in pairs]
 
     def model(self) -> Any:
         from torch import nn
@@ -305,17 +306,24 @@ LOOPS: dict[str, Callable[[Turn, ExitStack], None]] = {
 
 def measure(framework: str, width: int, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Returns the seconds of a step by way, in alternating turns, and the ratios of medians."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    import torch
+
+    torch.set_num_threads(1)  # what a step computes is in the training thread's time
+    walls: dict[str, list[float]] = {way: [] for way in WAYS}
+    threads: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn, way in series.alternate(WAYS, rounds + 1):
         one = Turn(way, str(directory / f"{way}-{turn}"), width, steps + WARM_UP)
         with machine.alone(), ExitStack() as stack:
             LOOPS[framework](one, stack)
         if turn:  # the first round warms up
-            found[way] += one.took()
+            walls[way] += one.took(0)
+            threads[way] += one.took(1)
     return {
         "state_bytes": 3 * 4 * LAYERS * width * width,
-        "steps_s": series.summaries(found),
-        **ratios(found),
+        "steps_s": series.summaries(walls),
+        "threads_s": series.summaries(threads),
+        "step": ratios(walls),
+        "thread": ratios(threads),
     }
 
 
@@ -333,21 +341,17 @@ def ratios(found: dict[str, list[float]]) -> dict[str, float]:
 
 def shown(found: dict[str, dict[str, Any]]) -> str:
     """The table."""
-    head = [
-        "a step",
-        *(f"{way}, ms" for way in WAYS),
-        "over the Checkpointer",
-        "over the framework",
-    ]
+    head = ["of a step", "", *(f"{way}, ms" for way in WAYS), "to Checkpointer", "to alone"]
     rows = []
     for framework, one in sorted(found.items()):
-        steps = [one["steps_s"][way] for way in WAYS]
-        cells = [
-            markdown.spread({k: each[k] * 1e3 for k in ("median", "min", "max")}, 1)
-            for each in steps
-        ]
-        more = f"{one['over_checkpointer']:.3f}, {one['over_checkpointer_s'] * 1e3:+.2f} ms"
-        rows.append([framework, *cells, more, f"{one['over_framework']:.3f}"])
+        for what, of_ways in (("step", "steps_s"), ("thread", "threads_s")):
+            each = [one[of_ways][way] for way in WAYS]
+            in_ms = [{k: way[k] * 1e3 for k in ("median", "min", "max")} for way in each]
+            cost = one[what]
+            over = f"{cost['over_checkpointer']:.3f} ({cost['over_checkpointer_s'] * 1e3:+.2f} ms)"
+            cells = [markdown.spread(way, 1) for way in in_ms]
+            name = "the whole" if what == "step" else "its thread's processor"
+            rows.append([framework, name, *cells, over, f"{cost['over_framework']:.3f}"])
     size = next(iter(found.values()))["state_bytes"]
     return f"A state of {size / 1e6:.0f} MB.\n\n{markdown.table(head, rows)}"
 

@@ -59,6 +59,6 @@ def test_a_framework_without_a_measurement_says_so(
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     assert generator.render().count("not measured") == len(generator.rows())
     figures = {"over_checkpointer": 1.004, "over_checkpointer_s": 0.0002, "over_framework": 1.1}
-    found = {"date": "2026-01-01", "frameworks": {"ray": figures}}
+    found = {"date": "2026-01-01", "frameworks": {"ray": {"thread": figures, "step": figures}}}
     (tmp_path / "adapters_x.json").write_text(json.dumps(found))
-    assert "| 1.00 (+0.2 ms); 1.10 |" in generator.render()
+    assert "| 1.00 (+0.2 ms); 1.10, 1.10 |" in generator.render()
