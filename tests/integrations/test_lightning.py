@@ -32,7 +32,8 @@ needs_it = needs("lightning")
 RUN = "lightning_run.py"
 run = partial(start, RUN)
 resumed = partial(killed_and_resumed, RUN)
-#: 108 samples, 8 an update: 14 updates an epoch, 42 in all, logged every third, from the second on, and at the end of an epoch.
+#: 108 samples, 8 an update: 14 updates an epoch, 42 in all; logged every third, from the second
+#: on, and at the end of an epoch.
 STEPS = {
     "batch begin": (1, 15),
     "forward": (1, 9, 42),
