@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -289,15 +290,21 @@ def test_what_is_sent_is_what_was_there_then_and_to_those_alone_who_know_the_key
         found = other.recv_checkpoint(0, one.metadata(), 7, within)
         assert torch.equal(found["user"]["model"]["w"], then)
         assert found["user"]["model"][3] == [1.5, None] and found["torchft"] == {"step": 7}
+    shortly = timedelta(seconds=0.2)
     with pytest.raises(PeerError):
-        other.recv_checkpoint(0, one.metadata(), 6, within)
+        other.recv_checkpoint(0, one.metadata(), 6, shortly)
     host, port, _ = json.loads(one.metadata())
     with pytest.raises(PeerError):
-        other.recv_checkpoint(0, json.dumps([host, port, "0" * 64]), 7, within)
+        other.recv_checkpoint(0, json.dumps([host, port, "0" * 64]), 7, shortly)
     with pytest.raises(UnsupportedState, match=r"checkpoint\.odd"):
         one.send_checkpoint([1], 8, {"odd": object()}, within)
     with pytest.raises(PeerError):
-        other.recv_checkpoint(0, one.metadata(), 7, within)
+        other.recv_checkpoint(0, one.metadata(), 7, shortly)
+    with ThreadPoolExecutor(1) as pool:  # it is asked for before it is there
+        early = pool.submit(other.recv_checkpoint, 0, one.metadata(), 9, within)
+        time.sleep(0.3)
+        one.send_checkpoint([1], 9, state, within)
+        assert torch.equal(early.result()["user"]["model"]["w"], weight)
     assert list(arena_dir.iterdir()) == []
     for each in (one, other):
         each.shutdown()

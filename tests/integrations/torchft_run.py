@@ -51,7 +51,11 @@ class NotedTransport(HoldfastTransport):
     """Notes what it heals with."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        found = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        try:
+            found = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        except Exception as error:
+            note(f"not healed {step}: {error!r}")
+            raise
         note(f"healed {step} {sorted(found['user'])}")
         return found
 

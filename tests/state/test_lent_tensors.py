@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import RestoreError
+from holdfast.state.tensors import DTYPE_NAMES
 from support.runs.launch import run_ranks
 
 State = dict[str, Any]
@@ -145,6 +147,59 @@ def test_a_tensor_of_a_module_that_another_object_resets_is_as_it_was_saved(
     holdfast.load(tmp_path, again)
     assert torch.equal(again["model"].weight.view(-1), numbers(10_000))
     assert again["held"].tensor.data_ptr() == again["model"].weight.data_ptr(), "it is one tensor"
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    drawn = torch.randint(0, high, (size,), generator=generator, dtype=torch.uint8)
+    return drawn.view(dtype).view(shape)
+
+
+def zero_bytes(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    there = raw(own)
+    there.zero_().add_(raw(given))
+    return own
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (70, 200)])
+def test_tensors_of_every_type_that_are_reset_come_back_to_the_bit(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    def state(seed: int) -> State:
+        return {
+            name: Held(random_bytes(dtype, shape, seed + n), zero_bytes)
+            for n, (dtype, name) in enumerate(DTYPE_NAMES.items())
+        }
+
+    saved, again = state(1), state(1000)
+    holdfast.save(tmp_path, saved)
+    holdfast.load(tmp_path, again)
+    for name, one in again.items():
+        assert torch.equal(raw(one.tensor), raw(saved[name].tensor)), name
+        assert one.calls == 2, name
+
+
+def test_views_of_other_strides_or_of_conjugates_are_seen_to_change(tmp_path: Path) -> None:
+    def state(begin: float) -> State:
+        complex_ = torch.complex(numbers(10_000, begin), numbers(10_000, begin))
+        return {
+            "transposed": Held(numbers(10_000, begin).view(100, 100).t(), add_to_zeros),
+            "every second": Held(numbers(20_000, begin)[::2], add_to_zeros),
+            "conjugate": Held(complex_.conj(), add_to_zeros),
+            "wide": Held(complex_.to(torch.complex128), add_to_zeros),
+        }
+
+    saved, again = state(1.0), state(9.0)
+    holdfast.save(tmp_path, saved)
+    holdfast.load(tmp_path, again)
+    for name, one in again.items():
+        assert torch.equal(one.tensor, saved[name].tensor) and one.calls == 2, name
 
 
 class WithExtraState(nn.Module):

@@ -40,7 +40,7 @@ except ImportError as error:
 
 T = TypeVar("T")
 _NAME, _INCARNATION, _FILES = "group", 1, "/files"
-_PREFIX, _LEFT_S = "holdfast-heal-", 60.0
+_PREFIX, _LEFT_S, _PAUSE_S = "holdfast-heal-", 60.0, 0.05
 
 
 class HoldfastTransport(CheckpointTransport[Any]):  # type: ignore[misc]
@@ -116,15 +116,17 @@ class HoldfastTransport(CheckpointTransport[Any]):  # type: ignore[misc]
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Return the state of another group at ``step``, its tensors on the CPU.
 
-        Raises PeerError where that group does not have it, or does not answer in ``timeout``, and
-        ChecksumMismatch for bytes that are not those that were sent.
+        It may not be offered yet: both groups hear of each other at the same time. Raises PeerError
+        where it is not there within ``timeout``, and ChecksumMismatch for bytes that are not those
+        that were sent.
         """
         host, port, secret = json.loads(metadata)
         peer = Peer(_NAME, host, port)
         puller = Puller(secret.encode(), incarnation=_INCARNATION)
+        until_s = time.monotonic() + timeout.total_seconds()
         try:
             with _directory() as where:
-                listing = puller.document(peer, _FILES, generation=str(step))
+                listing = _wait_for_offer(puller, peer, step, until_s)
                 _pull(puller, peer, json.loads(listing), step, where / "root", timeout)
                 return read_alone(where / "root")
         finally:
@@ -150,6 +152,17 @@ def _address_of_this_host() -> str:
             f"HoldfastTransport(host=...), or set {ADDRESS} or TORCHFT_LIGHTHOUSE"
         )
     return found
+
+
+def _wait_for_offer(puller: Puller, peer: Peer, step: int, until_s: float) -> bytes:
+    """Returns the listing of a step; asks again until it is there."""
+    while True:
+        try:
+            return puller.document(peer, _FILES, generation=str(step))
+        except PeerError:
+            if time.monotonic() + _PAUSE_S > until_s:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def _pull(

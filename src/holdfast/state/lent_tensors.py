@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Collection, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.format.checksum import checksum
 from holdfast.state.identity import made_anew
@@ -55,8 +56,11 @@ class LentTensors:
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the same elements in memory of its own."""
-    found = made_anew(tensor)
-    local_of(found).copy_(local_of(tensor))
+    if isinstance(tensor, DTensor):
+        found = made_anew(tensor)
+        local_of(found).copy_(local_of(tensor))
+    else:  # torch warns where it makes a tensor of some types
+        found = local_of(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
     return found.requires_grad_(tensor.requires_grad)
 
 
@@ -68,10 +72,11 @@ def _sum(local: torch.Tensor) -> int:
     """Returns a checksum of a tensor's bytes; on a device the sum of its elements as integers."""
     if local.is_meta or not local.numel():
         return local.numel()
-    flat = local.resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.is_cpu:  # not through numpy: no storage that it has seen can be resized
-        memory = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
-        return checksum(memoryview(memory))
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    return int(flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64))
+    plain = local.resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.element_size() == 16 else plain
+    bits = plain.view(_BITS[plain.element_size()]).contiguous()
+    if not bits.is_cpu:
+        return int(bits.sum(dtype=torch.int64))
+    # Not through numpy: no storage that it has seen can be resized.
+    memory = (ctypes.c_ubyte * bits.nbytes).from_address(bits.data_ptr())
+    return checksum(memoryview(memory))
