@@ -33,7 +33,8 @@ unbroken run says, to the bit.
 * *Cost*, by `{COST}`: the processor time that a step takes of the training thread
   with the adapter, to that with a `Checkpointer` put into the same loop by hand, and to the
   framework's alone; then the time of a whole step to that of the framework alone, on two cores,
-  which also do the keeper's work. Ratios of medians; a snapshot after each step.
+  which also do the keeper's work. Ratios of medians; a snapshot after each step. The machine was
+  shared: a few milliseconds more or less are noise, of which those below zero are the measure.
 * *Tried* are versions that have passed. Lower bounds are those of the extras.
 """
 
