@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import holdfast
@@ -159,7 +160,6 @@ def test_a_group_that_comes_back_is_its_living_peer_at_every_step(
 
 @pytest.fixture
 def manager() -> Iterator[Any]:
-    import torch.distributed as dist
     from torchft import Manager, ProcessGroupGloo
 
     made: list[Any] = []
@@ -267,6 +267,33 @@ def test_a_peer_gives_the_state_but_for_generators(
         assert ckpt._manager._load_state_dict_fns == {}
 
 
+def sharded() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+
+
+@needs_it
+def test_groups_that_shard_their_state_are_refused_before_they_begin(
+    manager: Any, tmp_path: Path, arena_dir: Path
+) -> None:
+    from holdfast.integrations.torchft import attach
+    from holdfast.integrations.torchft_transport import HoldfastTransport
+
+    one, model = manager(), nn.Linear(4, 4)
+    own, one._checkpoint_transport = one._checkpoint_transport, HoldfastTransport("127.0.0.1")
+    model.weight = nn.Parameter(sharded())
+    with pytest.raises(UnsupportedState, match="leave the Manager of groups that shard"):
+        attach(one, {"model": model}, tmp_path)
+    one._checkpoint_transport.shutdown()
+    one._checkpoint_transport = own
+
+
 @needs_it
 def test_what_is_sent_is_what_was_there_then_and_to_those_alone_who_know_the_key(
     arena_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -305,6 +332,8 @@ def test_what_is_sent_is_what_was_there_then_and_to_those_alone_who_know_the_key
         time.sleep(0.3)
         one.send_checkpoint([1], 9, state, within)
         assert torch.equal(early.result()["user"]["model"]["w"], weight)
+    with pytest.raises(UnsupportedState, match="leave the Manager of groups that shard"):
+        one.send_checkpoint([1], 10, {"user": {"model": [sharded()]}}, within)
     assert list(arena_dir.iterdir()) == []
     for each in (one, other):
         each.shutdown()

@@ -17,14 +17,17 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from holdfast.errors import PeerError, UsageError
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from holdfast.errors import PeerError, UnsupportedState, UsageError
 from holdfast.integrations.lone_checkpoints import read_alone, write_alone
 from holdfast.integrations.seam import missing
 from holdfast.meeting import ADDRESS, address_towards
@@ -83,8 +86,12 @@ class HoldfastTransport(CheckpointTransport[Any]):  # type: ignore[misc]
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
-        """Copy the state into memory and offer it until the next; all groups may ask for it."""
+        """Copy the state into memory and offer it until the next; all groups may ask for it.
+
+        Raises UnsupportedState for what is neither a plain tensor nor a value.
+        """
         self._withdraw()
+        refuse_sharded(tree_leaves(state_dict))
         with _directory() as where:
             root = where / "root"
             write_alone(root, state_dict, step)
@@ -141,6 +148,15 @@ class HoldfastTransport(CheckpointTransport[Any]):  # type: ignore[misc]
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def refuse_sharded(tensors: Iterable[Any]) -> None:
+    """Raises UnsupportedState for tensors that the ranks of a group have in parts."""
+    if any(isinstance(one, DTensor) for one in tensors):
+        raise UnsupportedState(
+            "the state has DTensors, whose parts HoldfastTransport cannot send: leave the Manager "
+            "of groups that shard their state (FSDP2) with torchft's own transport"
+        )
 
 
 def _address_of_this_host() -> str:
