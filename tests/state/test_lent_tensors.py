@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import RestoreError
@@ -256,24 +258,29 @@ def test_an_object_that_raises_at_the_second_time_raises_as_at_the_first(tmp_pat
 class Together:
     """An object that waits for the other ranks while it takes its state, which is each rank's own.
 
-    That of the second rank is all zeros, which a reset does not change.
+    That of the second rank is all zeros, which a reset does not change. They share a tensor in
+    parts, too.
     """
 
-    def __init__(self, rank: int, begin: float) -> None:
+    def __init__(self, rank: int, begin: float, mesh: Any) -> None:
         self.own = torch.full((4,), begin * (rank == 0))
+        self.shared: Any = distribute_tensor(numbers(10_001, begin), mesh, [Shard(0)])
 
     def state_dict(self) -> State:
-        return {"own": self.own}
+        return {"own": self.own, "shared": self.shared}
 
     def load_state_dict(self, saved: State) -> None:
         dist.barrier()
         self.own.zero_().add_(saved["own"])
+        self.shared.zero_().add_(saved["shared"])
         dist.barrier()
 
 
 def _restore_together(rank: int, world: int, root: str) -> list[float]:
+    mesh = init_device_mesh("cpu", (world,))
+
     def split(begin: float) -> State:
-        return {"model": nn.Linear(2, 2), "held": Together(rank, begin)}
+        return {"model": nn.Linear(2, 2), "held": Together(rank, begin, mesh)}
 
     with holdfast.Checkpointer(root, split(7.0)) as ckpt:
         ckpt.restore()
@@ -283,7 +290,9 @@ def _restore_together(rank: int, world: int, root: str) -> list[float]:
         state = split(9.0)
         with holdfast.Checkpointer(root, state) as ckpt:
             assert ckpt.restore(step) is not None
-        found.append(state["held"].own.unique().item())
+        held = state["held"]
+        assert torch.equal(held.shared.full_tensor(), numbers(10_001, 7.0))
+        found.append(held.own.unique().item())
     return found
 
 
