@@ -129,6 +129,7 @@ docs: $(READY) ## what is generated of the documents: alerts, errors, faults, co
 	$(BIN)/python docs/generate_errors.py
 	$(BIN)/python docs/generate_alerts.py
 	$(BIN)/python docs/generate_faults.py
+	$(BIN)/python docs/generate_integrations.py
 	$(BIN)/python docs/generate_code_map.py
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
@@ -150,6 +151,13 @@ integrations: $(INTEGRATION_LISTS:tests/integrations/%.txt=integrations-%) ## ad
 integrations-%: $(INTEGRATIONS)/%/.ready
 	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_$*.py $(PYTEST_ARGS)
 	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_losses.py -k "$* or forty" $(PYTEST_ARGS)
+	$(INTEGRATIONS)/$*/bin/python -m pytest -s tests/integrations/test_random_kills.py -k "$* or twenty" $(PYTEST_ARGS)
+
+.PHONY: integrations-kills
+integrations-kills: $(INTEGRATION_LISTS:tests/integrations/%.txt=kills-%) ## each adapter killed at twenty places that a seed draws, which is printed; SEED=... draws them again
+
+kills-%: $(INTEGRATIONS)/%/.ready
+	SEED=$(SEED) $(INTEGRATIONS)/$*/bin/python -m pytest -s tests/integrations/test_random_kills.py -k "$* or twenty" $(PYTEST_ARGS)
 
 .PHONY: integrations-sample
 integrations-sample: $(READY) ## the adapters of three libraries, chosen by a seed that is printed; SEED=... takes it again

@@ -273,10 +273,10 @@ def address_of_this_host(ranks: int, store: str = "") -> str:
     if are_all_here(ranks):
         return ""
     store = os.environ.get("MASTER_ADDR", "") or store
-    found = _address_towards(store) if store else ""
+    found = address_towards(store) if store else ""
     if is_loopback(found) and not is_loopback(store):
         # A host's own name may stand for itself alone: then the address of its way to others.
-        found = _address_towards(_ELSEWHERE) or found
+        found = address_towards(_ELSEWHERE) or found
     return found
 
 
@@ -294,8 +294,8 @@ def is_loopback(address: str) -> bool:
 _ELSEWHERE = "192.0.2.1"
 
 
-def _address_towards(name: str) -> str:
-    """Returns the address of this host that ``name`` would see; "" when it cannot be reached."""
+def address_towards(name: str) -> str:
+    """Returns the address of this host that ``name`` sees; "" when it cannot be reached."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:

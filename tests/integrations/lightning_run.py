@@ -50,12 +50,14 @@ class Columns(Metric):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(sync_on_compute=False)
         self.add_state("total", torch.zeros(512, 8), "sum")
+        self.add_state("means", [], "cat")
 
     def update(self, batch: torch.Tensor) -> None:
         self.total += batch.sum(dim=0)
+        self.means.append(batch.mean(dim=1))
 
     def compute(self) -> Any:
-        return self.total.sum()
+        return self.total.sum() + torch.cat(self.means).std()
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc]
@@ -156,7 +158,11 @@ class Witness(lightning.Callback):  # type: ignore[misc]
         seen = [digest(module.parameters()), *(digest(moments(o)) for o in trainer.optimizers)]
         rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
         epoch = trainer.current_epoch
-        sums = (batch.sum().item(), module.losses, digest([module.columns.total]))
+        sums = (
+            batch.sum().item(),
+            module.losses,
+            digest([module.columns.total, *module.columns.means]),
+        )
         note(f"batch {step} {epoch} {index} {seen} {rates!r} {sums!r}")
         pass_by("batch end", step)
 

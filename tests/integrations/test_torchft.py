@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast.errors import UsageError
+from holdfast.errors import PeerError, UnsupportedState, UsageError
 from integrations.real_runs import check_page_script, check_same, environment, needs, said
 from support.project.code_blocks import PROJECT
 
@@ -136,21 +138,28 @@ def test_groups_whose_memory_is_gone_go_on_from_the_storage_of_the_leader(
 
 @needs_it
 @pytest.mark.timeout(300)
-def test_a_group_that_comes_back_is_its_living_peer_at_every_step(tmp_path: Path) -> None:
-    found = run(tmp_path / "run", 9, "save", victims=[1], least=1, slow=0.3, steps=60)
-    assert restores_of(found) == ["1: restored 9 memory 18"], "what it had, before the peer's"
+@pytest.mark.parametrize("transport", [False, True], ids=["of torchft", "of Holdfast"])
+def test_a_group_that_comes_back_is_its_living_peer_at_every_step(
+    transport: bool, tmp_path: Path, arena_dir: Path
+) -> None:
+    options: dict[str, Any] = {"victims": [1], "least": 1, "waits": 8, "transport": transport}
+    found = run(tmp_path / "run", 4, "save", steps=16, **options)
+    (again,) = restores_of(found)  # of batches there are fewer where one group began later
+    assert again.startswith("1: restored 4 memory "), "what it had, before the peer's"
     mine = {line.split()[2]: line[3:] for line in found if line.startswith("1: step")}
     peers = {line.split()[2]: line[3:] for line in found if line.startswith("0: step")}
-    assert sorted(map(int, peers)) == list(range(1, 61)), "it never stopped"
+    assert sorted(map(int, peers)) == list(range(1, 17)), "it never stopped"
     alone = set(peers) - set(mine)
-    assert alone and all(int(step) > 9 for step in alone), "steps that it was not there for"
-    assert max(map(int, alone)) < 60 and "60" in mine
+    assert alone and all(int(step) > 4 for step in alone), "steps that it was not there for"
+    assert max(map(int, alone)) < 16 and "16" in mine
     assert {step: peers[step] for step in mine} == mine
+    healed = [int(line.split()[2]) for line in found if line.startswith("1: healed")]
+    assert (max(healed, default=0) > 4) == transport, "with what it went on after its death"
+    assert list(arena_dir.glob("holdfast-heal-*")) == []
 
 
 @pytest.fixture
 def manager() -> Iterator[Any]:
-    import torch.distributed as dist
     from torchft import Manager, ProcessGroupGloo
 
     made: list[Any] = []
@@ -256,6 +265,82 @@ def test_a_peer_gives_the_state_but_for_generators(
     for ckpt, _ in made:
         ckpt.close()
         assert ckpt._manager._load_state_dict_fns == {}
+
+
+def sharded() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+
+
+@needs_it
+def test_groups_that_shard_their_state_are_refused_before_they_begin(
+    manager: Any, tmp_path: Path, arena_dir: Path
+) -> None:
+    from holdfast.integrations.torchft import attach
+    from holdfast.integrations.torchft_transport import HoldfastTransport
+
+    one, model = manager(), nn.Linear(4, 4)
+    own, one._checkpoint_transport = one._checkpoint_transport, HoldfastTransport("127.0.0.1")
+    model.weight = nn.Parameter(sharded())
+    with pytest.raises(UnsupportedState, match="leave the Manager of groups that shard"):
+        attach(one, {"model": model}, tmp_path)
+    one._checkpoint_transport.shutdown()
+    one._checkpoint_transport = own
+
+
+@needs_it
+def test_what_is_sent_is_what_was_there_then_and_to_those_alone_who_know_the_key(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.integrations.torchft_transport import HoldfastTransport
+
+    monkeypatch.setenv("HOLDFAST_ARENA_DIR", str(arena_dir))
+    within = timedelta(seconds=20)
+    left = arena_dir / "holdfast-heal-left"
+    left.mkdir()
+    os.utime(left, (1, 1))
+    one, other = HoldfastTransport("127.0.0.1"), HoldfastTransport("127.0.0.1")
+    assert not left.exists(), "of a process that was killed"
+    weight = torch.randn(1000, 300)
+    state = {"user": {"model": {"w": weight, 3: [1.5, None]}}, "torchft": {"step": 7}}
+    one.send_checkpoint([1], 7, state, within)
+    then = weight.clone()
+    weight.zero_()  # the next step
+    one.disallow_checkpoint()
+    for _ in range(2):
+        found = other.recv_checkpoint(0, one.metadata(), 7, within)
+        assert torch.equal(found["user"]["model"]["w"], then)
+        assert found["user"]["model"][3] == [1.5, None] and found["torchft"] == {"step": 7}
+    shortly = timedelta(seconds=0.2)
+    with pytest.raises(PeerError):
+        other.recv_checkpoint(0, one.metadata(), 6, shortly)
+    host, port, _ = json.loads(one.metadata())
+    with pytest.raises(PeerError):
+        other.recv_checkpoint(0, json.dumps([host, port, "0" * 64]), 7, shortly)
+    with pytest.raises(UnsupportedState, match=r"checkpoint\.odd"):
+        one.send_checkpoint([1], 8, {"odd": object()}, within)
+    with pytest.raises(PeerError):
+        other.recv_checkpoint(0, one.metadata(), 7, shortly)
+    with ThreadPoolExecutor(1) as pool:  # it is asked for before it is there
+        early = pool.submit(other.recv_checkpoint, 0, one.metadata(), 9, within)
+        time.sleep(0.3)
+        one.send_checkpoint([1], 9, state, within)
+        assert torch.equal(early.result()["user"]["model"]["w"], weight)
+    with pytest.raises(UnsupportedState, match="leave the Manager of groups that shard"):
+        one.send_checkpoint([1], 10, {"user": {"model": [sharded()]}}, within)
+    assert list(arena_dir.iterdir()) == []
+    for each in (one, other):
+        each.shutdown()
+        each.shutdown()
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(UsageError, match="by which address other groups reach this host"):
+        HoldfastTransport()
 
 
 @needs_it

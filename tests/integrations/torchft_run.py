@@ -21,6 +21,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 import holdfast
 from holdfast.integrations.torchft import attach
+from holdfast.integrations.torchft_transport import HoldfastTransport
 from integrations.witness import OPTIONS, PLACE, ROOT, STEP, digest
 
 GROUP = int(OPTIONS["group"])
@@ -39,11 +40,32 @@ def pass_by(place: str, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def await_the_dead() -> None:
+    """Waits until the group that was killed has begun again, however long that takes."""
+    until = time.monotonic() + 150
+    while not Path(f"{ROOT}.back").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+class NotedTransport(HoldfastTransport):
+    """Notes what it heals with."""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        try:
+            found = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        except Exception as error:
+            note(f"not healed {step}: {error!r}")
+            raise
+        note(f"healed {step} {sorted(found['user'])}")
+        return found
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
+        checkpoint_transport=NotedTransport("127.0.0.1") if OPTIONS.get("transport") else None,
         pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
         load_state_dict=None,
         state_dict=None,
@@ -76,12 +98,14 @@ def main() -> None:
         ROOT,
         storage=holdfast.Every(steps=5),
     )
+    if Path(f"{ROOT}.died{GROUP}").exists():
+        Path(f"{ROOT}.back").touch()
     if ckpt.restored is not None:
         note(f"restored {ckpt.steps} {ckpt.restored.source} {manager.batches_committed()}")
     while manager.current_step() < STEPS:
         step = manager.current_step()
-        if OPTIONS.get("slow"):
-            time.sleep(OPTIONS["slow"])
+        if step == OPTIONS.get("waits", -1) and GROUP not in OPTIONS["victims"]:
+            await_the_dead()
         pass_by("begin", step + 1)
         drawn = torch.Generator().manual_seed(step * 2 + GROUP)
         batch = torch.randn(4, 8, generator=drawn)

@@ -6,10 +6,14 @@ add up by themselves, in values that no ``state_dict`` has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+#: More than is stored with the values, so that a list is a leaf from its begin on.
+_LEAST_BYTES = 1 << 16
 
 
 def logs_state(trainer: Any, *, is_inside: bool) -> dict[str, Any]:
@@ -67,10 +71,41 @@ def _metrics(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(one) if isinstance(one, list) else one for key, one in values.items()}
+    return {key: _packed(one) if isinstance(one, list) else one for key, one in values.items()}
+
+
+def _packed(values: list[Any]) -> Any:
+    """Returns a list that grows with every batch in one tensor, of a power of two of bytes.
+
+    A leaf more, or one of another shape, costs a save as much as the first one: with this few saves
+    have one. A list with anything else than plain tensors is left as it is.
+    """
+    if not all(type(one) is torch.Tensor and one.layout is torch.strided for one in values):
+        return list(values)
+    flat = [one.detach().contiguous().view(-1).view(torch.uint8) for one in values]
+    size = sum(one.numel() for one in flat)
+    room = max(_LEAST_BYTES, 1 << max(0, size - 1).bit_length())
+    device = flat[0].device if flat else torch.device("cpu")
+    padding = torch.zeros(room - size, dtype=torch.uint8, device=device)
+    return {
+        "of": [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in values],
+        "bytes": torch.cat([*(one.to(device) for one in flat), padding]),
+    }
+
+
+def _unpacked(packed: Mapping[str, Any]) -> list[torch.Tensor]:
+    found, at = [], 0
+    for name, shape in packed["of"]:
+        dtype = getattr(torch, name)
+        stop = at + math.prod(shape) * dtype.itemsize
+        found.append(packed["bytes"][at:stop].clone().view(dtype).view(shape))
+        at = stop
+    return found
 
 
 def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Mapping):
+        return _moved(_unpacked(value), device)
     if isinstance(value, list):
         return [_moved(one, device) for one in value]
     return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -10,11 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from holdfast.errors import UsageError
 from holdfast.integrations.attached import AttachedCheckpointer
 from holdfast.integrations.seam import Adapter, missing
+from holdfast.integrations.torchft_transport import HoldfastTransport, refuse_sharded
 from holdfast.policy.when import Every
 from holdfast.state.rng import Rng
 from holdfast.storage.open import normal_root
@@ -91,6 +95,9 @@ class ManagerCheckpointer(AttachedCheckpointer):
         options: Mapping[str, Any],
     ) -> None:
         self._manager, self._storage = manager, storage
+        if isinstance(manager._checkpoint_transport, HoldfastTransport):
+            modules = (one for one in state.values() if isinstance(one, nn.Module))
+            refuse_sharded(chain.from_iterable(one.parameters() for one in modules))
         parts = {_MANAGER: manager, **state}
         super().__init__(manager, root, _LOOP, {}, parts, {**options, "storage": None})
         self._restore(step)

@@ -213,9 +213,7 @@ class _RestoreAttempt:
                 self._together("read", self._read)
             finally:
                 self._end_copies()
-            self.adopted = self._together(
-                "values set", self._finish, conclude=lambda _: self._adopt(adopt)
-            )
+            self.adopted = self._set_values(adopt)
             on_poison(False)
             self.filling = None  # thousands of objects, which a collection would go through
 
@@ -247,6 +245,24 @@ class _RestoreAttempt:
             candidate.generation,
             self.size_bytes,
             self.rewind,
+        )
+
+    def _set_values(self, adopt: Callable[[Generation], object]) -> bytes:
+        """Set all values: those of some keys again where on any rank their objects changed the
+        tensors they were given. Return the outcome of ``adopt``.
+        """
+
+        def conclude(keys: bytes) -> bytes:
+            return msgpack.encode((keys, b"" if keys else self._adopt(adopt)))
+
+        word = self._together("values set", self._finish, _join_keys, conclude)
+        keys, adopted = msgpack.decode(word, type=tuple[bytes, bytes])
+        if not keys:
+            return adopted
+        return self._together(
+            "values set again",
+            lambda: self._finish_again(msgpack.decode(keys, type=list[str])),
+            conclude=lambda _: self._adopt(adopt),
         )
 
     def _adopt(self, adopt: Callable[[Generation], object]) -> bytes:
@@ -435,14 +451,43 @@ class _RestoreAttempt:
             with suppress(Exception):  # the earlier error is more useful
                 self.filling.copies.end()
 
-    def _finish(self) -> None:
+    def _finish(self) -> bytes:
+        """Set the values on this rank; return the keys whose objects changed what they were
+        given.
+        """
         assert self.filling is not None
         with torch.no_grad():
             self.filling.pad()
+        restoring = self.compared.restoring
         was_saved = self.world.rank < self.saved_world
-        self.rewind = self.compared.restoring.finish(
-            self.world.rank, rank_was_saved=was_saved, items=self.items
+        self.rewind = restoring.finish(self.world.rank, rank_was_saved=was_saved, items=self.items)
+        return msgpack.encode(restoring.changed) if restoring.changed else b""
+
+    def _finish_again(self, keys: Sequence[str]) -> None:
+        self.rewind = self.compared.restoring.finish_again(
+            keys,
+            self.world.rank,
+            rank_was_saved=self.world.rank < self.saved_world,
+            read_again=self._read_again,
         )
+
+    def _read_again(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Fill tensors once more, on this rank alone."""
+        filling = Destinations(tensors, self.world.rank, self.compared.restoring.view)
+        filling.copies.begin()
+        try:
+            borrow = Staging(filling.copies, STAGING_BYTES).borrow
+            read_wants(self.checkpoint, filling.wants, filling.destinations, borrow=borrow)
+            filling.average(self.checkpoint)
+        finally:
+            filling.copies.end()
+        filling.pad()
+
+
+def _join_keys(one: bytes, other: bytes) -> bytes:
+    """Join the keys that two ranks told of."""
+    told = [msgpack.decode(word, type=list[str]) for word in (one, other) if word]
+    return msgpack.encode(sorted(set().union(*told))) if told else b""
 
 
 def _match_word(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from holdfast.events import Warned, emit
 from holdfast.format import values as codec
 from holdfast.state import optimizers
 from holdfast.state.identity import ClaimedMemory, made_anew
+from holdfast.state.lent_tensors import LentTensors, copy_of
 from holdfast.state.mapped.checkpoint_view import CheckpointView
 from holdfast.state.modules import set_extra_state
 from holdfast.state.objects import Objects, State
@@ -169,6 +171,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 register_optimizer_step_pre_hook(_before_step)
 
 
+_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 #: The number of differences that a message shows; the error's fields have all of them.
 _SHOWN = 20
 
@@ -202,6 +205,9 @@ class StateRestore:
         self.keys = frozenset(shared)
         self.encoded = {k: v for k, v in shared.items() if self.objects.has_values(k)}
         self.shared = {k: codec.decode(v, strict=True) for k, v in self.encoded.items()}
+        self.changed: list[str] = []
+        """After ``finish``: the keys whose objects changed the tensors they were given."""
+        self._lent = LentTensors({})
         self._small: dict[str, codec.SmallTensor] = {}
         for value in shared.values():  # one that is wanted may refer to one that is not
             codec.decode(value, tensor=self._note_small)
@@ -318,6 +324,7 @@ class StateRestore:
                 fill_small(self._filled[name], self._small[name])
             self._finish()
             rewind = self._set_generators(rank, rank_was_saved)
+            self.changed = self._lent.changed()
         for key, found in self.objects.lists.items():
             if key in items:  # or it may be missing, and is
                 found[:] = items[key]
@@ -326,31 +333,87 @@ class StateRestore:
             mend(trained[key])
         return rewind
 
+    def finish_again(
+        self,
+        keys: Collection[str],
+        rank: int,
+        *,
+        rank_was_saved: bool,
+        read_again: Callable[[Sequence[tuple[str, torch.Tensor]]], None],
+    ) -> Rewind:
+        """Gives the objects of ``keys`` their values once more, in tensors that are no others.
+
+        On all ranks alike: an object may wait for the other ranks while it takes them.
+        ``read_again`` fills tensors that were filled before. Returns the Rewind in the place of the
+        one before.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            lent = self._lent.of(keys)
+            read_again([one for one in lent.items() if one[0] not in self._small])
+            for name in self._small.keys() & lent.keys():
+                fill_small(lent[name], self._small[name])
+            torch.autograd.graph.increment_version(list(map(local_of, lent.values())))
+            copies = {name: copy_of(tensor) for name, tensor in lent.items()}
+            mine = {key: value for key, value in self.encoded.items() if key in keys}
+            self._give({key: self._decoded(value, copies) for key, value in mine.items()})
+            return self._set_generators(rank, rank_was_saved)
+
     def _finish(self) -> None:
         objects = self.objects
         filled = {key: self._decoded(value) for key, value in self.encoded.items()}
+        given = (key for key in filled if key in objects.modules or key in objects.stateful)
+        self._lent = LentTensors({key: self._lent_for(key) for key in given})
         for key, optimizer in objects.optimizers.items():
             if key in filled:
                 optimizers.load_values(optimizer, objects.parameters(key), filled[key])
-        for key, module in objects.modules.items():
-            with _naming(key):
-                set_extra_state(module, filled.get(key, {}), is_old=key in objects.old)
-        for key, item in objects.stateful.items():
-            if key not in filled:
-                continue  # it was allowed to be missing
-            with _naming(key):
-                item.load_state_dict(filled[key])
+        self._give(filled)
         for key in objects.plain:
             container, name = objects.homes[key]
             if isinstance(container, tuple) or key not in filled:
                 continue  # cannot be replaced in place; its tensors were filled. Or it was missing
             container[name] = filled[key]
 
-    def _decoded(self, value: Any) -> Any:
-        """Decodes a value with the tensors that were filled, and makes its objects."""
-        leaf, small = self._leaf_room, self._small_room
+    def _give(self, filled: Mapping[str, Any]) -> None:
+        """Gives objects and modules their values, by key; one may have been allowed to be
+        missing.
+        """
+        objects = self.objects
+        for key, module in objects.modules.items():
+            if key in filled:
+                with _naming(key):
+                    set_extra_state(module, filled[key], is_old=key in objects.old)
+        for key, item in objects.stateful.items():
+            if key in filled:
+                with _naming(key):
+                    item.load_state_dict(filled[key])
+
+    def _lent_for(self, key: str) -> dict[str, torch.Tensor]:
+        """Returns the filled tensors in the value of ``key`` that were not made for it."""
+        names: list[str] = []
+        codec.decode(
+            self.encoded[key],
+            leaf=lambda leaf: names.append(self._values.name(leaf)),
+            tensor=lambda small: names.append(small.name),
+        )
+        lent = (one for one in names if one in self._filled and not self._values.is_made(one))
+        return {name: self._filled[name] for name in lent}
+
+    def _decoded(self, value: Any, copies: Mapping[str, torch.Tensor] = _NONE) -> Any:
+        """Decodes a value with the tensors that were filled, or with ``copies`` of them, and makes
+        its objects.
+        """
+
+        def leaf_room(leaf: str) -> torch.Tensor | None:
+            name = self._values.name(leaf)
+            return copies.get(name, self._filled.get(name))
+
+        def small_room(small: codec.SmallTensor) -> torch.Tensor:
+            return copies.get(small.name, self._filled[small.name])
+
         try:
-            return codec.decode(value, leaf=leaf, tensor=small, strict=True, makes_objects=True)
+            return codec.decode(
+                value, leaf=leaf_room, tensor=small_room, strict=True, makes_objects=True
+            )
         except UsageError as error:  # which says that nothing was changed
             raise RestoreError(
                 f"{error}. The tensors of the state were filled already: restore again into a "
@@ -374,12 +437,6 @@ class StateRestore:
             set_one()
             setters.append((generator, set_one))
         return Rewind(self.objects, setters, self.shared)
-
-    def _leaf_room(self, leaf: str) -> torch.Tensor | None:
-        return self._filled.get(self._values.name(leaf))
-
-    def _small_room(self, small: codec.SmallTensor) -> torch.Tensor:
-        return self._filled[small.name]
 
 
 def refuse(problems: list[str]) -> None:

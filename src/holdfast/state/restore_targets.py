@@ -140,10 +140,15 @@ class ValueTensors:
         self._objects, self._stored, self._shared = objects, stored, shared
         self._small, self._references = small, references
         self._fresh: dict[str, torch.Tensor] = {}
+        self._made: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         """True if the leaf is one of them."""
         return name in self._fresh
+
+    def is_made(self, name: str) -> bool:
+        """True if the tensor was made for the restore: no object has it."""
+        return name in self._made
 
     def name(self, leaf: str) -> str:
         """Returns the name here of a leaf that a value refers to."""
@@ -176,7 +181,9 @@ class ValueTensors:
             if found is None:
                 raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
             if name not in of_modules and name not in self._fresh:
-                self._fresh[name] = _room_for(found, there)
+                room = self._fresh[name] = _room_for(found, there)
+                if room is not there:
+                    self._made.add(name)
         elif isinstance(saved, StoredObject):
             self._collect(saved.value, _data_of(there, saved.type), of_modules)
         elif isinstance(saved, dict):

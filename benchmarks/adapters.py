@@ -1,0 +1,389 @@
+"""Measures a training step in a framework's loop: by itself, with a Checkpointer, with its adapter.
+
+The three train in turns, in one process: the same model for the same steps, with a snapshot in
+memory after each step but for the first way. What counts is the time from one step's begin to the
+next's, and of that the processor time of the training thread, which depends less on what else the
+machine does; and the ratios of medians. It runs in the environment of the framework, which `make
+integrations` makes: `.venv-integrations/lightning/bin/python -m benchmarks adapters lightning`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kit import machine, markdown, results, series
+from benchmarks.kit.options import Parser
+
+WAYS = ("alone", "checkpointer", "adapter")
+LAYERS, ROWS = 6, 64
+#: Steps of a turn that are not counted: of the first ones tensors and slots are made.
+WARM_UP = 8
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+    "DS_ACCELERATOR": "cpu",
+}
+SECTION = results.Section(
+    "Adapters of frameworks",
+    "`python -m benchmarks adapters FRAMEWORK`: steps of a framework's own loop, in turns alone,\n"
+    "with a Checkpointer put into the loop, and with its adapter; a snapshot each step.",
+)
+
+
+class Turn:
+    """One turn of one way: its root, its steps, and the times at which they begin."""
+
+    def __init__(self, way: str, root: str, width: int, steps: int) -> None:
+        self.way, self.root, self.width, self.steps = way, root, width, steps
+        self.begins: list[tuple[float, float]] = []
+
+    def begin(self) -> None:
+        """Notes the begin of a step."""
+        self.begins.append((time.perf_counter(), time.thread_time()))
+
+    def took(self, clock: int) -> list[float]:
+        """Returns the seconds of the steps that count, by a clock: 0 all, 1 of the processor."""
+        pairs = zip(self.begins[WARM_UP:], self.begins[WARM_UP + 1 :], strict=False)
+        return [after[clock] - before[clock] for before, after in pairs]
+
+    def model(self) -> Any:
+        from torch import nn
+
+        layers = [nn.Linear(self.width, self.width, bias=False) for _ in range(LAYERS)]
+        return nn.Sequential(*layers)
+
+    def optimizer(self, model: Any) -> Any:
+        import torch
+
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def data(self) -> Any:
+        import torch
+
+        return torch.randn(ROWS * (self.steps + 1), self.width)
+
+    def checkpointer(self, state: dict[str, Any], stack: ExitStack) -> Any:
+        """Returns a Checkpointer that was put into the loop; None for the other ways."""
+        import holdfast
+
+        if self.way != "checkpointer":
+            return None
+        found = stack.enter_context(holdfast.Checkpointer(self.root, state, storage=None))
+        found.restore()
+        return found
+
+
+def of_accelerate(turn: Turn, stack: ExitStack) -> None:
+    """A loop of accelerate."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    import holdfast
+    from holdfast.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(
+        plain := turn.model(), turn.optimizer(plain), DataLoader(turn.data(), batch_size=ROWS)
+    )
+    state = {"model": model, "optimizer": optimizer.optimizer, "rng": holdfast.Rng()}
+    ckpt = turn.checkpointer(state, stack)
+    adapter = attach(accelerator, turn.root, storage=None) if turn.way == "adapter" else None
+    for step, batch in enumerate(loader):
+        turn.begin()
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if ckpt is not None:
+            ckpt.step(step)
+        if adapter is not None:
+            adapter.step()
+    if adapter is not None:
+        adapter.close()
+    accelerator.free_memory()
+
+
+def of_lightning(turn: Turn, stack: ExitStack) -> None:
+    """A fit of Lightning."""
+    import lightning
+    from torch.utils.data import DataLoader
+
+    import holdfast
+    from holdfast.integrations.lightning import HoldfastLightningCallback
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = turn.model()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return turn.optimizer(self)
+
+    class Steps(lightning.Callback):  # type: ignore[misc]
+        ckpt: Any = None
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            state = {"model": module, "optimizer": trainer.optimizers[0], "rng": holdfast.Rng()}
+            self.ckpt = turn.checkpointer(state, stack)
+
+        def on_train_batch_start(self, *given: Any) -> None:
+            turn.begin()
+
+        def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+            if self.ckpt is not None:
+                self.ckpt.step(trainer.global_step)
+
+    adapters = [HoldfastLightningCallback(turn.root, storage=None)] if turn.way == "adapter" else []
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Steps(), *adapters],
+    )
+    trainer.fit(Model(), DataLoader(turn.data(), batch_size=ROWS))
+
+
+def of_transformers(turn: Turn, stack: ExitStack) -> None:
+    """The Trainer of transformers."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import holdfast
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = turn.model()
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            return {"loss": (self.net(x) - labels).square().mean()}
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        ckpt: Any = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            held = {"model": given["model"], "optimizer": given["optimizer"].optimizer}
+            self.ckpt = turn.checkpointer(held | {"rng": holdfast.Rng()}, stack)
+
+        def on_step_begin(self, *given: Any, **named: Any) -> None:
+            turn.begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if self.ckpt is not None:
+                self.ckpt.step(state.global_step)
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        data = turn.data()
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> Any:
+            return {"x": self.data[index], "labels": self.data[index]}
+
+    ours = {"holdfast": turn.root, "holdfast_options": {"storage": None}}
+    make: Any = HoldfastTrainer if turn.way == "adapter" else Trainer
+    trainer = make(
+        model=Net(),
+        args=TrainingArguments(
+            output_dir=f"{turn.root}-out",
+            per_device_train_batch_size=ROWS,
+            num_train_epochs=1,
+            save_strategy="no",
+            report_to=[],
+            logging_steps=10**6,
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        train_dataset=Rows(),
+        callbacks=[Steps()],
+        **(ours if turn.way == "adapter" else {}),
+    )
+    trainer.train()
+
+
+def of_deepspeed(turn: Turn, stack: ExitStack) -> None:
+    """An engine of DeepSpeed, ZeRO-0 in FP32: its state is one that a Checkpointer takes too."""
+    import deepspeed
+
+    import holdfast
+    from holdfast.integrations.deepspeed import attach
+
+    model = turn.model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=turn.optimizer(model),
+        config={"train_micro_batch_size_per_gpu": ROWS, "steps_per_print": 10**9},
+    )
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    ckpt = turn.checkpointer({"model": model, "optimizer": inner, "rng": holdfast.Rng()}, stack)
+    adapter = attach(engine, turn.root, storage=None) if turn.way == "adapter" else None
+    for step, batch in enumerate(turn.data().split(ROWS)):
+        turn.begin()
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        if ckpt is not None:
+            ckpt.step(step)
+        if adapter is not None:
+            adapter.step()
+    if adapter is not None:
+        adapter.close()
+
+
+def of_torchft(turn: Turn, stack: ExitStack) -> None:
+    """One replica group of torchft."""
+    import torch.distributed as dist
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+
+    import holdfast
+    from holdfast.integrations.torchft import attach
+
+    server = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
+    stack.callback(server.shutdown)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        replica_id="group",
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=f"http://localhost:{server.address().rpartition(':')[2]}",
+        hostname="localhost",
+    )
+    stack.callback(manager.shutdown, wait=False)
+    net = turn.model()
+    model: Any = DistributedDataParallel(manager, net)
+    inner = turn.optimizer(net)
+    optimizer: Any = Optimizer(manager, inner)
+    state = {"model": net, "optimizer": inner, "rng": holdfast.Rng()}
+    ckpt = turn.checkpointer(state, stack)
+    adapter = attach(manager, state, turn.root, storage=None) if turn.way == "adapter" else None
+    for step, batch in enumerate(turn.data().split(ROWS)):
+        turn.begin()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        if ckpt is not None:
+            ckpt.step(step)
+        if adapter is not None:
+            adapter.step()
+    if adapter is not None:
+        adapter.close()
+
+
+LOOPS: dict[str, Callable[[Turn, ExitStack], None]] = {
+    "accelerate": of_accelerate,
+    "deepspeed": of_deepspeed,
+    "lightning": of_lightning,
+    "torchft": of_torchft,
+    "transformers": of_transformers,
+}
+
+
+def measure(framework: str, width: int, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
+    """Returns the seconds of a step by way, in alternating turns, and the ratios of medians."""
+    import torch
+
+    torch.set_num_threads(1)  # what a step computes is in the training thread's time
+    walls: dict[str, list[float]] = {way: [] for way in WAYS}
+    threads: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn, way in series.alternate(WAYS, rounds + 1):
+        one = Turn(way, str(directory / f"{way}-{turn}"), width, steps + WARM_UP)
+        with machine.alone(), ExitStack() as stack:
+            LOOPS[framework](one, stack)
+        if turn:  # the first round warms up
+            walls[way] += one.took(0)
+            threads[way] += one.took(1)
+    return {
+        "state_bytes": 3 * 4 * LAYERS * width * width,
+        "steps_s": series.summaries(walls),
+        "threads_s": series.summaries(threads),
+        "step": ratios(walls),
+        "thread": ratios(threads),
+    }
+
+
+def ratios(found: dict[str, list[float]]) -> dict[str, float]:
+    """Returns what the adapter costs over the Checkpointer, as a ratio and in seconds of a step,
+    and over the framework alone.
+    """
+    medians = {way: statistics.median(values) for way, values in found.items()}
+    return {
+        "over_checkpointer": medians["adapter"] / medians["checkpointer"],
+        "over_checkpointer_s": medians["adapter"] - medians["checkpointer"],
+        "over_framework": medians["adapter"] / medians["alone"],
+    }
+
+
+def shown(found: dict[str, dict[str, Any]]) -> str:
+    """The table."""
+    head = ["of a step", "", *(f"{way}, ms" for way in WAYS), "to Checkpointer", "to alone"]
+    rows = []
+    for framework, one in sorted(found.items()):
+        for what, of_ways in (("step", "steps_s"), ("thread", "threads_s")):
+            each = [one[of_ways][way] for way in WAYS]
+            in_ms = [{k: way[k] * 1e3 for k in ("median", "min", "max")} for way in each]
+            cost = one[what]
+            over = f"{cost['over_checkpointer']:.3f} ({cost['over_checkpointer_s'] * 1e3:+.2f} ms)"
+            cells = [markdown.spread(way, 1) for way in in_ms]
+            name = "the whole" if what == "step" else "its thread's processor"
+            rows.append([framework, name, *cells, over, f"{cost['over_framework']:.3f}"])
+    size = next(iter(found.values()))["state_bytes"]
+    return f"A state of {size / 1e6:.0f} MB.\n\n{markdown.table(head, rows)}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure one framework, print it, and keep it beside the others."""
+    parser = Parser("adapters", __doc__, quick="a small state and one round, nothing kept")
+    parser.add_argument("framework", choices=sorted(LOOPS))
+    parser.add_rounds(4, "turns of each way")
+    parser.add_argument("--steps", type=int, default=40, help="that count in a turn (40)")
+    parser.add_directory("a directory for the roots")
+    parser.add_document()
+    options = parser.parse(arguments)
+    width, rounds, steps = (64, 1, 5) if options.quick else (768, options.rounds, options.steps)
+    warnings.filterwarnings("ignore")
+    logging.disable()
+    if options.framework == "deepspeed":
+        os.environ |= ALONE
+    with tempfile.TemporaryDirectory(prefix="holdfast-adapters-", dir=options.dir) as directory:
+        found = measure(options.framework, width, steps, rounds, Path(directory))
+    facts = machine.facts(Path(options.dir or tempfile.gettempdir()), ["torch", options.framework])
+    found["framework"] = facts.pop(options.framework, "")
+    print(shown({options.framework: found}))
+    if not options.quick:
+        kept = results.read("adapters", facts).get("frameworks", {})
+        kept[options.framework] = found
+        results.keep(
+            "adapters",
+            facts,
+            {"frameworks": kept},
+            shown(kept),
+            document=options.document,
+            section=SECTION,
+        )
+    return 0

@@ -1,0 +1,46 @@
+"""An object that resets its tensors on a device before it takes the stored ones has the stored
+ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+
+pytestmark = [pytest.mark.gpu, pytest.mark.untimed]
+TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.complex128)
+
+
+class Sums:
+    """Tensors of several types, which are set to zero before they are added to."""
+
+    def __init__(self, begin: int, size: int, device: str) -> None:
+        drawn = torch.arange(begin, begin + size) % 250
+        self.sums = {f"{dtype}": drawn.to(dtype).to(device) for dtype in TYPES}
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.sums)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.calls += 1
+        for name, own in self.sums.items():
+            own.zero_()
+            own.logical_or_(saved[name]) if own.dtype is torch.bool else own.add_(saved[name])
+
+
+@pytest.mark.parametrize("size", [5, 100_000])
+def test_sums_on_a_device_that_are_reset_before_they_are_taken_are_those_that_were_saved(
+    size: int, tmp_path: Path, device: str
+) -> None:
+    holdfast.save(tmp_path, {"sums": Sums(1, size, device)})
+    again, expected = Sums(7, size, device), Sums(1, size, device)
+    holdfast.load(tmp_path, {"sums": again})
+    assert again.calls == 2
+    for name, found in again.sums.items():
+        assert found.device.type == device and torch.equal(found, expected.sums[name]), name

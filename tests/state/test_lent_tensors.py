@@ -1,0 +1,300 @@
+"""Objects that reset their tensors, and then take what they are given, have what was saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import holdfast
+from holdfast.errors import RestoreError
+from holdfast.state.tensors import DTYPE_NAMES
+from support.runs.launch import run_ranks
+
+State = dict[str, Any]
+#: Stored as a value, and as a leaf.
+SIZES = (4, 10_000)
+
+
+def numbers(size: int, begin: float = 1.0) -> torch.Tensor:
+    return torch.arange(begin, begin + size)
+
+
+class Held:
+    """An object that shows its tensor, and takes it by ``take(own, given)``, which returns its own
+    from then on.
+    """
+
+    def __init__(self, tensor: torch.Tensor, take: Callable[..., torch.Tensor]) -> None:
+        self.tensor, self.calls, self._take = tensor, 0, take
+
+    def state_dict(self) -> State:
+        return {"tensor": self.tensor, "count": 3}
+
+    def load_state_dict(self, saved: State) -> None:
+        assert saved["count"] == 3
+        self.calls += 1
+        self.tensor = self._take(self.tensor, saved["tensor"])
+
+
+def copy(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return own.copy_(given)
+
+
+def add_to_zeros(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return own.zero_().add_(given)
+
+
+def clone_after_zeroing(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    own.zero_()
+    return given.clone()
+
+
+def zero_through_data(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    own.data.zero_()
+    return own.add_(given)
+
+
+def zero_by_numpy(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    own.numpy()[:] = 0
+    return own.add_(given)
+
+
+def zero_in_part(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    own[-1] = 0
+    own[-1] += given[-1]
+    return own
+
+
+def make_room_anew(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    size = own.numel()
+    return own.resize_(0).resize_(size).zero_().add_(given)
+
+
+RESETS = (
+    add_to_zeros,
+    clone_after_zeroing,
+    zero_through_data,
+    zero_by_numpy,
+    zero_in_part,
+    make_room_anew,
+)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("take", RESETS)
+def test_an_object_that_resets_its_tensor_before_it_takes_the_stored_one_has_the_stored_one(
+    take: Callable[..., torch.Tensor], size: int, tmp_path: Path
+) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(size), take)})
+    held = Held(numbers(size, 50.0), take)
+    holdfast.load(tmp_path, {"held": held})
+    assert torch.equal(held.tensor, numbers(size))
+    assert held.calls == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_object_that_copies_is_given_its_state_once_and_in_its_own_memory(
+    size: int, tmp_path: Path
+) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(size), copy)})
+    held, given = Held(numbers(size, 50.0), copy), []
+    held._take = lambda own, tensor: given.append(tensor) or own.copy_(tensor)  # type: ignore[func-returns-value]
+    there = held.tensor
+    holdfast.load(tmp_path, {"held": held})
+    assert torch.equal(held.tensor, numbers(size)) and held.tensor is there and held.calls == 1
+    assert given[0].data_ptr() == there.data_ptr()
+
+
+def test_what_an_object_resets_after_it_took_its_state_stays_reset(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(10_000), copy)})
+    held = Held(numbers(10_000), lambda own, given: own.copy_(given).zero_())
+    holdfast.load(tmp_path, {"held": held})
+    assert not held.tensor.any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_objects_that_share_a_tensor_all_have_it(size: int, tmp_path: Path) -> None:
+    """The first resets the tensor, and goes on with another; the second takes the first's."""
+
+    def state(begin: float) -> State:
+        shared = numbers(size, begin)
+        return {"one": Held(shared, clone_after_zeroing), "other": Held(shared, copy)}
+
+    holdfast.save(tmp_path, state(1.0))
+    again = state(50.0)
+    holdfast.load(tmp_path, again)
+    for one in again.values():
+        assert torch.equal(one.tensor, numbers(size))
+
+
+def test_a_tensor_of_a_module_that_another_object_resets_is_as_it_was_saved(
+    tmp_path: Path,
+) -> None:
+    def state(begin: float) -> State:
+        model = nn.Linear(100, 100, bias=False)
+        model.weight.data.copy_(numbers(10_000, begin).view(100, 100))
+        return {"model": model, "held": Held(model.weight.data, add_to_zeros)}
+
+    holdfast.save(tmp_path, state(1.0))
+    again = state(50.0)
+    holdfast.load(tmp_path, again)
+    assert torch.equal(again["model"].weight.view(-1), numbers(10_000))
+    assert again["held"].tensor.data_ptr() == again["model"].weight.data_ptr(), "it is one tensor"
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    drawn = torch.randint(0, high, (size,), generator=generator, dtype=torch.uint8)
+    return drawn.view(dtype).view(shape)
+
+
+def zero_bytes(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    there = raw(own)
+    there.zero_().add_(raw(given))
+    return own
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (70, 200)])
+def test_tensors_of_every_type_that_are_reset_come_back_to_the_bit(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    def state(seed: int) -> State:
+        return {
+            name: Held(random_bytes(dtype, shape, seed + n), zero_bytes)
+            for n, (dtype, name) in enumerate(DTYPE_NAMES.items())
+        }
+
+    saved, again = state(1), state(1000)
+    holdfast.save(tmp_path, saved)
+    holdfast.load(tmp_path, again)
+    for name, one in again.items():
+        assert torch.equal(raw(one.tensor), raw(saved[name].tensor)), name
+        assert one.calls == 2, name
+
+
+def test_views_of_other_strides_or_of_conjugates_are_seen_to_change(tmp_path: Path) -> None:
+    def state(begin: float) -> State:
+        complex_ = torch.complex(numbers(10_000, begin), numbers(10_000, begin))
+        return {
+            "transposed": Held(numbers(10_000, begin).view(100, 100).t(), add_to_zeros),
+            "every second": Held(numbers(20_000, begin)[::2], add_to_zeros),
+            "conjugate": Held(complex_.conj(), add_to_zeros),
+            "wide": Held(complex_.to(torch.complex128), add_to_zeros),
+        }
+
+    saved, again = state(1.0), state(9.0)
+    holdfast.save(tmp_path, saved)
+    holdfast.load(tmp_path, again)
+    for name, one in again.items():
+        assert torch.equal(one.tensor, saved[name].tensor) and one.calls == 2, name
+
+
+class WithExtraState(nn.Module):
+    """A module whose extra state is a tensor that it resets before it takes the stored one."""
+
+    def __init__(self, begin: float) -> None:
+        super().__init__()
+        self.maxima = numbers(10_000, begin)
+
+    def get_extra_state(self) -> State:
+        return {"maxima": self.maxima}
+
+    def set_extra_state(self, saved: State) -> None:
+        self.maxima.zero_().add_(saved["maxima"])
+
+
+def test_extra_state_that_a_module_resets_before_it_takes_it_is_the_stored_one(
+    tmp_path: Path,
+) -> None:
+    holdfast.save(tmp_path, {"model": nn.Sequential(nn.Linear(2, 2), WithExtraState(1.0))})
+    model = nn.Sequential(nn.Linear(2, 2), WithExtraState(50.0))
+    holdfast.load(tmp_path, {"model": model})
+    assert torch.equal(model[1].maxima, numbers(10_000))  # type: ignore[arg-type]
+
+
+def test_generators_are_those_that_were_saved_whatever_an_object_draws_while_it_loads(
+    tmp_path: Path,
+) -> None:
+    def draw_and_add(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        torch.rand(3)
+        return add_to_zeros(own, given)
+
+    holdfast.save(tmp_path, {"held": Held(numbers(10_000), copy), "rng": holdfast.Rng()})
+    expected = torch.rand(3)
+    held = Held(numbers(10_000, 5.0), draw_and_add)
+    restored = holdfast.load(tmp_path, {"held": held, "rng": holdfast.Rng()})
+    assert held.calls == 2 and torch.equal(torch.rand(3), expected)
+    restored.rewind()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_object_that_raises_at_the_second_time_raises_as_at_the_first(tmp_path: Path) -> None:
+    def take(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        if held.calls == 2:
+            raise ValueError("only once")
+        return own.zero_()
+
+    holdfast.save(tmp_path, {"held": Held(numbers(4), copy)})
+    held = Held(numbers(4, 5.0), take)
+    with pytest.raises(RestoreError, match="values set again: ValueError: only once"):
+        holdfast.load(tmp_path, {"held": held})
+
+
+class Together:
+    """An object that waits for the other ranks while it takes its state, which is each rank's own.
+
+    That of the second rank is all zeros, which a reset does not change. They share a tensor in
+    parts, too.
+    """
+
+    def __init__(self, rank: int, begin: float, mesh: Any) -> None:
+        self.own = torch.full((4,), begin * (rank == 0))
+        self.shared: Any = distribute_tensor(numbers(10_001, begin), mesh, [Shard(0)])
+
+    def state_dict(self) -> State:
+        return {"own": self.own, "shared": self.shared}
+
+    def load_state_dict(self, saved: State) -> None:
+        dist.barrier()
+        self.own.zero_().add_(saved["own"])
+        self.shared.zero_().add_(saved["shared"])
+        dist.barrier()
+
+
+def _restore_together(rank: int, world: int, root: str) -> list[float]:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def split(begin: float) -> State:
+        return {"model": nn.Linear(2, 2), "held": Together(rank, begin, mesh)}
+
+    with holdfast.Checkpointer(root, split(7.0)) as ckpt:
+        ckpt.restore()
+        ckpt.save(1, durable=True).wait_durable(60)
+    found = []
+    for step in (None, 1):
+        state = split(9.0)
+        with holdfast.Checkpointer(root, state) as ckpt:
+            assert ckpt.restore(step) is not None
+        held = state["held"]
+        assert torch.equal(held.shared.full_tensor(), numbers(10_001, 7.0))
+        found.append(held.own.unique().item())
+    return found
+
+
+def test_all_ranks_take_their_state_again_where_one_has_to(tmp_path: Path) -> None:
+    assert run_ranks(2, _restore_together, str(tmp_path)) == [[7.0, 7.0], [0.0, 0.0]]
