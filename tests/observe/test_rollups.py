@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import events
+from holdfast.observe import save_records
+from holdfast.observe.clocks import HostClocks
 from holdfast.observe.records import RecordHead
 from holdfast.observe.rollups import NAMED, PhaseRollup
 from holdfast.observe.save_records import SaveRecords
@@ -56,7 +58,10 @@ def test_the_slowest_ranks_are_known_by_name(values: dict[int, float], portions:
     rollup = PhaseRollup()
     for portion in range(portions):
         one = PhaseRollup()
-        one.add({rank: value for rank, value in values.items() if rank % portions == portion})
+        own = {rank: value for rank, value in values.items() if rank % portions == portion}
+        for part in range(2):
+            some = [rank for rank in own if (rank % 3 > 0) == part]
+            one.add(some, [own[rank] for rank in some])
         rollup.merge(one)
     expected = sorted(values.items(), key=lambda each: (-each[1], each[0]))[:NAMED]
     spread = rollup.spread()
@@ -106,18 +111,25 @@ def test_a_save_is_the_same_whether_its_ranks_come_together_or_host_by_host(
     assert folded(by_host).saves() == folded(records).saves()
 
 
-def test_memory_of_a_save_does_not_grow_with_its_ranks() -> None:
+def test_memory_of_a_save_does_not_grow_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_records, "_OPEN_SAVES", 4)
+
     def size_of(ranks: int) -> int:
-        saves = SaveRecords()
+        clocks, head = HostClocks(), RecordHead(time_s=1.0, by_host="a", mono_s=1.0)
+        clocks.take_all([head])
+        saves = SaveRecords(clocks)
         tracemalloc.start()
         for first in range(0, ranks, 8):  # a host's file after the other
-            for step in range(80):
-                for rank in range(first, first + 8):
-                    event = returned(step, rank, 0.01 + (rank * 7919 % 1000) / 1e5)
-                    saves.take(event, RecordHead(time_s=1.0, by_host="a", mono_s=1.0))
+            own = [
+                returned(step, rank, 0.01 + (rank * 7919 % 1000) / 1e5)
+                for step in range(12)
+                for rank in range(first, first + 8)
+            ]
+            saves.take_returned(own, [head] * len(own), 0, [1.0] * len(own))
         found, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert saves.saves()[0].ranks == ranks
         return found
 
-    assert size_of(256) < 1.5 * size_of(64)
+    a_rank_bytes = (size_of(2048) - size_of(1024)) / 1024
+    assert a_rank_bytes < 160, "its newest save, and nothing of each"
