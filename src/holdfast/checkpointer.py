@@ -253,6 +253,7 @@ class Checkpointer:
                 request=request,
                 plan_again=self._offers.plan_again(),
                 adopt=self._tell_parent,
+                clock=self._offers.clock,
             )
         finally:
             self._offers.let_go()

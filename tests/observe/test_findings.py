@@ -108,9 +108,40 @@ def ring(told: Told) -> None:
         told(passed, 212.0, host)
 
 
+def slow_restore(told: Told) -> None:
+    tell_death(told, 1, 205.0, RANKS, "")
+    tell_start(told, 2, 220.0, RANKS, (1, 19))
+    times = {"elapsed_s": 9.0, "verify_s": 0.5}
+    for rank, host in RANKS.items():
+        read_s = 8.0 if rank == 3 else 2.0
+        fields = {"source": "storage", "parent_incarnation": 1, "step": 18, "size_bytes": 10}
+        waits = {"read_s": read_s, "meet_s": 8.5 - read_s}
+        told(of(events.Restored, 2, rank, **fields, **times, **waits), 231.0, host)
+
+
+def failed_source(told: Told) -> None:
+    tell_death(told, 1, 205.0, RANKS, "")
+    tell_start(told, 2, 220.0, RANKS)
+    for rank, host in RANKS.items():
+        fields = {"source": "storage", "parent_incarnation": 1, "step": 18}
+        times = {"elapsed_s": 9.0, "dropped_s": 6.0, "read_s": 2.9}
+        told(of(events.Restored, 2, rank, **fields, **times), 231.0, host)
+
+
 @pytest.mark.parametrize(
     ("rule", "act", "evidence"),
     [
+        (
+            "slow_restore",
+            slow_restore,
+            "the restore of 1-18 took 9.00 s: rank 3 on b was reading for 8.00 s, half of the "
+            "ranks for 2.",
+        ),
+        (
+            "slow_restore",
+            failed_source,
+            "the restore of 1-18 took 9.00 s, 6.00 s of it with sources that failed or did not",
+        ),
         ("stalled", stall, "steps that hung took 140 s in all, 39.7 % of the run"),
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from holdfast.observe.blame import HostPressure, find_slow, pressure_text
 from holdfast.observe.links import slow_links
 from holdfast.observe.report import Report, Save, Start
+from holdfast.observe.restore_view import complaints, hosts_at
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
 
 #: Distances of saves, or medians of a step, after which a thing is missing.
@@ -234,6 +235,12 @@ def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
 def _slow_link(report: Report, _: float | None) -> Iterator[Evidence]:
     for sentence in slow_links(report.links):
         yield Evidence(sentence)
+
+
+def _slow_restore(report: Report, _: float | None) -> Iterator[Evidence]:
+    for restore in report.restores[-NEWEST:]:
+        for sentence in complaints(restore, hosts_at(report, restore)):
+            yield Evidence(sentence, restore.time_s)
 
 
 def _interference(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -517,6 +524,15 @@ RULES = (
         "Look at the network card and switch port of that host (ethtool -S, ip -s link), at what "
         "else sends there, and at the load of its CPU; parity and restores go the same way.",
         _slow_link,
+    ),
+    RunRule(
+        "slow_restore",
+        "warning",
+        "in one of the last five restores all waited for one rank, or went through sources that "
+        "failed, for a second and a quarter of it",
+        "The sentence says where to look first; where a source failed, `holdfast verify --deep` "
+        "finds what is damaged.",
+        _slow_restore,
     ),
     RunRule(
         "storage_slow",

@@ -24,6 +24,7 @@ from holdfast.observe.page_charts import (
     svg,
 )
 from holdfast.observe.report import Report, Save
+from holdfast.observe.restore_view import hosts_at, time_text
 from holdfast.observe.save_view import PHASES, host_by_rank
 from holdfast.observe.spans import RunSpans
 from holdfast.observe.summary import (
@@ -117,6 +118,9 @@ def _body(
         first = one_save.spans[0]
         yield f"<h2>Save {first.incarnation}-{first.step} over time</h2>"
         yield save_timeline(one_save)
+    if report.restores:
+        yield "<h2>Restores</h2>"
+        yield _restores(report)
     saves = report.saves[-MOST_SAVES:]
     if saves:
         yield "<h2>Saves over time</h2>"
@@ -236,6 +240,23 @@ def _interruptions(report: Report) -> str:
     names = ("when", "who", "doing", "steps lost", "back after", "stop", "start", "restore", "redo")
     errors = "".join(f"<p>{escaped(line)}</p>" for line in error_lines(found[-MOST_LINES:]))
     return _table((*names, "from"), rows, texts=3) + errors
+
+
+def _restores(report: Report) -> str:
+    rows = [
+        (
+            moment_text(one.time_s),
+            f"{one.parent_incarnation}-{one.step}",
+            ", ".join(one.sources),
+            time_text(one, hosts_at(report, one)) or "-",
+            seconds_text(one.elapsed_s),
+            size_text(one.size_bytes),
+            f"{one.saved_world} to {one.world}",
+        )
+        for one in report.restores[-MOST_LINES:]
+    ]
+    names = ("when", "generation", "source", "where its time went", "took", "size", "ranks")
+    return _table(names, rows, texts=4)
 
 
 def _chart(saves: Sequence[Save]) -> str:

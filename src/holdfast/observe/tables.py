@@ -14,6 +14,7 @@ from rich.table import Table
 from holdfast.observe.findings import find
 from holdfast.observe.log import lines_of
 from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
+from holdfast.observe.restore_view import restore_lines
 from holdfast.observe.summary import (
     bar_text,
     error_lines,
@@ -114,6 +115,8 @@ def _render_details(report: Report, console: Console, last: int) -> None:
             console.print(f"{hidden} earlier saves are in the sums only")
     if report.restores:
         console.print(_restore_table(report.restores))
+        for line in restore_lines(report, last):
+            console.print(_shortened(line), markup=False)
     for line in _troubles(report):
         console.print(_shortened(on_one_line(line)), style="yellow", markup=False)
 
