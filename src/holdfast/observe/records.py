@@ -125,10 +125,10 @@ class RecordReader:
         decoder = _whole_decoder()
         for block in self._blocks():
             try:
-                found = decoder.decode_lines(block)
+                found: list[Any] | None = decoder.decode_lines(block)
             except _TORN:
-                found = []
-            if len(found) != block.count(b"\n"):
+                found = None
+            if found is None or len(found) != block.count(b"\n"):
                 found = list(self._one_by_one(block))
             self._count_all(found)
             yield found
