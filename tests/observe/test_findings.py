@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from holdfast import events
 from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import RULES, find, to_plain
-from holdfast.observe.report import Report, to_json
+from holdfast.observe.report import KeeperLoss, Report, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.report_page import render_page
+from holdfast.observe.summary import MOST_OF_CAUSE, finding_lines
+from holdfast.observe.tables import render
 from observe.test_interference import run as slowed_run
 from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_sick_run, tell_start
 
@@ -295,3 +300,20 @@ def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> N
     report = read_report(tmp_path)
     assert report.unplaced_hosts == ("b",)
     assert "slow_place" not in causes(report)
+
+
+def test_what_thousands_of_hosts_have_alike_takes_few_lines(tmp_path: Path) -> None:
+    report = read_report(healthy(tmp_path).write())
+    offsets = tuple(ClockOffset(f"h{n}", 9.0, 0.1) for n in range(2000))
+    losses = tuple(KeeperLoss(1, f"h{n}", "killed", 5.0) for n in range(2000))
+    report = dataclasses.replace(report, clocks=offsets, keeper_losses=losses)
+    found = find(report)
+    assert len(found) == 4000 == len(to_plain(found))
+    lines = list(finding_lines(found))
+    assert sum("clock of host" in line for line in lines) == MOST_OF_CAUSE
+    assert sum("and 1995 more like these: --json has all" in line for line in lines) == 2
+    assert len(lines) < 20
+    out = io.StringIO()
+    render(report, Console(file=out, width=200))
+    assert out.getvalue().count("\n") < 150 and "and 1940 more like these" in out.getvalue()
+    assert len(render_page(report, found)) < 300_000

@@ -30,6 +30,7 @@ from holdfast.observe.spans import RunSpans
 from holdfast.observe.summary import (
     PARTS,
     error_lines,
+    findings_by_cause,
     health_text,
     parts_text,
     reliability_lines,
@@ -183,13 +184,16 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) 
 def _findings(findings: Sequence[RunFinding]) -> str:
     if not findings:
         return "<p>Nothing is wrong.</p>"
-    items = (
-        f'<li><span class="{one.severity}">{escaped(one.severity)} {escaped(one.cause)}</span>: '
-        f"{escaped(one.evidence)}"
-        + (f" (since {escaped(moment_text(one.since_s))})" if one.since_s else "")
-        + f'<br><span class="soft">{escaped(one.remedy)}</span></li>'
-        for one in findings[:MOST_LINES]
-    )
+    items = []
+    for some, more in findings_by_cause(findings):
+        items += [
+            f'<li><span class="{one.severity}">{escaped(one.severity)} {escaped(one.cause)}'
+            f"</span>: {escaped(one.evidence)}"
+            + (f" (since {escaped(moment_text(one.since_s))})" if one.since_s else "")
+            + f'<br><span class="soft">{escaped(one.remedy)}</span></li>'
+            for one in some
+        ]
+        items += [f"<li>{escaped(more)}</li>"] if more else []
     return f"<ul>{''.join(items)}</ul>"
 
 

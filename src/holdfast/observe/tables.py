@@ -38,6 +38,8 @@ from holdfast.observe.text import (
 
 #: The most of a line of trouble that is shown; all of it is in ``--json``.
 _LINE_LENGTH = 600
+#: The lines of trouble that are shown: a run of thousands of hosts has as many.
+_MOST_TROUBLES = 60
 #: A save that waits for longer to be written is told of.
 _LONG_QUEUED_S = 60.0
 #: Short messages between keepers that take longer are told of.
@@ -117,7 +119,10 @@ def _render_details(report: Report, console: Console, last: int) -> None:
         console.print(_restore_table(report.restores))
         for line in restore_lines(report, last):
             console.print(_shortened(line), markup=False)
-    for line in _troubles(report):
+    troubles = _troubles(report)
+    more = len(troubles) - _MOST_TROUBLES
+    told = [f"and {more} more like these: --json has all"] if more > 0 else []
+    for line in [*troubles[:_MOST_TROUBLES], *told, *_gaps(report)]:
         console.print(_shortened(on_one_line(line)), style="yellow", markup=False)
 
 
@@ -310,7 +315,12 @@ def _troubles(report: Report) -> list[str]:
         f"refused by the keeper of {at.host} ({at.door}): {counts_text(at.counts)}"
         for at in report.refused
     ]
-    lines += [f"warning: {message}" for message in report.warnings]
+    return lines + [f"warning: {message}" for message in report.warnings]
+
+
+def _gaps(report: Report) -> list[str]:
+    """Returns what was not read of the records."""
+    lines = []
     if report.torn_lines:
         lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")
     if report.lost_records:
