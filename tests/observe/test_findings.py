@@ -57,7 +57,7 @@ def test_what_is_wrong_with_a_sick_run_is_found_worst_first(tmp_path: Path) -> N
         *("source_dropped", "protection_lower", "keeper_lost", "keeper_restarts", "late_host"),
         *("slow_place", "clocks_apart"),
     }
-    assert seen["same_host_dies"] == "2 of 2 interruptions began with a rank on b"
+    assert seen["same_host_dies"] == "2 of 2 interruptions began with a rank on b: 3 steps lost"
     assert seen["slow_place"].startswith("host b, disk: writing an image takes 2.20 s where others")
     assert seen["clocks_apart"] == "clock of host b is 1 h 00 min ahead"
     assert seen["saves_missed"] == "4 saves in a row gave nothing, the last: late"
@@ -152,7 +152,11 @@ def failed_source(told: Told) -> None:
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),
         ("slow_link", slow_link, "link of host b: messages to a take 200 ms there and back, where"),
-        ("throughput_down", slower_storage, "go to storage at 2.00 MB/s, where they went at 8.00"),
+        (
+            "throughput_down",
+            slower_storage,
+            "where they went at 8.00 MB/s: each takes 1.50 s longer",
+        ),
         ("restart_loop", loop, "4 starts in a row came no further than step 19"),
         ("no_room", ring, "shared memory had no room for whole images"),
     ],

@@ -164,7 +164,7 @@ def _ledger_table(ledger: Ledger) -> str:
         for name, (label, sign) in PARTS.items()
         if ledger.seconds[name] or ledger.rank_seconds[name]
     ]
-    return _table(("part", "on the wall", "", "over ranks", ""), rows)
+    return _table(("part", "on the wall", "of it", "over ranks", "of it"), rows)
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
@@ -323,7 +323,7 @@ def _save_table(report: Report, saves: Sequence[Save]) -> str:
             slowest(save, "copy_s"),
             slowest(save, "write_s"),
             *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
-            size_text(save.size_bytes),
+            size_text(save.size_bytes or None),
             rate_text(save.throughput_bytes_per_s),
         )
         for save in reversed(saves)

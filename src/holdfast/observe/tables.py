@@ -25,6 +25,7 @@ from holdfast.observe.summary import (
     reliability_lines,
 )
 from holdfast.observe.text import (
+    NOTHING,
     count_text,
     counts_text,
     moment_text,
@@ -194,7 +195,7 @@ def _save_table(saves: Iterable[Save]) -> Table:
             _of_rank(save, "fence_s"),
             seconds_text(save.captured_s),
             seconds_text(save.durable_s),
-            shared_text(save.size_bytes, save.reused_bytes or 0),
+            shared_text(save.size_bytes, save.reused_bytes or 0) if save.size_bytes else NOTHING,
             rate_text(save.throughput_bytes_per_s),
         )
     return table
