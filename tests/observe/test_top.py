@@ -280,6 +280,7 @@ def test_on_a_terminal_it_follows_the_run_until_a_key(tmp_path: Path, end: str) 
 # ── figures that would mislead ───────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("behind_s", [0.0, 3600.0])
 def test_rates_and_ages_are_by_one_clock_for_all_hosts(behind_s: float) -> None:
     """The coordinator's host is an hour behind: its saves are as new as they are."""

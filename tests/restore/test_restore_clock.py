@@ -103,6 +103,7 @@ def walk(clock: RestoreClock, now: Now, tree: _Tree) -> None:
                 walk(clock, now, inner)
 
 
+@pytest.mark.promise
 @given(TREES)
 def test_phases_never_add_up_to_more_than_the_restore(tree: _Tree) -> None:
     now = Now()
@@ -140,6 +141,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, seconds: floa
     monkeypatch.setattr(where, name, slow)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("where", "name", "phase"),
     [

@@ -188,7 +188,8 @@ def _findings(findings: Sequence[RunFinding]) -> str:
     for some, more in findings_by_cause(findings):
         items += [
             f'<li><span class="{one.severity}">{escaped(one.severity)} {escaped(one.cause)}'
-            f"</span>: {escaped(one.evidence)}"
+            "</span>: "
+            f"{escaped(one.evidence)}"
             + (f" (since {escaped(moment_text(one.since_s))})" if one.since_s else "")
             + f'<br><span class="soft">{escaped(one.remedy)}</span></li>'
             for one in some
