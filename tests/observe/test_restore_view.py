@@ -12,6 +12,7 @@ from rich.console import Console
 from holdfast import events
 from holdfast.observe.findings import find
 from holdfast.observe.live_run import FileTails, LiveRun
+from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import PHASES
 from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
@@ -114,6 +115,12 @@ def test_a_host_is_named_in_its_own_start_only(tmp_path: Path) -> None:
     assert [one.incarnation for one in report.starts] == [1, 2, 3] and root == tmp_path
     (line,) = restore_lines(report)
     assert "reading 7.00 s (rank 2, median" in line
+
+
+def test_the_line_of_the_log_says_what_took_longest() -> None:
+    event = of(events.Restored, 2, step=9, source="storage", elapsed_s=10.0, read_s=7.0,
+               verify_s=2.0, plan_s=0.5, set_s=0.4)  # fmt: skip
+    assert phrase_of(event).endswith("ranks: read 7.00 s, verify 2.00 s, plan 500 ms")
 
 
 def test_older_records_say_nothing_of_phases(tmp_path: Path) -> None:

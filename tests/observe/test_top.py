@@ -319,3 +319,16 @@ def test_the_part_that_saves_hold_does_not_depend_on_the_number_of_ranks(world: 
             held = events.FenceWaited(incarnation=1, step=step, rank=rank, held_s=0.2)
             run.take(held, RecordHead(WALL_S + 10 * step + rank / 1e5, by_host="a"))
     assert run.held_part() == pytest.approx(0.02, rel=0.02)
+
+
+def test_troubles_are_told_in_words() -> None:
+    run = state_of(
+        events.LoopHeld(host="a", times=2, longest_s=0.25),
+        events.KeeperLost(incarnation=1, reason="killed"),
+        events.SourceDropped(source="storage 1-3", reason="checksum"),
+    )
+    assert [text for _, text in run.troubles] == [
+        "keeper of a answered nobody for up to 0.25 s, 2 times",
+        "keeper lost: killed",
+        "source storage 1-3 dropped: checksum",
+    ]

@@ -22,7 +22,7 @@ from holdfast.events import AnyEvent, HostSampled
 from holdfast.observe.clocks import OF_CLOCKS, HostClocks
 from holdfast.observe.event_files import UNREADABLE
 from holdfast.observe.event_place import event_place
-from holdfast.observe.log import facts_text
+from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.records import RecordHead
 from holdfast.observe.text import printable
@@ -245,7 +245,7 @@ class LiveRun:
                 | events.SinkFailed()
                 | events.LoopHeld()
             ):
-                self._trouble(event, head, facts_text(event))
+                self._trouble(event, head, phrase_of(event))
             case events.Warned():
                 self._trouble(event, head, event.message)
             case _:
