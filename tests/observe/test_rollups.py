@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,11 @@ from holdfast import events
 from holdfast.observe import save_records
 from holdfast.observe.clocks import HostClocks
 from holdfast.observe.records import RecordHead
+from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollups import NAMED, PhaseRollup
 from holdfast.observe.save_records import SaveRecords
 from holdfast.observe.sketch import LEAST, RELATIVE_ERROR, Sketch
+from support.runs.told import Told, of, tell_start
 
 durations = st.one_of(st.just(0.0), st.floats(1e-9, 1e11))
 by_rank = st.dictionaries(st.integers(0, 20_000), durations, min_size=1, max_size=300)
@@ -133,3 +136,23 @@ def test_memory_of_a_save_does_not_grow_with_its_ranks(monkeypatch: pytest.Monke
 
     a_rank_bytes = (size_of(2048) - size_of(1024)) / 1024
     assert a_rank_bytes < 160, "its newest save, and nothing of each"
+
+
+@pytest.mark.promise
+def test_what_a_rank_has_not_done_is_known_however_many_saves_are_read_at_once(
+    tmp_path: Path,
+) -> None:
+    """One rank on a host: hundreds of saves lie in what is read of a file at once."""
+    told = Told(tmp_path)
+    tell_start(told, 1, 1.0, {0: "a"})
+    for step in range(300):
+        image = {"step": step, "size_bytes": 5}
+        told(of(events.SaveReturned, 1, durable=True, held_s=0.1, **image), 10.0 + step)
+        if step % 3:
+            told(of(events.ImageCaptured, 1, copy_s=0.1, **image), 10.5 + step)
+        if step % 3 == 2:
+            told(of(events.ImageDurable, 1, **image), 10.8 + step)
+    saves = read_report(told.write()).saves
+    assert len(saves) == 300
+    missing = [(save.uncopied, save.unwritten) for save in saves]
+    assert missing == [((0,), ()), ((), (0,)), ((), ())] * 100

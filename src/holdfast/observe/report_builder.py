@@ -39,7 +39,7 @@ from holdfast.observe.report import (
     Report,
 )
 from holdfast.observe.restore_records import RestoreRecords
-from holdfast.observe.save_records import SaveEvent, SaveRecords
+from holdfast.observe.save_records import TOGETHER, SaveEvent, SaveRecords
 
 _KeeperEvent = (
     events.KeeperStarted
@@ -148,17 +148,27 @@ class _Fold:
         self._damages: list[tuple[events.DamageFound, HostMoment]] = []
 
     def take_all(self, records: Iterable[tuple[AnyEvent, RecordHead]]) -> None:
-        """Takes records. Nearly all are of ``save``: those of a host are taken together."""
-        returned = defaultdict[tuple[Any, ...], list[Any]](list)
+        """Takes records. Nearly all are of ``save``: those of a host are taken together, of so few
+        saves that the other records of these lie near them as before.
+        """
+        returned, saves = defaultdict[tuple[Any, ...], list[Any]](list), set[tuple[int, int]]()
         for record in records:
             event, head = record
+            saves.add((event.incarnation, event.step))
+            if len(saves) > TOGETHER:
+                self._take_groups(returned)
+                saves.clear()
             if type(event).__name__ == "SaveReturned":
                 of = event.incarnation, head.by_host, head.boot, head.mono_s is None
                 returned[of].append(record)
             else:
                 self._take(event, head)
+        self._take_groups(returned)
+
+    def _take_groups(self, returned: dict[tuple[Any, ...], list[Any]]) -> None:
         for some in returned.values():
             self._take_returned(*zip(*some, strict=True))
+        returned.clear()
 
     def _take_returned(
         self, some: Sequence[events.SaveReturned], heads: Sequence[RecordHead]

@@ -53,6 +53,8 @@ _NONE = 0, -1
 #: Saves of which the values of ranks are kept apart: the records of a host's ranks of one save lie
 #: together, with few other saves between them.
 _OPEN_SAVES = 64
+#: Saves whose records may be taken in any order: far fewer.
+TOGETHER = 16
 
 
 class _OpenRanks:
