@@ -21,6 +21,8 @@ WALKS ?= 1000000
 # A server of Azure Blob Storage, which roots az:// are tested on; without it these tests are skipped.
 AZURITE := .azurite
 GATEWAYS := .gateways
+# Playwright and axe, by which the page of a report is worked in a browser; Chromium is the system's.
+BROWSER := .browser
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -167,6 +169,10 @@ integrations-sample: $(READY) ## the adapters of three libraries, chosen by a se
 integrations-optimizers: $(INTEGRATIONS)/optimizers/.ready ## every optimizer of torch and three libraries, killed and made anew (downloads 300 MB)
 	$(INTEGRATIONS)/optimizers/bin/python -m pytest tests/integrations/test_optimizers.py $(PYTEST_ARGS)
 
+.PHONY: browser
+browser: $(BROWSER)/.ready ## the page of a report in Chromium: no request, by keyboard, for all to read (downloads 50 MB)
+	PYTHONPATH=$(CURDIR)/$(BROWSER) $(PYTEST) tests/observe/test_page_in_browser.py
+
 .PHONY: foreign
 foreign: $(FOREIGN_LISTS:tests/golden/foreign/%.txt=$(FOREIGN)/%/.written) ## other writers, each in an environment of its own, write their golden checkpoints (downloads 200 MB each)
 
@@ -231,6 +237,11 @@ $(TRITON)/.ready: | $(READY)
 
 $(ATHERIS)/.ready: | $(READY)
 	$(PIP) install --quiet --no-deps --target $(ATHERIS) atheris==3.0.0
+	@touch $@
+
+$(BROWSER)/.ready: | $(READY)
+	$(PIP) install --quiet --no-deps --target $(BROWSER) \
+		playwright==1.65.2 axe-playwright-python==0.1.8 greenlet==3.5.6
 	@touch $@
 
 # Debian's python3 makes no pip of its own without the package python3-venv; the pip outside can.

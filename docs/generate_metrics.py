@@ -284,6 +284,9 @@ PANELS = (
     Panel("Restores", "none", (
         ("sum by (source) (holdfast_restores_total)", "{{source}}"),
     )),
+    Panel("Restores, time of ranks", "s", (
+        ("sum by (phase) (increase(holdfast_restore_seconds_total[$__range]))", "{{phase}}"),
+    )),
     Panel(
         "Resident memory",
         "bytes",
@@ -399,7 +402,8 @@ def page() -> str:
         "",
         "## Phases",
         "",
-        f"`holdfast_phase_seconds` has a histogram for each, with bounds at {bounds} seconds."
+        f"`holdfast_phase_seconds` has a histogram for each, with bounds at {bounds} seconds, but",
+        "those of a restore are sums in `holdfast_restore_seconds_total`: it is rare."
         " [Traces](command-line.md#holdfast-trace)",
         "have the same phases by the same names.",
         "",

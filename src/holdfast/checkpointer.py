@@ -241,11 +241,10 @@ class Checkpointer:
             )
         self._training.enter(RESTORING)
         try:
-            candidates = self._offers.first(self.world, step, timeout_s=self.timeout_s)
             restored = restore_first(
                 self.world,
                 self.state,
-                candidates,
+                self._offers.first(self.world, step, timeout_s=self.timeout_s),
                 self._offers.open,
                 incarnation=self.incarnation,
                 timeout_s=self.timeout_s * _READ_PATIENCE,
@@ -253,6 +252,7 @@ class Checkpointer:
                 request=request,
                 plan_again=self._offers.plan_again(),
                 adopt=self._tell_parent,
+                clock=self._offers.clock,
             )
         finally:
             self._offers.let_go()

@@ -25,6 +25,7 @@ from holdfast.restore.exchange.block_exchange import BlockExchange
 from holdfast.restore.planning.block_rounds import BlockRange
 from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import Array
+from holdfast.restore.restore_clock import RestoreClock
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 from support.models.models import differences
@@ -122,11 +123,11 @@ def _noting_reads(reads: list[tuple[str, int, int]]) -> Iterator[None]:
             reads.append((path, offset_bytes, len(buffer)))
         real_read(store, path, offset_bytes, buffer, **how)
 
-    def step(exchange: BlockExchange) -> None:
+    def step(exchange: BlockExchange, clock: RestoreClock) -> None:
         nonlocal is_on
         is_on = True
         try:
-            real_step(exchange)
+            real_step(exchange, clock)
         finally:
             is_on = False
 

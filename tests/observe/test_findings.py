@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from holdfast import events
 from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import RULES, find, to_plain
-from holdfast.observe.report import Report, to_json
+from holdfast.observe.report import KeeperLoss, Report, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.report_page import render_page
+from holdfast.observe.summary import MOST_OF_CAUSE, finding_lines
+from holdfast.observe.tables import render
 from observe.test_interference import run as slowed_run
 from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_sick_run, tell_start
 
@@ -52,7 +57,7 @@ def test_what_is_wrong_with_a_sick_run_is_found_worst_first(tmp_path: Path) -> N
         *("source_dropped", "protection_lower", "keeper_lost", "keeper_restarts", "late_host"),
         *("slow_place", "clocks_apart"),
     }
-    assert seen["same_host_dies"] == "2 of 2 interruptions began with a rank on b"
+    assert seen["same_host_dies"] == "2 of 2 interruptions began with a rank on b: 3 steps lost"
     assert seen["slow_place"].startswith("host b, disk: writing an image takes 2.20 s where others")
     assert seen["clocks_apart"] == "clock of host b is 1 h 00 min ahead"
     assert seen["saves_missed"] == "4 saves in a row gave nothing, the last: late"
@@ -108,15 +113,50 @@ def ring(told: Told) -> None:
         told(passed, 212.0, host)
 
 
+def slow_restore(told: Told) -> None:
+    tell_death(told, 1, 205.0, RANKS, "")
+    tell_start(told, 2, 220.0, RANKS, (1, 19))
+    times = {"elapsed_s": 9.0, "verify_s": 0.5}
+    for rank, host in RANKS.items():
+        read_s = 8.0 if rank == 3 else 2.0
+        fields = {"source": "storage", "parent_incarnation": 1, "step": 18, "size_bytes": 10}
+        waits = {"read_s": read_s, "meet_s": 8.5 - read_s}
+        told(of(events.Restored, 2, rank, **fields, **times, **waits), 231.0, host)
+
+
+def failed_source(told: Told) -> None:
+    tell_death(told, 1, 205.0, RANKS, "")
+    tell_start(told, 2, 220.0, RANKS)
+    for rank, host in RANKS.items():
+        fields = {"source": "storage", "parent_incarnation": 1, "step": 18}
+        times = {"elapsed_s": 9.0, "dropped_s": 6.0, "read_s": 2.9}
+        told(of(events.Restored, 2, rank, **fields, **times), 231.0, host)
+
+
 @pytest.mark.parametrize(
     ("rule", "act", "evidence"),
     [
+        (
+            "slow_restore",
+            slow_restore,
+            "the restore of 1-18 took 9.00 s: rank 3 on b was reading for 8.00 s, half of the "
+            "ranks for 2.",
+        ),
+        (
+            "slow_restore",
+            failed_source,
+            "the restore of 1-18 took 9.00 s, 6.00 s of it with sources that failed or did not",
+        ),
         ("stalled", stall, "steps that hung took 140 s in all, 39.7 % of the run"),
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),
         ("slow_link", slow_link, "link of host b: messages to a take 200 ms there and back, where"),
-        ("throughput_down", slower_storage, "go to storage at 2.00 MB/s, where they went at 8.00"),
+        (
+            "throughput_down",
+            slower_storage,
+            "where they went at 8.00 MB/s: each takes 1.50 s longer",
+        ),
         ("restart_loop", loop, "4 starts in a row came no further than step 19"),
         ("no_room", ring, "shared memory had no room for whole images"),
     ],
@@ -264,3 +304,20 @@ def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> N
     report = read_report(tmp_path)
     assert report.unplaced_hosts == ("b",)
     assert "slow_place" not in causes(report)
+
+
+def test_what_thousands_of_hosts_have_alike_takes_few_lines(tmp_path: Path) -> None:
+    report = read_report(healthy(tmp_path).write())
+    offsets = tuple(ClockOffset(f"h{n}", 9.0, 0.1) for n in range(2000))
+    losses = tuple(KeeperLoss(1, f"h{n}", "killed", 5.0) for n in range(2000))
+    report = dataclasses.replace(report, clocks=offsets, keeper_losses=losses)
+    found = find(report)
+    assert len(found) == 4000 == len(to_plain(found))
+    lines = list(finding_lines(found))
+    assert sum("clock of host" in line for line in lines) == MOST_OF_CAUSE
+    assert sum("and 1995 more like these: --json has all" in line for line in lines) == 2
+    assert len(lines) < 20
+    out = io.StringIO()
+    render(report, Console(file=out, width=200))
+    assert out.getvalue().count("\n") < 150 and "and 1940 more like these" in out.getvalue()
+    assert len(render_page(report, found)) < 300_000

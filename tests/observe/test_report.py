@@ -684,6 +684,7 @@ def test_what_is_no_file_is_named_and_the_rest_is_told(kind: str, run: Path) -> 
     assert why in rendered(report)
 
 
+@pytest.mark.promise
 def test_lines_too_long_or_too_deep_cost_themselves_alone(run: Path) -> None:
     before = read_report(run)
     long = b'{"event":"Warned","message":"' + b"x" * (5 << 20) + b'"}\n'

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import events
+from holdfast.observe import save_records
+from holdfast.observe.clocks import HostClocks
 from holdfast.observe.records import RecordHead
+from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollups import NAMED, PhaseRollup
 from holdfast.observe.save_records import SaveRecords
 from holdfast.observe.sketch import LEAST, RELATIVE_ERROR, Sketch
+from support.runs.told import Told, of, tell_start
 
 durations = st.one_of(st.just(0.0), st.floats(1e-9, 1e11))
 by_rank = st.dictionaries(st.integers(0, 20_000), durations, min_size=1, max_size=300)
@@ -56,7 +61,10 @@ def test_the_slowest_ranks_are_known_by_name(values: dict[int, float], portions:
     rollup = PhaseRollup()
     for portion in range(portions):
         one = PhaseRollup()
-        one.add({rank: value for rank, value in values.items() if rank % portions == portion})
+        own = {rank: value for rank, value in values.items() if rank % portions == portion}
+        for part in range(2):
+            some = [rank for rank in own if (rank % 3 > 0) == part]
+            one.add(some, [own[rank] for rank in some])
         rollup.merge(one)
     expected = sorted(values.items(), key=lambda each: (-each[1], each[0]))[:NAMED]
     spread = rollup.spread()
@@ -106,18 +114,45 @@ def test_a_save_is_the_same_whether_its_ranks_come_together_or_host_by_host(
     assert folded(by_host).saves() == folded(records).saves()
 
 
-def test_memory_of_a_save_does_not_grow_with_its_ranks() -> None:
+def test_memory_of_a_save_does_not_grow_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_records, "_OPEN_SAVES", 4)
+
     def size_of(ranks: int) -> int:
-        saves = SaveRecords()
+        clocks, head = HostClocks(), RecordHead(time_s=1.0, by_host="a", mono_s=1.0)
+        clocks.take_all([head])
+        saves = SaveRecords(clocks)
         tracemalloc.start()
         for first in range(0, ranks, 8):  # a host's file after the other
-            for step in range(80):
-                for rank in range(first, first + 8):
-                    event = returned(step, rank, 0.01 + (rank * 7919 % 1000) / 1e5)
-                    saves.take(event, RecordHead(time_s=1.0, by_host="a", mono_s=1.0))
+            own = [
+                returned(step, rank, 0.01 + (rank * 7919 % 1000) / 1e5)
+                for step in range(12)
+                for rank in range(first, first + 8)
+            ]
+            saves.take_returned(own, [head] * len(own), 0, [1.0] * len(own))
         found, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert saves.saves()[0].ranks == ranks
         return found
 
-    assert size_of(256) < 1.5 * size_of(64)
+    a_rank_bytes = (size_of(2048) - size_of(1024)) / 1024
+    assert a_rank_bytes < 160, "its newest save, and nothing of each"
+
+
+@pytest.mark.promise
+def test_what_a_rank_has_not_done_is_known_however_many_saves_are_read_at_once(
+    tmp_path: Path,
+) -> None:
+    """One rank on a host: hundreds of saves lie in what is read of a file at once."""
+    told = Told(tmp_path)
+    tell_start(told, 1, 1.0, {0: "a"})
+    for step in range(300):
+        image = {"step": step, "size_bytes": 5}
+        told(of(events.SaveReturned, 1, durable=True, held_s=0.1, **image), 10.0 + step)
+        if step % 3:
+            told(of(events.ImageCaptured, 1, copy_s=0.1, **image), 10.5 + step)
+        if step % 3 == 2:
+            told(of(events.ImageDurable, 1, **image), 10.8 + step)
+    saves = read_report(told.write()).saves
+    assert len(saves) == 300
+    missing = [(save.uncopied, save.unwritten) for save in saves]
+    assert missing == [((0,), ()), ((), (0,)), ((), ())] * 100

@@ -275,3 +275,60 @@ def test_on_a_terminal_it_follows_the_run_until_a_key(tmp_path: Path, end: str) 
         process.kill()
         process.wait()
         os.close(terminal)
+
+
+# ── figures that would mislead ───────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("behind_s", [0.0, 3600.0])
+def test_rates_and_ages_are_by_one_clock_for_all_hosts(behind_s: float) -> None:
+    """The coordinator's host is an hour behind: its saves are as new as they are."""
+    run = LiveRun()
+    for at_s in range(100):
+        for host, late_s in (("a", behind_s), ("b", 0.0)):
+            head = RecordHead(WALL_S + at_s - late_s, 5000.0 + at_s - late_s, host, f"boot-{host}")
+            if at_s == 0:
+                started = events.RunStarted(
+                    incarnation=1, rank=host == "b", run_id="r", world=2, host=host, pid=1
+                )
+                run.take(started, head)
+            elif host == "b":
+                done = events.StepsDone(step=at_s, steps=1, rank=1, elapsed_s=1, longest_s=1)
+                run.take(done, head)
+            elif at_s % 10 == 9:
+                of = {"incarnation": 1, "step": at_s}
+                run.take(events.SnapshotCaptured(**of, elapsed_s=0, world=2), head)
+                published = events.CheckpointPublished(**of, elapsed_s=1, size_bytes=60, images=2)
+                run.take(published, head)
+                run.take(published, head)  # by a keeper that took over
+    assert run.captures_per_minute() == 6
+    assert run.stored_bytes_per_s() == 6
+    now_s = run.last_s + 1
+    shown = screen_lines("r", run, now_s)
+    assert any(line.startswith("durable   1-99         1.00 s ago") for line in shown), shown
+    assert "6 snapshots a minute, 6 B/s to storage" in "\n".join(shown)
+
+
+@pytest.mark.parametrize("world", [2, 8, 1000])
+def test_the_part_that_saves_hold_does_not_depend_on_the_number_of_ranks(world: int) -> None:
+    run = LiveRun()
+    run.take(events.RunStarted(run_id="r", world=world, host="a", pid=1), RecordHead(WALL_S))
+    for step in range(1, 13):
+        for rank in range(world):
+            held = events.FenceWaited(incarnation=1, step=step, rank=rank, held_s=0.2)
+            run.take(held, RecordHead(WALL_S + 10 * step + rank / 1e5, by_host="a"))
+    assert run.held_part() == pytest.approx(0.02, rel=0.02)
+
+
+def test_troubles_are_told_in_words() -> None:
+    run = state_of(
+        events.LoopHeld(host="a", times=2, longest_s=0.25),
+        events.KeeperLost(incarnation=1, reason="killed"),
+        events.SourceDropped(source="storage 1-3", reason="checksum"),
+    )
+    assert [text for _, text in run.troubles] == [
+        "keeper of a answered nobody for up to 0.25 s, 2 times",
+        "keeper lost: killed",
+        "source storage 1-3 dropped: checksum",
+    ]

@@ -65,6 +65,7 @@ from holdfast.restore.planning.plan import Fetch, Want
 from holdfast.restore.reading import read
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import CARRIERS, Destination
+from holdfast.restore.restore_clock import RestoreClock
 from holdfast.storage.memory import MemoryStore
 from holdfast.transport.server import ThreadSafeServer
 from holdfast.world import reduce_or_raise
@@ -178,7 +179,8 @@ def take_turns(
             setup.divided = msgpack.decode(said, type=together._DividedReads)
             checkpoint = checkpoints[reader.rank]
             try:
-                return together._run(world, "exchanged", setup, checkpoint, scatter, WAIT_S)
+                clock = RestoreClock()
+                return together._run(world, "exchanged", setup, checkpoint, scatter, WAIT_S, clock)
             except Exception as error:
                 return error
 

@@ -130,6 +130,10 @@ def test_an_image_that_was_changed_is_decoded_instead(run: Run) -> None:
     run.check(state)
     (event,) = (one for one in dropped if isinstance(one, events.SourceDropped))
     assert "h0/images/" in event.reason
+    (restored_event,) = (one for one in dropped if isinstance(one, events.Restored))
+    assert restored_event.dropped_s > 0, "what the changed image took is told apart"
+    assert restored_event.decode_s > 0
+    assert restored_event.dropped_s + restored_event.decode_s < restored_event.elapsed_s
 
 
 def test_when_every_host_is_lost_storage_is_what_is_left(run: Run) -> None:

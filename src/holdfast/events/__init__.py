@@ -334,6 +334,17 @@ class Restored(Event, frozen=True, kw_only=True):
     saved it. ``world``: the number of ranks now. ``parent_incarnation``: the start of the run that
     saved it. ``origin``: where in memory that was for this rank: "memory" of its own host, "peers"
     where that had none of it, "decoded" where images of lost hosts were; else "".
+
+    What the thread that restores spent, in seconds; each moment counts for one of them, and what is
+    left of ``elapsed_s`` for none. ``inventory_s``: rank 0 asked what hosts and storage hold.
+    ``choose_s``: rank 0 chose from it, and took a lease. ``plan_s``: images were opened, and the
+    state was compared with what they hold. ``allocate_s``: room was made in the state. ``read_s``:
+    bytes were read. ``decode_s``: they were decoded from what is left of the group of a lost host.
+    ``verify_s``: they were compared with their checksums; what lies in memory is read by that.
+    ``copy_s``: they were copied into the state. ``exchange_s``: they were passed on between ranks.
+    ``device_s``: copies to devices were awaited. ``set_s``: what is no tensor was set, and the
+    keeper was told. ``dropped_s``: all that was done with sources that failed or did not verify.
+    ``meet_s``: other ranks were waited for.
     """
 
     source: str
@@ -345,6 +356,19 @@ class Restored(Event, frozen=True, kw_only=True):
     read_bytes: Bytes = 0
     received_bytes: Bytes = 0
     origin: str = ""
+    inventory_s: Seconds = 0.0
+    choose_s: Seconds = 0.0
+    plan_s: Seconds = 0.0
+    allocate_s: Seconds = 0.0
+    read_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+    verify_s: Seconds = 0.0
+    copy_s: Seconds = 0.0
+    exchange_s: Seconds = 0.0
+    device_s: Seconds = 0.0
+    set_s: Seconds = 0.0
+    dropped_s: Seconds = 0.0
+    meet_s: Seconds = 0.0
 
 
 class SourceDropped(Event, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from holdfast import events
 from holdfast.events import Event
@@ -32,6 +32,19 @@ _TIMES_WORSE = 4.0
 DRIFT, UNEVEN = 1e-4, 1e-5
 #: Comparisons that lie nearer to each other in time are one: the better of them.
 _APART_S = 5.0
+
+
+#: The records that say something of clocks.
+OF_CLOCKS = frozenset({"RunStarted", "Restored", "ClocksCompared"})
+
+
+class RecordMoment(Protocol):
+    """What a record says of its moment: ``holdfast.observe.records.RecordHead``."""
+
+    time_s: float
+    mono_s: float | None
+    by_host: str
+    boot: str
 
 
 class HostMoment(NamedTuple):
@@ -80,15 +93,22 @@ class HostClocks:
         self._origins: list[tuple[float, float]] = []
         """Of each clock the earliest moment, and what is to be added for the wall clock."""
         self._latest_s: list[float] = []
+        self._last = "", "", -1
+        """The host, boot and clock of the record before: mostly the same again."""
         self._meetings: dict[Hashable, dict[int, float]] = defaultdict(dict)
         self._compared: dict[tuple[int, tuple[str, str]], list[ClockComparison]]
         self._compared = defaultdict(list)
 
     def take(self, host: str, boot: str, time_s: float, mono_s: float | None) -> HostMoment:
         """Returns the moment of a record."""
-        key = host, boot if mono_s is not None else "wall"
-        clock = self._indices.setdefault(key, len(self._hosts))
-        at_s = time_s if mono_s is None else mono_s
+        if mono_s is None:
+            boot, at_s = "wall", time_s
+        else:
+            at_s = mono_s
+        last_host, last_boot, clock = self._last
+        if clock < 0 or boot != last_boot or host != last_host:
+            clock = self._indices.setdefault((host, boot), len(self._hosts))
+            self._last = host, boot, clock
         if clock == len(self._hosts):
             self._hosts.append(host)
             self._origins.append((at_s, time_s - at_s))
@@ -98,6 +118,15 @@ class HostClocks:
         elif at_s > self._latest_s[clock]:
             self._latest_s[clock] = at_s
         return HostMoment(clock, at_s)
+
+    def take_all(self, heads: Sequence[RecordMoment]) -> tuple[int, list[float]]:
+        """Returns the clock of records that are of one boot of a host, and their moments by it."""
+        one = heads[0]
+        at_s = [head.time_s if head.mono_s is None else head.mono_s for head in heads]
+        for end in (min(at_s), max(at_s)):
+            head = heads[at_s.index(end)]
+            clock, _ = self.take(one.by_host, one.boot, head.time_s, head.mono_s)
+        return clock, at_s
 
     def note(self, event: Event, moment: HostMoment) -> None:
         """Takes what a record says of clocks, if anything."""
@@ -125,6 +154,15 @@ class HostClocks:
             known.sort()
             length_s = known[-1].at_s - known[0].at_s
             known[:] = _apart(known, max(_APART_S, length_s / (MOST_COMPARED // 2)))
+
+    def find_boot(self, boot: str) -> int:
+        """Returns the clock of a boot; -1 where no record is of it."""
+        return next((clock for (_, own), clock in self._indices.items() if own == boot), -1)
+
+    @property
+    def latest(self) -> Iterator[HostMoment]:
+        """Returns the last moment by each clock."""
+        return (HostMoment(clock, at_s) for clock, at_s in enumerate(self._latest_s))
 
     def solve(self, reference: int = 0) -> CommonClock:
         """Returns one clock for all: that of ``reference``."""

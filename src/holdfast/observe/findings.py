@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from holdfast.observe.blame import HostPressure, find_slow, pressure_text
 from holdfast.observe.links import slow_links
 from holdfast.observe.report import Report, Save, Start
+from holdfast.observe.restore_view import complaints, hosts_at
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
 
 #: Distances of saves, or medians of a step, after which a thing is missing.
@@ -216,7 +217,12 @@ def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
     rates = [save.throughput_bytes_per_s or 0.0 for save in saves]
     now, before = statistics.median(rates[-NEWEST:]), statistics.median(rates[:-NEWEST])
     if now < DOWN * before:
-        text = f"saves go to storage at {rate_text(now)}, where they went at {rate_text(before)}"
+        size_bytes = statistics.median(
+            save.size_bytes - (save.reused_bytes or 0) for save in saves[-NEWEST:]
+        )
+        longer = seconds_text(size_bytes / now - size_bytes / before)
+        text = f"saves go to storage at {rate_text(now)}, where they went at {rate_text(before)}: "
+        text += f"each takes {longer} longer"
         yield Evidence(text, saves[-NEWEST].time_s)
 
 
@@ -236,6 +242,12 @@ def _slow_link(report: Report, _: float | None) -> Iterator[Evidence]:
         yield Evidence(sentence)
 
 
+def _slow_restore(report: Report, _: float | None) -> Iterator[Evidence]:
+    for restore in report.restores[-NEWEST:]:
+        for sentence in complaints(restore, hosts_at(report, restore)):
+            yield Evidence(sentence, restore.time_s)
+
+
 def _interference(report: Report, _: float | None) -> Iterator[Evidence]:
     found = report.interference
     if found is not None and found.low > INTERFERES:
@@ -244,7 +256,8 @@ def _interference(report: Report, _: float | None) -> Iterator[Evidence]:
 
 def _late_host(report: Report, _: float | None) -> Iterator[Evidence]:
     for host, saves in report.late_hosts.items():
-        yield Evidence(f"the others waited in vain for {host} at {count_text(saves, 'save')}")
+        waited = f"the others waited in vain for {host} at {count_text(saves, 'save')}"
+        yield Evidence(f"{waited}, of which nothing came")
 
 
 def _keeper_lost(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -284,10 +297,12 @@ def _same_host(report: Report, _: float | None) -> Iterator[Evidence]:
     several = {host for start in report.starts for host in start.hosts}
     for host, times in hosts.items():
         if times >= DEATHS and len(several) > 1 and 2 * times > hosts.total():
-            first = next(one for one in report.reliability.interruptions if one.host == host)
-            yield Evidence(
-                f"{times} of {hosts.total()} interruptions began with a rank on {host}", first.at_s
+            own = [one for one in report.reliability.interruptions if one.host == host]
+            lost = count_text(sum(one.lost_steps or 0 for one in own), "step")
+            text = (
+                f"{times} of {hosts.total()} interruptions began with a rank on {host}: {lost} lost"
             )
+            yield Evidence(text, own[0].at_s)
 
 
 def _stalled(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -517,6 +532,15 @@ RULES = (
         "Look at the network card and switch port of that host (ethtool -S, ip -s link), at what "
         "else sends there, and at the load of its CPU; parity and restores go the same way.",
         _slow_link,
+    ),
+    RunRule(
+        "slow_restore",
+        "warning",
+        "in one of the last five restores all waited for one rank, or went through sources that "
+        "failed, for a second and a quarter of it",
+        "The sentence says where to look first; where a source failed, `holdfast verify --deep` "
+        "finds what is damaged.",
+        _slow_restore,
     ),
     RunRule(
         "storage_slow",

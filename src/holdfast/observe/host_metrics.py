@@ -57,7 +57,9 @@ class HostMetrics:
         with self._lock:
             for phase in BY_EVENT.get(name, ()):
                 length_s = record.get(phase.field, 0.0)
-                if length_s or not phase.within:
+                if phase.within == "restore":
+                    self._add("holdfast_restore_seconds", phase.name, length_s)
+                elif length_s or not phase.within:
                     self._histograms.setdefault(phase.name, Histogram()).add(length_s)
             if handle is not None:
                 handle(self, record)

@@ -16,6 +16,7 @@ from holdfast.observe.findings import RunFinding, find
 from holdfast.observe.live_run import LiveRun
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report_builder import report_of
+from holdfast.observe.summary import findings_by_cause
 from holdfast.observe.text import seconds_text
 from holdfast.observe.top_screen import findings_of
 
@@ -78,8 +79,11 @@ class LiveFindings:
             self.found = find(report_of(self._root, self._kept()), now_s)
             took_s = self._clock() - before_s
             self._next_s = before_s + max(EVERY_S, _PART * took_s)
-        lines = [f"{one.severity} {one.cause}: {one.evidence}{_since(one, now_s)}"
-                 for one in self.found]  # fmt: skip
+        lines = []
+        for some, more in findings_by_cause(self.found):
+            lines += [f"{one.severity} {one.cause}: {one.evidence}{_since(one, now_s)}"
+                      for one in some]  # fmt: skip
+            lines += [more] if more else []
         is_silent = any(one.cause == "no_sign_of_life" for one in self.found)
         troubles = findings_of(run, now_s)
         return lines + [line for line in troubles if not (is_silent and "no record for" in line)]

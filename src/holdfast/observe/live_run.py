@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,14 @@ import msgspec
 
 from holdfast import events
 from holdfast.events import AnyEvent, HostSampled
+from holdfast.observe.clocks import OF_CLOCKS, HostClocks
 from holdfast.observe.event_files import UNREADABLE
 from holdfast.observe.event_place import event_place
-from holdfast.observe.log import facts_text
+from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.records import RecordHead
 from holdfast.observe.text import printable
+from holdfast.protocol.arena import boot_id
 
 #: What is read of each file at first: some minutes of a large host.
 TAIL_BYTES = 1 << 20
@@ -33,6 +35,8 @@ _LOOK_BYTES = 8 << 20
 #: Seconds of which rates are told.
 WINDOW_S = 60.0
 _VALUES, _SAVES, _TROUBLES, _HOSTS = 512, 64, 8, 4096
+#: Ranks of which is kept what held them.
+_HELD_RANKS = 8
 STATES = ("captured", "protected", "cached", "durable")
 
 _decode_event = msgspec.json.Decoder(AnyEvent).decode
@@ -141,11 +145,12 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The newest generation in a state, and when it came there, by the keeper's wall clock."""
+    """The newest generation in a state, and when it came there, by the wall clock of ``host``."""
 
     incarnation: int
     step: int
     time_s: float
+    host: str = ""
 
 
 class LiveRun:
@@ -153,24 +158,34 @@ class LiveRun:
 
     def __init__(self) -> None:
         self.incarnation = self.world = self.records = 0
-        self.last_s = 0.0
+        self._clocks = HostClocks()
+        self._ahead_s: dict[str, float] = {}
+        self._solved = 0
+        """How many records the clocks of hosts were compared by."""
+        self._first = math.inf, ""
+        self._last_s: dict[str, float] = {}
         self.reached: dict[str, Reached] = {}
         self.saves: dict[tuple[int, int], UnderWay] = {}
         self.phases: dict[str, deque[tuple[float, int]]] = {}
         """The last lengths of each phase, with the rank."""
         self.hosts: dict[str, HostSampled] = {}
-        self.troubles: deque[tuple[float, str]] = deque(maxlen=_TROUBLES)
-        """The last moments at which something went wrong, with words for it."""
+        self._troubles: deque[tuple[float, str, str]] = deque(maxlen=_TROUBLES)
         self.counts: Counter[str] = Counter()
         self._copies: dict[int, tuple[str, float]] = {}
-        self._held: deque[tuple[float, float]] = deque(maxlen=_VALUES)
-        self._stored: deque[tuple[float, float]] = deque(maxlen=_SAVES)
-        self._captured: deque[float] = deque(maxlen=_VALUES)
+        self._held: deque[tuple[float, str, float]] = deque(maxlen=_VALUES)
+        self._stored: deque[tuple[float, str, float]] = deque(maxlen=_SAVES)
+        self._captured: deque[tuple[float, str, float]] = deque(maxlen=_VALUES)
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record; of older ones than those before it only what is still true."""
         self.records += 1
-        self.last_s = max(self.last_s, head.time_s)
+        host = head.by_host
+        self._first = min(self._first, (head.time_s, host))
+        if len(self._last_s) < _HOSTS or host in self._last_s:
+            self._last_s[host] = max(head.time_s, self._last_s.get(host, 0.0))
+            at = self._clocks.take(host, head.boot, head.time_s, head.mono_s)
+            if type(event).__name__ in OF_CLOCKS:
+                self._clocks.note(event, at)
         self.incarnation = max(self.incarnation, event.incarnation)
         for phase in BY_EVENT.get(type(event).__name__, ()):
             length_s = getattr(event, phase.field)
@@ -182,9 +197,9 @@ class LiveRun:
                 self.counts["starts"] += event.rank == 0
             case events.SaveReturned():
                 self._save(event).saved.add(event.rank)
-                self._held.append((head.time_s, event.held_s))
+                self._note_held(event, head)
             case events.FenceWaited():
-                self._held.append((head.time_s, event.held_s))
+                self._note_held(event, head)
             case events.ImageCaptured() | events.ImagePassed():
                 self._save(event).copied.add(event.rank)
                 self._note_copy(event, head.by_host)
@@ -202,15 +217,16 @@ class LiveRun:
         match event:
             case events.SnapshotCaptured():
                 self.world = event.world
-                self._reach(event, head, "captured")
-                self._captured.append(head.time_s)
+                if self._reach(event, head, "captured"):
+                    self._captured.append((head.time_s, head.by_host, 1))
             case events.SnapshotProtected():
                 self._reach(event, head, "protected")
             case events.CheckpointCached():
                 self._reach(event, head, "cached")
             case events.CheckpointPublished():
-                self._reach(event, head, "durable")
-                self._stored.append((head.time_s, event.size_bytes - event.reused_bytes))
+                if self._reach(event, head, "durable"):
+                    size_bytes = event.size_bytes - event.reused_bytes
+                    self._stored.append((head.time_s, head.by_host, size_bytes))
             case events.SnapshotMissed():
                 save = self._save(event)
                 if not save.missed:
@@ -229,7 +245,7 @@ class LiveRun:
                 | events.SinkFailed()
                 | events.LoopHeld()
             ):
-                self._trouble(event, head, facts_text(event))
+                self._trouble(event, head, phrase_of(event))
             case events.Warned():
                 self._trouble(event, head, event.message)
             case _:
@@ -244,11 +260,25 @@ class LiveRun:
                 return self.saves.get(key, UnderWay(*key))
         return self.saves[key]
 
-    def _reach(self, event: AnyEvent, head: RecordHead, state: str) -> None:
-        self._save(event).states.add(state)
+    def _reach(self, event: AnyEvent, head: RecordHead, state: str) -> bool:
+        """Returns True for the first record of it: a keeper that takes over tells once more."""
+        states = self._save(event).states
+        is_new = state not in states
+        states.add(state)
         before = self.reached.get(state)
         if before is None or (before.incarnation, before.step) < (event.incarnation, event.step):
-            self.reached[state] = Reached(event.incarnation, event.step, head.time_s)
+            place = event.incarnation, event.step, head.time_s, head.by_host
+            self.reached[state] = Reached(*place)
+        return is_new
+
+    def _note_held(self, of: events.SaveReturned | events.FenceWaited, head: RecordHead) -> None:
+        """Keeps what held some ranks, evenly chosen: of all, the newest would be of one save."""
+        if of.rank % self._every_rank == 0:
+            self._held.append((head.time_s, head.by_host, of.held_s))
+
+    @property
+    def _every_rank(self) -> int:
+        return -(-self.world // _HELD_RANKS) or 1
 
     def _note_copy(self, of: events.ImageCaptured | events.ImagePassed, host: str) -> None:
         """Keeps a mean of what a byte took in the last few copies of each rank."""
@@ -258,7 +288,7 @@ class LiveRun:
 
     def _trouble(self, event: AnyEvent, head: RecordHead, text: str) -> None:
         where = f"{event.incarnation}-{event.step} " if event.step >= 0 else ""
-        self.troubles.append((head.time_s, printable(where + text)))
+        self._troubles.append((head.time_s, head.by_host, printable(where + text)))
 
     # ── what it comes to ─────────────────────────────────────────────────────────────────────────
 
@@ -267,23 +297,53 @@ class LiveRun:
         """Returns the newest save that a rank began."""
         return self.saves[max(self.saves)] if self.saves else None
 
+    def moment_s(self, time_s: float, host: str) -> float:
+        """Returns a moment of a host's wall clock by that of this host, or of the run's first."""
+        return time_s - self._ahead().get(host, 0.0)
+
+    def _ahead(self) -> dict[str, float]:
+        if self._solved != self.records:
+            self._solved = self.records
+            found = self._clocks.solve(max(0, self._clocks.find_boot(boot_id()[:8])))
+            self._ahead_s = {one.host: one.ahead_s for one in found.offsets}
+        return self._ahead_s
+
+    @property
+    def last_s(self) -> float:
+        """Returns the moment of the newest record."""
+        return max((self.moment_s(at_s, host) for host, at_s in self._last_s.items()), default=0.0)
+
+    @property
+    def troubles(self) -> list[tuple[float, str]]:
+        """Returns the last moments at which something went wrong, with words for it."""
+        return [(self.moment_s(at_s, host), text) for at_s, host, text in self._troubles]
+
+    def _recent(self, values: Iterable[tuple[float, str, float]]) -> list[tuple[float, float]]:
+        """Returns those of the last minute of the records, with their moments."""
+        first_s = self.last_s - WINDOW_S
+        moments = ((self.moment_s(at_s, host), value) for at_s, host, value in values)
+        return [(at_s, value) for at_s, value in moments if at_s > first_s]
+
     def captures_per_minute(self) -> float:
         """Returns how many generations were captured in the last minute of the records."""
-        return sum(time_s > self.last_s - WINDOW_S for time_s in self._captured) * 60 / WINDOW_S
+        return len(self._recent(self._captured)) * 60 / WINDOW_S
 
     def stored_bytes_per_s(self) -> float:
         """Returns the bytes a second that became durable over the last minute of the records."""
-        recent = [size for time_s, size in self._stored if time_s > self.last_s - WINDOW_S]
-        return math.fsum(recent) / WINDOW_S
+        return math.fsum(size for _, size in self._recent(self._stored)) / WINDOW_S
 
     def held_part(self) -> float | None:
         """Returns the part of the time that saves and fences held a rank; None if none did."""
-        recent = [(t, held_s) for t, held_s in self._held if t > self.last_s - WINDOW_S]
-        if len(recent) < 2 or not self.world:
+        recent = self._recent(self._held)
+        if not recent or not self.world:
             return None
-        elapsed_s = max(t for t, _ in recent) - min(t for t, _ in recent)
+        first_s = self.moment_s(*self._first)
+        if len(self._held) == _VALUES:  # older ones are forgotten
+            first_s = max(first_s, min(at_s for at_s, _ in recent))
+        elapsed_s = min(WINDOW_S, self.last_s - first_s)
+        ranks = -(-self.world // self._every_rank)
         held_s = math.fsum(held_s for _, held_s in recent)
-        return held_s / (elapsed_s * self.world) if elapsed_s > 0 else None
+        return held_s / (elapsed_s * ranks) if elapsed_s > 0 else None
 
     def slowest_ranks(self, count: int) -> list[tuple[int, str, float]]:
         """Returns the ranks that copy a byte most slowly: (rank, host, times the median of all)."""

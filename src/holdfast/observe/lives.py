@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from holdfast import events
 from holdfast.events import AnyEvent
-from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
+from holdfast.observe.clocks import OF_CLOCKS, CommonClock, HostClocks, HostMoment
 from holdfast.observe.ledger import LifeTimes
 from holdfast.observe.records import RecordHead
 from holdfast.observe.reliability import Interrupted
@@ -34,8 +34,8 @@ _OF_TRAINERS = (
     events.ImagePassed,
     events.RunEnded,
 )
-_OF_DEATHS = frozenset({events.TrainerLost, events.TrainerDied})
-_OF_TRAINING = frozenset({*_OF_TRAINERS, *_OF_DEATHS})
+_OF_DEATHS = frozenset({events.TrainerLost.__name__, events.TrainerDied.__name__})
+_OF_TRAINING = frozenset({*(kind.__name__ for kind in _OF_TRAINERS), *_OF_DEATHS})
 
 
 @dataclass(slots=True)
@@ -109,25 +109,36 @@ class Lives:
 
         ``at``: its moment, where that is known already.
         """
-        is_training = event.rank >= 0 and event.incarnation >= 1 and type(event) in _OF_TRAINING
-        if not is_training and type(event) is not events.ClocksCompared:
+        name = type(event).__name__
+        is_training = event.rank >= 0 and event.incarnation >= 1 and name in _OF_TRAINING
+        if not is_training and name != "ClocksCompared":
             return
         if at is None:
             at = self.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
-        self.clocks.note(event, at)
+        if isinstance(event, events.SaveReturned):
+            self.take_returned((event,), (head,), at.clock, (at.at_s,))
+            return
+        if name in OF_CLOCKS:
+            self.clocks.note(event, at)
         if not is_training:
             return
         life = self._lives[event.incarnation]
-        if type(event) in _OF_DEATHS:
+        if name in _OF_DEATHS:
             self._take_death(life, event, at)
-            return
+        else:
+            self._take_training(life, event, head, at)
+
+    @staticmethod
+    def _take_training(life: _Life, event: AnyEvent, head: RecordHead, at: HostMoment) -> None:
         life.timeline.take(event, at)
         if event.rank not in life.ranks:
             life.seen[event.rank] = head.by_host
         life.heard(head, at)
-        match event:
-            case events.SaveReturned() | events.StepsDone():
+        match event:  # the frequent ones first
+            case events.StepsDone():
                 life.done(event.step)
+            case events.ImageCaptured() | events.ImagePassed() | events.FenceWaited():
+                pass
             case events.RunStarted():
                 life.world = max(life.world, event.world)
                 life.ranks[event.rank] = event.host
@@ -140,6 +151,30 @@ class Lives:
                 life.parent = (event.parent_incarnation, event.step)
             case _:
                 pass
+
+    def take_returned(
+        self,
+        some: Sequence[events.SaveReturned],
+        heads: Sequence[RecordHead],
+        clock: int,
+        at_s: Sequence[float],
+    ) -> None:
+        """Takes records of one start, and of one boot of a host, with their moments."""
+        if some[0].incarnation < 1:
+            return
+        life = self._lives[some[0].incarnation]
+        latest_s = dict[int, float]()
+        for event, moment_s in zip(some, at_s, strict=True):
+            if moment_s > latest_s.get(event.rank, -1.0):
+                latest_s[event.rank] = moment_s
+        latest_s.pop(-1, None)  # of no rank
+        for rank in latest_s.keys() - life.ranks.keys():
+            life.seen[rank] = heads[0].by_host
+        if latest_s:
+            life.timeline.take_returned(some, clock, at_s, latest_s)
+            life.done(max(event.step for event in some if event.rank >= 0))
+            for at in (at_s.index(min(at_s)), at_s.index(max(at_s))):
+                life.heard(heads[at], HostMoment(clock, at_s[at]))
 
     @staticmethod
     def _take_death(life: _Life, event: AnyEvent, at: HostMoment) -> None:

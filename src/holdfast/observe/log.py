@@ -23,6 +23,7 @@ from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import AnyEvent, Event, ReplicasDiffer, Sink
 from holdfast.observe.event_files import LINE_BYTES, UNREADABLE, open_parts, trails
+from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.text import (
     count_text,
     counts_text,
@@ -144,6 +145,7 @@ def lines_of(divergences: Sequence[Divergence]) -> list[str]:
 #: The time for which repeated trouble is only counted after it was shown.
 QUIET_S = 60.0
 _KINDS_AT_MOST = 256
+_PHASES_SHOWN = 3
 _VARIABLE_WORD = re.compile(r"\w*\d\w*")
 
 
@@ -159,10 +161,9 @@ class LogSink:
         self._stream = stream
 
     def __call__(self, event: Event, time_s: float) -> None:
-        phrase = _INFO.get(type(event))
-        if (phrase is None and not self._shows_all) or _is_echo(self):
+        if (type(event) not in _INFO and not self._shows_all) or _is_echo(self):
             return
-        said = phrase(event) if phrase else facts_text(event)
+        said = phrase_of(event)
         clock = time.strftime("%H:%M:%S", time.localtime(time_s))
         _print(f"{clock} holdfast{_whose(event)}: {said}", self._stream)
 
@@ -238,6 +239,12 @@ def log_sink_from_environment(rank: int) -> Sink | None:
     return LogSink(level) if level else NoticeSink(rank)
 
 
+def phrase_of(event: Event) -> str:
+    """Formats an event for people; what has no words of its own, as ``facts_text``."""
+    phrase = _INFO.get(type(event))
+    return phrase(event) if phrase else facts_text(event)
+
+
 def facts_text(event: Event) -> str:
     """Formats name and fields of any event, the identity aside: the line of ``debug``."""
     hidden = {"incarnation", "step", "rank"}
@@ -262,7 +269,18 @@ def _restored(event: Any) -> str:
         f"restored from {event.source}, {size_text(event.size_bytes)}"
         f"{passed_on if event.received_bytes else ''}"
         f" in {seconds_text(event.elapsed_s)}, {event.saved_world} to {event.world} ranks"
+        f"{_longest_of(event)}"
     )
+
+
+def _longest_of(event: events.Restored) -> str:
+    """Formats ``: read 11.0 s, verify 2.10 s``, the phases that took longest."""
+    lengths = ((getattr(event, one.field), one) for one in BY_EVENT["Restored"] if one.within)
+    longest = sorted(lengths, key=lambda each: -each[0])[:_PHASES_SHOWN]
+    shown = [
+        f"{one.name.removeprefix('restore_')} {seconds_text(s)}" for s, one in longest if s > 0
+    ]
+    return f": {', '.join(shown)}" if shown else ""
 
 
 def _differ(event: Any) -> str:

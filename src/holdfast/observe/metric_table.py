@@ -74,7 +74,13 @@ METRICS = (
         "holdfast_phase_seconds",
         "histogram",
         "how long the phases of saves and restores took, of the ranks of this host together",
-        (("phase", tuple(phase.name for phase in PHASES)),),
+        (("phase", tuple(phase.name for phase in PHASES if phase.within != "restore")),),
+    ),
+    Metric(
+        "holdfast_restore_seconds",
+        "counter",
+        "time of restores by what the ranks of this host did in it, of all ranks together",
+        (("phase", tuple(phase.name for phase in PHASES if phase.within == "restore")),),
     ),
     Metric(
         "holdfast_image_bytes",

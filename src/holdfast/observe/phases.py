@@ -27,6 +27,22 @@ class Phase:
     within: str = ""
 
 
+#: What a rank does in a restore, each moment once: in this order they are shown.
+_RESTORE = (
+    ("inventory", "rank 0 asked what hosts and storage hold"),
+    ("choose", "rank 0 chose the generation, and the source of each image"),
+    ("plan", "opening images, and comparing the state with them"),
+    ("allocate", "making room in the state"),
+    ("dropped", "all that was done with a source that failed or did not verify"),
+    ("read", "reading bytes"),
+    ("decode", "decoding images of lost hosts, with reading what that takes"),
+    ("verify", "comparing checksums, by which what lies in memory is read"),
+    ("copy", "copying into the state"),
+    ("exchange", "passing on what one rank read for others"),
+    ("device", "waiting for copies to devices"),
+    ("set", "setting what is no tensor, and telling the keeper"),
+    ("meet", "waiting for other ranks"),
+)
 PHASES = (
     Phase("held", events.SaveReturned, "held_s", "rank", "`save` held the training thread"),
     Phase(
@@ -111,6 +127,17 @@ PHASES = (
         "from the beginning of writing until the manifest was published",
     ),
     Phase("restore", events.Restored, "elapsed_s", "rank", "a rank restored a generation"),
+    *(
+        Phase(
+            f"restore_{name}",
+            events.Restored,
+            f"{name}_s",
+            "rank",
+            f"of `restore`, {text}",
+            "restore",
+        )
+        for name, text in _RESTORE
+    ),
 )
 BY_EVENT: dict[str, tuple[Phase, ...]] = {}
 for _phase in PHASES:

@@ -7,10 +7,11 @@ are counted and passed over. ``docs/format/events-v1.md`` describes a record.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, Union
 
 import msgspec
 
@@ -19,7 +20,7 @@ from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
 from holdfast.observe.event_files import (
     UNREADABLE,
-    lines_in,
+    blocks_in,
     open_parts,
     parts_of,
     size_bytes,
@@ -43,6 +44,25 @@ class RecordHead(msgspec.Struct):
     number: events.Count | None = None
 
 
+@cache
+def _whole_decoder() -> msgspec.json.Decoder[Any]:
+    """Returns the decoder of whole records: events that have the fields of their heads."""
+    head = [(field.name, field.type, field.default) for field in msgspec.structs.fields(RecordHead)]
+    kinds = tuple(
+        msgspec.defstruct(
+            kind.__name__,
+            head,
+            bases=(kind,),
+            frozen=True,
+            kw_only=True,
+            tag=kind.__name__,
+            gc=False,
+        )
+        for kind in AnyEvent.__args__
+    )
+    return msgspec.json.Decoder(Union[kinds])  # noqa: UP007 - of a tuple
+
+
 class _Name(msgspec.Struct):
     event: str
 
@@ -51,6 +71,7 @@ _decode_event = msgspec.json.Decoder(AnyEvent).decode
 _decode_head = msgspec.json.Decoder(RecordHead).decode
 _decode_name = msgspec.json.Decoder(_Name).decode
 _KNOWN = {kind.__name__ for kind in AnyEvent.__args__}
+_TORN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class RecordCounts(NamedTuple):
@@ -86,16 +107,39 @@ class RecordReader:
         self._highest: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
-        for line in self._lines():
+        for block in self._blocks():
+            for line in _lines(block):
+                try:
+                    event, head = _decode_event(line), _decode_head(line)
+                except _TORN as error:
+                    self._count_refused(line, error)
+                else:
+                    self._count_all((head,))
+                    yield event, head
+
+    def batches(self) -> Iterator[list[Any]]:
+        """Yields the same, many at a time: each is an event that has the fields of its head, too.
+
+        Half as much work as to decode both.
+        """
+        decoder = _whole_decoder()
+        for block in self._blocks():
             try:
-                event, head = _decode_event(line), _decode_head(line)
-            except msgspec.ValidationError:
-                self._count_refused(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                self.torn_lines += 1
-            else:
-                self._count(head)
-                yield event, head
+                found: list[Any] | None = decoder.decode_lines(block)
+            except _TORN:
+                found = None
+            if found is None or len(found) != block.count(b"\n"):
+                found = list(self._one_by_one(block))
+            self._count_all(found)
+            yield found
+
+    def _one_by_one(self, block: bytes) -> Iterator[Any]:
+        decode = _whole_decoder().decode
+        for line in _lines(block):
+            try:
+                yield decode(line)
+            except _TORN as error:
+                self._count_refused(line, error)
 
     @property
     def files(self) -> int:
@@ -125,18 +169,17 @@ class RecordReader:
             self.unreadable,
         )
 
-    def _lines(self) -> Iterator[bytes]:
+    def _blocks(self) -> Iterator[bytes]:
         total_bytes = sum(map(size_bytes, self._writers))
         done_bytes = 0
         for writer in self._writers:
             for file in open_parts(writer, self._refuse):
                 try:
-                    for number, line in enumerate(lines_in(file)):
-                        done_bytes += len(line)
-                        if self._progress and number % 1000 == 0:
+                    for block in blocks_in(file):
+                        done_bytes += len(block)
+                        if self._progress:
                             self._progress(min(done_bytes, total_bytes), total_bytes)
-                        if line.strip():
-                            yield line
+                        yield block
                 except UNREADABLE as error:  # the others are read
                     self._refuse(Path(file.name), error)
 
@@ -144,23 +187,35 @@ class RecordReader:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         self._unreadable.append(f"{path.name}: {why}")
 
-    def _count(self, head: RecordHead) -> None:
-        if head.number is not None and head.writer:
-            self._seen[head.writer] += 1
-            self._highest[head.writer] = max(self._highest.get(head.writer, -1), head.number)
+    def _count_all(self, heads: Iterable[RecordHead]) -> None:
+        numbers = defaultdict[str, list[int]](list)
+        for head in heads:
+            if head.number is not None and head.writer:
+                numbers[head.writer].append(head.number)
+        for writer, some in numbers.items():
+            self._seen[writer] += len(some)
+            self._highest[writer] = max(self._highest.get(writer, -1), max(some))
 
-    def _count_refused(self, line: bytes) -> None:
-        """Counts a whole line that is not a record: of a newer version, or with a value that
-        cannot be.
+    def _count_refused(self, line: bytes, error: Exception) -> None:
+        """Counts a line that is not a record: torn, of a newer version, or with a value that cannot
+        be.
         """
+        if not isinstance(error, msgspec.ValidationError):
+            self.torn_lines += 1
+            return
         try:
             is_known = _decode_name(line).event in _KNOWN
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except _TORN:
             is_known = False
         if is_known:
             self.invalid_lines += 1
         else:
             self.unknown_lines += 1
+
+
+def _lines(block: bytes) -> Iterator[bytes]:
+    """Yields the lines of a block that are not blank."""
+    return (line for line in block.split(b"\n") if line.strip())
 
 
 def _why_none(root: str | Path) -> str:

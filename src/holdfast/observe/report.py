@@ -122,7 +122,7 @@ class Restore:
     """One restore of all ranks: of generation (``parent_incarnation``, ``step``).
 
     Together the ranks read ``read_bytes`` from the source, and received ``received_bytes`` from
-    each other.
+    each other. ``phases``: what they spent in each phase, as docs/operations/metrics.md names them.
     """
 
     incarnation: int
@@ -136,6 +136,7 @@ class Restore:
     time_s: float
     read_bytes: int = 0
     received_bytes: int = 0
+    phases: dict[str, PhaseSpread] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import assert_never, cast, get_args
+from typing import Any, assert_never, cast, get_args
 
 import msgspec
 
@@ -37,9 +37,9 @@ from holdfast.observe.report import (
     RebuiltImage,
     RefusedAtDoor,
     Report,
-    Restore,
 )
-from holdfast.observe.save_records import SaveEvent, SaveRecords
+from holdfast.observe.restore_records import RestoreRecords
+from holdfast.observe.save_records import TOGETHER, SaveEvent, SaveRecords
 
 _KeeperEvent = (
     events.KeeperStarted
@@ -55,7 +55,7 @@ _KeeperEvent = (
 )
 
 
-_SAVE_EVENTS = frozenset(get_args(SaveEvent))
+_SAVE_EVENTS = frozenset(kind.__name__ for kind in get_args(SaveEvent))
 
 
 def read_report(root: str | Path, *, progress: Progress | None = None) -> Report:
@@ -66,8 +66,8 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     records = RecordReader(root, progress)
     with _no_collection():
         fold = _Fold()
-        for event, head in records:
-            fold.take(event, head)
+        for batch in records.batches():
+            fold.take_all((one, one) for one in batch)
         return fold.report(str(root), records.counts)
 
 
@@ -86,8 +86,7 @@ def _no_collection() -> Iterator[None]:
 def report_of(root: str, records: Iterable[tuple[AnyEvent, RecordHead]]) -> Report:
     """Returns the report of these records alone."""
     fold = _Fold()
-    for event, head in records:
-        fold.take(event, head)
+    fold.take_all(records)
     return fold.report(root, RecordCounts())
 
 
@@ -131,9 +130,7 @@ class _Fold:
         self._pruned = 0
         self._lives = Lives()
         self._saves = SaveRecords(self._lives.clocks)
-        self._ends: dict[int, HostMoment] = {}
-        self._restored: dict[tuple[int, int, int], list[tuple[events.Restored, HostMoment]]]
-        self._restored = defaultdict(list)
+        self._restores = RestoreRecords()
         self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, HostMoment]]]
         self._lost = defaultdict(list)
         self._hosts: dict[str, _HostSoFar] = defaultdict(_HostSoFar)
@@ -150,16 +147,46 @@ class _Fold:
         self._links: dict[tuple[str, str], LinkTrips] = {}
         self._damages: list[tuple[events.DamageFound, HostMoment]] = []
 
-    def take(self, event: AnyEvent, head: RecordHead) -> None:
-        """Takes a record."""
+    def take_all(self, records: Iterable[tuple[AnyEvent, RecordHead]]) -> None:
+        """Takes records. Nearly all are of ``save``: those of a host are taken together, of so few
+        saves that the other records of these lie near them as before.
+        """
+        returned, saves = defaultdict[tuple[Any, ...], list[Any]](list), set[tuple[int, int]]()
+        for record in records:
+            event, head = record
+            saves.add((event.incarnation, event.step))
+            if len(saves) > TOGETHER:
+                self._take_groups(returned)
+                saves.clear()
+            if type(event).__name__ == "SaveReturned":
+                of = event.incarnation, head.by_host, head.boot, head.mono_s is None
+                returned[of].append(record)
+            else:
+                self._take(event, head)
+        self._take_groups(returned)
+
+    def _take_groups(self, returned: dict[tuple[Any, ...], list[Any]]) -> None:
+        for some in returned.values():
+            self._take_returned(*zip(*some, strict=True))
+        returned.clear()
+
+    def _take_returned(
+        self, some: Sequence[events.SaveReturned], heads: Sequence[RecordHead]
+    ) -> None:
+        """Takes records of ``save``, of one start and one boot of a host."""
+        clock, at_s = self._lives.clocks.take_all(heads)
+        self._lives.take_returned(some, heads, clock, at_s)
+        self._saves.take_returned(some, heads, clock, at_s)
+        for event, moment_s in zip(some, at_s, strict=True):
+            if event.rank == 0:
+                self._background.take(event, HostMoment(clock, moment_s))
+
+    def _take(self, event: AnyEvent, head: RecordHead) -> None:
         at = self._lives.clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
-        end = self._ends.get(at.clock)
-        if end is None or end.at_s < at.at_s:
-            self._ends[at.clock] = at
         self._lives.take(event, head, at)
         if event.rank == 0:
             self._background.take(event, at)
-        if type(event) in _SAVE_EVENTS:  # nearly all, and the last of the cases below
+        if type(event).__name__ in _SAVE_EVENTS:  # nearly all, and the last of the cases below
             self._saves.take(cast(SaveEvent, event), head, at)
         else:
             self._take_other(event, head, at)
@@ -176,8 +203,7 @@ class _Fold:
             ):
                 pass  # `Lives` has them
             case events.Restored():
-                key = (event.incarnation, event.parent_incarnation, event.step)
-                self._restored[key].append((event, at))
+                self._restores.take(event, at)
             case events.SourceDropped():
                 self._dropped.append(f"{event.source}: {event.reason}")
             case events.ValuesDiffer():
@@ -253,7 +279,7 @@ class _Fold:
         times = self._lives.times(common)
         ledger = account(times) if times else None
         ranks_by_host = self._lives.newest_ranks()
-        last_s = max(map(common.seconds, self._ends.values()), default=0.0)
+        last_s = max(map(common.seconds, self._lives.clocks.latest), default=0.0)
         return Report(
             root=root,
             files=counts.files,
@@ -278,9 +304,7 @@ class _Fold:
             ranks_by_host=ranks_by_host,
             behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),
             last_s=last_s,
-            restores=tuple(
-                _restore(records, common) for _, records in sorted(self._restored.items())
-            ),
+            restores=self._restores.restores(common),
             keeper_losses=self._keeper_losses(common),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),
             pinned=tuple(one for _, one in sorted(self._pinned.items())),
@@ -338,23 +362,6 @@ def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
         extreme.keeper_bytes if extreme else 0,
         seen.cpu / seen.told if seen.told else -1.0,
         seen.io / seen.told if seen.told else -1.0,
-    )
-
-
-def _restore(records: list[tuple[events.Restored, HostMoment]], common: CommonClock) -> Restore:
-    first = records[0][0]
-    return Restore(
-        incarnation=first.incarnation,
-        parent_incarnation=first.parent_incarnation,
-        step=first.step,
-        sources=tuple(sorted({event.origin or event.source for event, _ in records})),
-        elapsed_s=max(event.elapsed_s for event, _ in records),
-        size_bytes=sum({event.rank: event.size_bytes for event, _ in records}.values()),
-        saved_world=first.saved_world,
-        world=first.world,
-        time_s=max(common.seconds(at) for _, at in records),
-        read_bytes=sum({event.rank: event.read_bytes for event, _ in records}.values()),
-        received_bytes=sum({event.rank: event.received_bytes for event, _ in records}.values()),
     )
 
 

@@ -24,11 +24,13 @@ from holdfast.observe.page_charts import (
     svg,
 )
 from holdfast.observe.report import Report, Save
+from holdfast.observe.restore_view import hosts_at, time_text
 from holdfast.observe.save_view import PHASES, host_by_rank
 from holdfast.observe.spans import RunSpans
 from holdfast.observe.summary import (
     PARTS,
     error_lines,
+    findings_by_cause,
     health_text,
     parts_text,
     reliability_lines,
@@ -117,6 +119,9 @@ def _body(
         first = one_save.spans[0]
         yield f"<h2>Save {first.incarnation}-{first.step} over time</h2>"
         yield save_timeline(one_save)
+    if report.restores:
+        yield "<h2>Restores</h2>"
+        yield _restores(report)
     saves = report.saves[-MOST_SAVES:]
     if saves:
         yield "<h2>Saves over time</h2>"
@@ -159,7 +164,7 @@ def _ledger_table(ledger: Ledger) -> str:
         for name, (label, sign) in PARTS.items()
         if ledger.seconds[name] or ledger.rank_seconds[name]
     ]
-    return _table(("part", "on the wall", "", "over ranks", ""), rows)
+    return _table(("part", "on the wall", "of it", "over ranks", "of it"), rows)
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
@@ -179,13 +184,17 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) 
 def _findings(findings: Sequence[RunFinding]) -> str:
     if not findings:
         return "<p>Nothing is wrong.</p>"
-    items = (
-        f'<li><span class="{one.severity}">{escaped(one.severity)} {escaped(one.cause)}</span>: '
-        f"{escaped(one.evidence)}"
-        + (f" (since {escaped(moment_text(one.since_s))})" if one.since_s else "")
-        + f'<br><span class="soft">{escaped(one.remedy)}</span></li>'
-        for one in findings[:MOST_LINES]
-    )
+    items = []
+    for some, more in findings_by_cause(findings):
+        items += [
+            f'<li><span class="{one.severity}">{escaped(one.severity)} {escaped(one.cause)}'
+            "</span>: "
+            f"{escaped(one.evidence)}"
+            + (f" (since {escaped(moment_text(one.since_s))})" if one.since_s else "")
+            + f'<br><span class="soft">{escaped(one.remedy)}</span></li>'
+            for one in some
+        ]
+        items += [f"<li>{escaped(more)}</li>"] if more else []
     return f"<ul>{''.join(items)}</ul>"
 
 
@@ -236,6 +245,23 @@ def _interruptions(report: Report) -> str:
     names = ("when", "who", "doing", "steps lost", "back after", "stop", "start", "restore", "redo")
     errors = "".join(f"<p>{escaped(line)}</p>" for line in error_lines(found[-MOST_LINES:]))
     return _table((*names, "from"), rows, texts=3) + errors
+
+
+def _restores(report: Report) -> str:
+    rows = [
+        (
+            moment_text(one.time_s),
+            f"{one.parent_incarnation}-{one.step}",
+            ", ".join(one.sources),
+            time_text(one, hosts_at(report, one)) or "-",
+            seconds_text(one.elapsed_s),
+            size_text(one.size_bytes),
+            f"{one.saved_world} to {one.world}",
+        )
+        for one in report.restores[-MOST_LINES:]
+    ]
+    names = ("when", "generation", "source", "where its time went", "took", "size", "ranks")
+    return _table(names, rows, texts=4)
 
 
 def _chart(saves: Sequence[Save]) -> str:
@@ -298,7 +324,7 @@ def _save_table(report: Report, saves: Sequence[Save]) -> str:
             slowest(save, "copy_s"),
             slowest(save, "write_s"),
             *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
-            size_text(save.size_bytes),
+            size_text(save.size_bytes or None),
             rate_text(save.throughput_bytes_per_s),
         )
         for save in reversed(saves)

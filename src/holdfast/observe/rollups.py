@@ -8,13 +8,19 @@ slowest ranks by name are left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+import math
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from holdfast.observe.sketch import Sketch
 
 #: How many of the slowest ranks are known by name.
 NAMED = 16
+#: Values that wait until so many can be rolled up at once.
+_WAITING = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +41,56 @@ class PhaseSpread:
 class PhaseRollup:
     """The values of one phase over ranks."""
 
-    __slots__ = ("sketch", "slowest")
+    __slots__ = ("_least_s", "_ranks", "_sketch", "_slowest", "_values")
 
     def __init__(self) -> None:
-        self.sketch = Sketch()
-        self.slowest: list[tuple[float, int]] = []
+        self._sketch = Sketch()
+        self._least_s = math.inf
+        self._slowest: list[tuple[float, int]] = []
         """(seconds, minus the rank): a heap, the smallest first."""
+        self._ranks, self._values = array("q"), array("d")
+        """What is not rolled up yet."""
 
-    def add(self, by_rank: Mapping[int, float]) -> None:
+    def add(self, ranks: Iterable[int], seconds: Iterable[float]) -> None:
         """Adds the values of ranks."""
-        self.sketch.add_all(by_rank.values())
-        self._keep([(value, -rank) for rank, value in by_rank.items()])
+        self._ranks.extend(ranks)
+        self._values.extend(seconds)
+        if len(self._values) >= _WAITING:
+            self._roll_up()
 
     def merge(self, other: PhaseRollup) -> None:
         """Adds another roll-up of the same phase, of other ranks."""
-        self.sketch.merge(other.sketch)
-        self._keep(other.slowest)
+        self._sketch.merge(other.sketch)
+        self._least_s = min(self._least_s, other._least_s)
+        self._keep(other._slowest)
 
-    def _keep(self, values: list[tuple[float, int]]) -> None:
-        slowest = self.slowest
+    @property
+    def sketch(self) -> Sketch:
+        """Returns the distribution of all values."""
+        if self._values:
+            self._roll_up()
+        return self._sketch
+
+    @property
+    def slowest(self) -> Sequence[tuple[float, int]]:
+        """Returns (seconds, minus the rank) of the slowest, in no order."""
+        if self._values:
+            self._roll_up()
+        return self._slowest
+
+    def _roll_up(self) -> None:
+        values, ranks = np.frombuffer(self._values), np.frombuffer(self._ranks, np.int64)
+        self._sketch.add_all(values)
+        self._least_s = min(self._least_s, float(values.min()))
+        if len(self._slowest) == NAMED:
+            least, minus_rank = self._slowest[0]
+            is_slow = (values > least) | ((values == least) & (ranks < -minus_rank))
+            values, ranks = values[is_slow], ranks[is_slow]
+        self._keep(zip(values.tolist(), (-ranks).tolist(), strict=True))
+        self._ranks, self._values = array("q"), array("d")
+
+    def _keep(self, values: Iterable[tuple[float, int]]) -> None:
+        slowest = self._slowest
         for value in values:
             if len(slowest) < NAMED:
                 heapq.heappush(slowest, value)
@@ -69,8 +106,10 @@ class PhaseRollup:
         return -max(self.slowest)[1]
 
     def spread(self) -> PhaseSpread:
-        """Returns its figures; no quantile is above the largest."""
-        largest_s = self.largest_s
-        p50, p90, p99 = (min(largest_s, self.sketch.quantile(part)) for part in (0.5, 0.9, 0.99))
+        """Returns its figures; no quantile is beyond the least and the largest value."""
+        largest_s, sketch = self.largest_s, self.sketch
+        p50, p90, p99 = (
+            max(self._least_s, min(largest_s, sketch.quantile(part))) for part in (0.5, 0.9, 0.99)
+        )
         slowest = tuple((-rank, value) for value, rank in sorted(self.slowest, reverse=True))
         return PhaseSpread(self.sketch.count, p50, p90, p99, largest_s, slowest)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, assert_never
+from operator import add
+from typing import NamedTuple, assert_never, cast, get_args
 
 from holdfast import events
 from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
@@ -18,13 +19,7 @@ from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Save
 from holdfast.observe.rollups import NAMED, PhaseRollup
 
-_RankEvent = (
-    events.SaveReturned
-    | events.FenceWaited
-    | events.ImageCaptured
-    | events.ImagePassed
-    | events.ImageDurable
-)
+_ImageEvent = events.FenceWaited | events.ImageCaptured | events.ImagePassed | events.ImageDurable
 _GenerationEvent = (
     events.SnapshotCaptured
     | events.SnapshotProtected
@@ -33,7 +28,10 @@ _GenerationEvent = (
     | events.CheckpointCached
     | events.CheckpointPublished
 )
-SaveEvent = _RankEvent | _GenerationEvent
+SaveEvent = events.SaveReturned | _ImageEvent | _GenerationEvent
+_OF_RANKS = frozenset(kind.__name__ for kind in get_args(_ImageEvent))
+#: The phases of ``SaveReturned``, in the order in which they are kept apart.
+_RETURNED = ("held_s", "describe_s", "volatile_s", "wait_previous_s")
 
 
 class _ReachedState(NamedTuple):
@@ -50,17 +48,23 @@ def _first(old: _ReachedState | None, new: _ReachedState) -> _ReachedState:
     return new if old is None else min(old, new, key=lambda each: each.time_s)
 
 
+#: The newest generation of a rank that returned from none.
+_NONE = 0, -1
 #: Saves of which the values of ranks are kept apart: the records of a host's ranks of one save lie
 #: together, with few other saves between them.
 _OPEN_SAVES = 64
+#: Saves whose records may be taken in any order: far fewer.
+TOGETHER = 16
 
 
 class _OpenRanks:
     """The values of ranks in one save, kept apart while its records pass."""
 
-    __slots__ = ("asked_bytes", "image_bytes", "seconds", "written_bytes")
+    __slots__ = ("asked_bytes", "image_bytes", "returned", "seconds", "written_bytes")
 
     def __init__(self) -> None:
+        self.returned: dict[int, tuple[float, ...]] = {}
+        """What a rank spent in each phase of ``_RETURNED``."""
         self.seconds: dict[str, dict[int, float]] = {}
         self.asked_bytes: dict[int, int] = {}
         self.image_bytes: dict[int, int] = {}
@@ -80,6 +84,22 @@ class _OpenRanks:
             usual = total / len(sizes)
             found[phase] = {r: s * usual / sizes[r] for r, s in seconds.items() if sizes.get(r)}
         return {phase: ranks for phase, ranks in found.items() if ranks}
+
+    def phases(self) -> Iterator[tuple[str, Collection[int], Collection[float]]]:
+        """Yields each phase, with ranks and what they spent in it."""
+        if self.returned:
+            columns = zip(*self.returned.values(), strict=True)
+            for phase, column in zip(_RETURNED, columns, strict=True):
+                yield phase, self.returned.keys(), column
+        for phase, seconds in self.seconds.items():
+            yield phase, seconds.keys(), seconds.values()
+
+    def add_returned(self, of: events.SaveReturned) -> None:
+        """What a rank reports several times in one save adds up."""
+        spent: tuple[float, ...] = of.held_s, of.describe_s, of.volatile_s, of.wait_previous_s
+        before = self.returned.get(of.rank)
+        self.returned[of.rank] = spent if before is None else tuple(map(add, before, spent))
+        self.asked_bytes[of.rank] = of.size_bytes
 
     def add(self, phase: str, rank: int, elapsed_s: float) -> None:
         """What a rank reports several times in one save adds up."""
@@ -179,17 +199,19 @@ class _SaveParts:
     def _called_at_s(self, clock: int) -> float:
         return self.called_at_s[clock] if clock < len(self.called_at_s) else math.inf
 
-    def _note_call(self, clock: int, at_s: float, rank: int, *, is_own_clock: bool) -> None:
+    def _note_calls(
+        self, clock: int, first_s: float, last_s: float, rank: int, *, is_own_clock: bool
+    ) -> None:
         calls = self.called_at_s
         if clock >= len(calls):
             more = clock + 1 - len(calls)
             calls.extend([math.inf] * more)
             self.called_last_s.extend([-math.inf] * more)
             self.called_last_by.extend([-1] * more)
-        calls[clock] = min(calls[clock], at_s)
+        calls[clock] = min(calls[clock], first_s)
         # Older records may be by the wall clocks of any hosts.
-        if is_own_clock and at_s > self.called_last_s[clock]:
-            self.called_last_s[clock], self.called_last_by[clock] = at_s, rank
+        if is_own_clock and last_s > self.called_last_s[clock]:
+            self.called_last_s[clock], self.called_last_by[clock] = last_s, rank
 
     def _calls(self, common: CommonClock) -> tuple[float | None, float | None, int]:
         """Returns when ``save`` was first called, how much later it was last, and by which rank."""
@@ -236,10 +258,10 @@ class _SaveParts:
         ranks, self.open = self.open, None
         if ranks is None:
             return
-        for phase, seconds in ranks.seconds.items():
-            self.phases.setdefault(phase, PhaseRollup()).add(seconds)
-        for phase, seconds in ranks.even().items():
-            self.even.setdefault(phase, PhaseRollup()).add(seconds)
+        for phase, numbers, seconds in ranks.phases():
+            _roll_up(self.phases, phase, numbers, seconds)
+        for phase, by_rank in ranks.even().items():
+            _roll_up(self.even, phase, by_rank.keys(), by_rank.values())
         self._note_missing(ranks)
         self.asked_bytes += sum(ranks.asked_bytes.values())
         self.image_bytes += sum(ranks.image_bytes.values())
@@ -249,26 +271,33 @@ class _SaveParts:
         """Notes which ranks are not yet where they are to come; of many only the first."""
         self.uncopied -= ranks.image_bytes.keys()
         self.unwritten -= ranks.written_bytes.keys()
-        missing = ranks.asked_bytes.keys() - ranks.image_bytes.keys()
-        self.uncopied.update(sorted(missing)[: NAMED - len(self.uncopied)])
-        if self.asked_durable:
+        if len(self.uncopied) < NAMED:
+            missing = ranks.asked_bytes.keys() - ranks.image_bytes.keys()
+            self.uncopied.update(sorted(missing)[: NAMED - len(self.uncopied)])
+        if self.asked_durable and len(self.unwritten) < NAMED:
             missing = ranks.image_bytes.keys() - ranks.written_bytes.keys()
             self.unwritten.update(sorted(missing)[: NAMED - len(self.unwritten)])
 
-    def take_of_rank(self, event: _RankEvent, head: RecordHead, clock: int) -> None:
-        """Takes a record that is of one rank."""
+    def take_returned(
+        self, calls: Sequence[tuple[events.SaveReturned, float]], clock: int, *, is_own_clock: bool
+    ) -> None:
+        """Takes records of ``save`` by one clock, with their moments."""
+        ranks = self.open = self.open or _OpenRanks()
+        first_s, last_s, last_rank = math.inf, -math.inf, -1
+        for event, at_s in calls:
+            ranks.add_returned(event)
+            called_s = at_s - event.held_s
+            first_s = called_s if called_s < first_s else first_s
+            if called_s > last_s:
+                last_s, last_rank = called_s, event.rank
+            if event.durable:
+                self.asked_durable = True
+        self._note_calls(clock, first_s, last_s, last_rank, is_own_clock=is_own_clock)
+
+    def take_of_rank(self, event: _ImageEvent, clock: int) -> None:
+        """Takes a record that is of one rank, but for those of ``save``."""
         ranks = self.open = self.open or _OpenRanks()
         match event:
-            case events.SaveReturned():
-                ranks.add("held_s", event.rank, event.held_s)
-                ranks.add("describe_s", event.rank, event.describe_s)
-                ranks.add("volatile_s", event.rank, event.volatile_s)
-                ranks.add("wait_previous_s", event.rank, event.wait_previous_s)
-                is_own = head.mono_s is not None
-                at_s = head.time_s if head.mono_s is None else head.mono_s
-                self._note_call(clock, at_s - event.held_s, event.rank, is_own_clock=is_own)
-                ranks.asked_bytes[event.rank] = event.size_bytes
-                self.asked_durable = self.asked_durable or event.durable
             case events.FenceWaited():
                 ranks.add("fence_s", event.rank, event.held_s)
             case events.ImageCaptured():
@@ -324,18 +353,40 @@ class SaveRecords:
         """Takes a record of a save; ``at``: its moment, where that is known already."""
         if at is None:
             at = self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
-        clock = at.clock
+        if isinstance(event, events.SaveReturned):
+            self.take_returned((event,), (head,), at.clock, (at.at_s,))
+            return
         key = event.incarnation, event.step
         save = self._saves[key]
-        if isinstance(event, _RankEvent):
+        if type(event).__name__ in _OF_RANKS:
             self._keep_open(key, save)
-            save.take_of_rank(event, head, clock)
-            if type(event) is events.SaveReturned and key > self._newest_of.get(
-                event.rank, (0, -1)
-            ):
-                self._newest_of[event.rank] = key
+            save.take_of_rank(cast(_ImageEvent, event), at.clock)
         else:
-            save.take_of_all(event, head, clock)
+            save.take_of_all(cast(_GenerationEvent, event), head, at.clock)
+
+    def take_returned(
+        self,
+        some: Sequence[events.SaveReturned],
+        heads: Sequence[RecordHead],
+        clock: int,
+        at_s: Sequence[float],
+    ) -> None:
+        """Takes records of one start, and of one boot of a host, with their moments."""
+        start, is_own_clock = some[0].incarnation, heads[0].mono_s is not None
+        calls = defaultdict[int, list[tuple[events.SaveReturned, float]]](list)
+        newest = dict[int, int]()
+        for event, moment_s in zip(some, at_s, strict=True):
+            step, rank = event.step, event.rank
+            calls[step].append((event, moment_s))
+            if step > newest.get(rank, -2):
+                newest[rank] = step
+        for step, own in calls.items():
+            key = start, step
+            save = self._saves[key]
+            self._keep_open(key, save)
+            save.take_returned(own, clock, is_own_clock=is_own_clock)
+        for rank, step in newest.items():
+            self._newest_of[rank] = max(self._newest_of.get(rank, _NONE), (start, step))
 
     def _keep_open(self, key: tuple[int, int], save: _SaveParts) -> None:
         if key in self._open:
@@ -355,8 +406,8 @@ class SaveRecords:
 
     def behind(self, ranks: Collection[int]) -> tuple[int, ...]:
         """Returns those of the ranks that did not return from the newest save of any: the first."""
-        newest = max((self._newest_of.get(rank, (0, -1)) for rank in ranks), default=(0, -1))
-        missing = sorted(rank for rank in ranks if self._newest_of.get(rank, (0, -1)) < newest)
+        newest = max((self._newest_of.get(rank, _NONE) for rank in ranks), default=_NONE)
+        missing = sorted(rank for rank in ranks if self._newest_of.get(rank, _NONE) < newest)
         return tuple(missing[:NAMED])
 
     def unprotected(self) -> tuple[str, ...]:
@@ -372,6 +423,14 @@ class SaveRecords:
             for host in save.late_hosts:
                 counts[host] += 1
         return dict(sorted(counts.items()))
+
+
+def _roll_up(
+    of: dict[str, PhaseRollup], phase: str, ranks: Collection[int], seconds: Collection[float]
+) -> None:
+    if phase not in of:
+        of[phase] = PhaseRollup()
+    of[phase].add(ranks, seconds)
 
 
 def _reached(

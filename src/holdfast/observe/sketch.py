@@ -8,7 +8,10 @@ of two sets is the sum of their sketches, whatever the order.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 #: How far a quantile may be from the true one, as a part of it.
 RELATIVE_ERROR = 0.01
@@ -28,14 +31,17 @@ class Sketch:
         self.count = 0
         self._buckets: dict[int, int] = {}
 
-    def add_all(self, values: Collection[float]) -> None:
+    def add_all(self, values: Sequence[float] | NDArray[np.float64]) -> None:
         """Adds values."""
-        buckets, log, ceil = self._buckets, math.log, math.ceil
-        get = buckets.get
-        for value in values:
-            key = ceil(log(value) * _PER_LOG) if value >= LEAST else _ZERO
-            buckets[key] = get(key, 0) + 1
-        self.count += len(values)
+        every = np.asarray(values, np.float64)
+        counted = every[every >= LEAST]
+        buckets = self._buckets
+        keys, counts = np.unique(np.ceil(np.log(counted) * _PER_LOG), return_counts=True)
+        for key, count in zip(keys.astype(np.int64).tolist(), counts.tolist(), strict=True):
+            buckets[key] = buckets.get(key, 0) + count
+        if len(counted) < len(every):
+            buckets[_ZERO] = buckets.get(_ZERO, 0) + len(every) - len(counted)
+        self.count += len(every)
 
     def merge(self, other: Sketch) -> None:
         """Adds the values of another sketch."""

@@ -6,6 +6,7 @@ These are strings, never ``Text``: a command's console makes only strings printa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.markup import escape
 from rich.table import Table
@@ -34,6 +35,8 @@ PARTS = {
     "unknown": ("unknown", "?"),
 }
 BAR_WIDTH = 60
+#: The findings of one cause that are shown.
+MOST_OF_CAUSE = 5
 _VERDICTS = {
     "critical": "IN DANGER",
     "warning": "needs a look",
@@ -94,12 +97,28 @@ def parts_text(ledger: Ledger) -> str:
     return f"of {seconds_text(ledger.elapsed_s)}: {', '.join(shown)}"
 
 
+def findings_by_cause(findings: Sequence[RunFinding]) -> Iterator[tuple[list[RunFinding], str]]:
+    """Yields the first findings of each cause, and in words how many more there are: thousands of
+    hosts can have the same.
+    """
+    for _, group in groupby(findings, key=lambda one: one.cause):
+        every = list(group)
+        more = len(every) - MOST_OF_CAUSE
+        yield (
+            every[:MOST_OF_CAUSE],
+            f"and {more} more like these: --json has all" if more > 0 else "",
+        )
+
+
 def finding_lines(findings: Sequence[RunFinding]) -> Iterator[str]:
-    """Yields two lines for each finding: what, and what to do."""
-    for one in findings:
-        since = f" (since {moment_text(one.since_s)})" if one.since_s else ""
-        yield on_one_line(f"{one.severity} {one.cause}: {one.evidence}{since}")
-        yield f"    {one.remedy}"
+    """Yields a line for each finding, and for each cause one that says what to do."""
+    for some, more in findings_by_cause(findings):
+        for one in some:
+            since = f" (since {moment_text(one.since_s)})" if one.since_s else ""
+            yield on_one_line(f"{one.severity} {one.cause}: {one.evidence}{since}")
+        if more:
+            yield f"    {more}"
+        yield f"    {some[0].remedy}"
 
 
 def interruption_table(interruptions: Sequence[RunInterruption]) -> Table:

@@ -14,6 +14,7 @@ from rich.table import Table
 from holdfast.observe.findings import find
 from holdfast.observe.log import lines_of
 from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
+from holdfast.observe.restore_view import restore_lines
 from holdfast.observe.summary import (
     bar_text,
     error_lines,
@@ -24,6 +25,7 @@ from holdfast.observe.summary import (
     reliability_lines,
 )
 from holdfast.observe.text import (
+    NOTHING,
     count_text,
     counts_text,
     moment_text,
@@ -37,6 +39,8 @@ from holdfast.observe.text import (
 
 #: The most of a line of trouble that is shown; all of it is in ``--json``.
 _LINE_LENGTH = 600
+#: The lines of trouble that are shown: a run of thousands of hosts has as many.
+_MOST_TROUBLES = 60
 #: A save that waits for longer to be written is told of.
 _LONG_QUEUED_S = 60.0
 #: Short messages between keepers that take longer are told of.
@@ -114,7 +118,12 @@ def _render_details(report: Report, console: Console, last: int) -> None:
             console.print(f"{hidden} earlier saves are in the sums only")
     if report.restores:
         console.print(_restore_table(report.restores))
-    for line in _troubles(report):
+        for line in restore_lines(report, last):
+            console.print(_shortened(line), markup=False)
+    troubles = _troubles(report)
+    more = len(troubles) - _MOST_TROUBLES
+    told = [f"and {more} more like these: --json has all"] if more > 0 else []
+    for line in [*troubles[:_MOST_TROUBLES], *told, *_gaps(report)]:
         console.print(_shortened(on_one_line(line)), style="yellow", markup=False)
 
 
@@ -186,7 +195,7 @@ def _save_table(saves: Iterable[Save]) -> Table:
             _of_rank(save, "fence_s"),
             seconds_text(save.captured_s),
             seconds_text(save.durable_s),
-            shared_text(save.size_bytes, save.reused_bytes or 0),
+            shared_text(save.size_bytes, save.reused_bytes or 0) if save.size_bytes else NOTHING,
             rate_text(save.throughput_bytes_per_s),
         )
     return table
@@ -307,7 +316,12 @@ def _troubles(report: Report) -> list[str]:
         f"refused by the keeper of {at.host} ({at.door}): {counts_text(at.counts)}"
         for at in report.refused
     ]
-    lines += [f"warning: {message}" for message in report.warnings]
+    return lines + [f"warning: {message}" for message in report.warnings]
+
+
+def _gaps(report: Report) -> list[str]:
+    """Returns what was not read of the records."""
+    lines = []
     if report.torn_lines:
         lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")
     if report.lost_records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -59,19 +60,39 @@ class StartTimeline:
     _short_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _steps: list[_StepRecord] = field(default_factory=list)
 
-    def take(self, event: AnyEvent, at: HostMoment) -> None:
-        """Takes a record that a trainer made of itself."""
-        rank = self._ranks[event.rank]
+    def take_returned(
+        self,
+        some: Sequence[events.SaveReturned],
+        clock: int,
+        at_s: Sequence[float],
+        latest_s: Mapping[int, float],
+    ) -> None:
+        """Takes records by one clock, with their moments; ``latest_s``: the last of each rank."""
+        for number, last_s in latest_s.items():
+            self._hear(number, HostMoment(clock, last_s))
+        blocked_s = self._blocked_s
+        for event, moment_s in zip(some, at_s, strict=True):
+            if event.rank == 0:
+                at = HostMoment(clock, moment_s)
+                self._block(0, event.step, at, event.held_s)
+                self._saved.setdefault(event.step, at)
+            elif event.held_s > 0 and event.rank > 0:
+                blocked_s[event.step] += event.held_s
+
+    def _hear(self, number: int, at: HostMoment) -> _RankMoments:
+        """Takes a sign of life of a rank."""
+        rank = self._ranks[number]
         # A rank's moments are of one host; what another boot of it says is later.
         if rank.last is None or at.clock != rank.last.clock or at.at_s > rank.last.at_s:
             rank.last = at
+        return rank
+
+    def take(self, event: AnyEvent, at: HostMoment) -> None:
+        """Takes a record that a trainer made of itself, but for those of ``save``."""
+        rank = self._hear(event.rank, at)
         match event:  # the frequent ones first
             case events.ImageCaptured() | events.ImagePassed():
                 pass
-            case events.SaveReturned():
-                self._block(event.rank, event.step, at, event.held_s)
-                if event.rank == 0:
-                    self._saved.setdefault(event.step, at)
             case events.FenceWaited():
                 self._block(event.rank, event.step, at, event.held_s)
             case events.RunStarted():

@@ -44,6 +44,7 @@ def restore_stored(
             on_poison=on_poison,
             request=request,
             plan_again=sources.plan_again(),
+            clock=sources.clock,
         )
     except StateMismatch as error:
         for note in getattr(store, "notes", ()):

@@ -48,6 +48,7 @@ from holdfast.restore.planning.block_rounds import (
 from holdfast.restore.planning.plan import BUDGET_BYTES, Fetch, Want, plan_fetches
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import BorrowBuffer
+from holdfast.restore.restore_clock import RestoreClock
 from holdfast.transport.wire.rank_tree import Range, Said, by_rank, in_ranges, ranks_in, union
 from holdfast.world import World, all_said_or_raise, reduce_or_raise
 
@@ -170,6 +171,7 @@ def read_once(
     prepare: Callable[[], tuple[Destinations, BorrowBuffer]],
     *,
     timeout_s: float,
+    clock: RestoreClock,
 ) -> Traffic | None:
     """Fill ``destinations``, each block read by one rank only; None: every rank must read for
     itself.
@@ -191,7 +193,10 @@ def read_once(
         secret = secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b""
         return table_to_json(same_demands(prepared[0][0].entries)), secret, memory_domain()
 
-    tables, keys, hosts = all_said_or_raise(world, f"{phase}: prepared", ask, timeout_s=timeout_s)
+    with clock.during("meet"):
+        tables, keys, hosts = all_said_or_raise(
+            world, f"{phase}: prepared", ask, timeout_s=timeout_s
+        )
     wanted = demands([(tuple(ranks_in(t.ranks)), table_from_json(t.value)) for t in tables])
     filling, borrow = prepared[0]
     scatter = BlockScatter(filling.wants, filling.destinations, borrow)
@@ -199,15 +204,18 @@ def read_once(
     with _ExchangeSetup(world, _numbers_of(hosts), secret) as setup:
 
         def plan() -> bytes:
-            return setup.divide(_plan(checkpoint, filling.wants, scatter, wanted, world.rank))
+            with clock.during("plan"):
+                return setup.divide(_plan(checkpoint, filling.wants, scatter, wanted, world.rank))
 
-        divided = _divided_in(
-            reduce_or_raise(world, f"{phase}: divided", plan, _join_divided, timeout_s=timeout_s)
-        )
+        with clock.during("meet"):
+            word = reduce_or_raise(
+                world, f"{phase}: divided", plan, _join_divided, timeout_s=timeout_s
+            )
+        divided = _divided_in(word)
         if not _is_worth_while(divided, is_forced=_is_forced(who)):
             return None
         setup.divided = divided
-        return _run(world, f"{phase}: exchanged", setup, checkpoint, scatter, timeout_s)
+        return _run(world, f"{phase}: exchanged", setup, checkpoint, scatter, timeout_s, clock)
 
 
 def _own_reply() -> _ExchangeReply:
@@ -371,13 +379,14 @@ def _run(
     checkpoint: Checkpoint,
     scatter: BlockScatter,
     timeout_s: float,
+    clock: RestoreClock,
 ) -> Traffic | None:
     """Run the exchange step by step; None when a rank lacks something.
 
     Each round is read in one step, and taken and applied in the next; what comes from other hosts
     is applied one step later.
     """
-    failure = _together(world, phase, setup.share_memory, timeout_s)
+    failure = _together(world, phase, setup.share_memory, timeout_s, clock)
     begun: list[BlockExchange] = []
     steps = setup.divided.rounds + (2 if setup.are_several else 1)
     for number in range(steps):
@@ -387,11 +396,11 @@ def _run(
         def step(is_last: bool = number == steps - 1) -> None:
             if not begun:
                 begun.append(setup.begin(checkpoint, scatter))
-            begun[0].step()
+            begun[0].step(clock)
             if is_last:
                 begun[0].finish()
 
-        failure = _together(world, phase, step, timeout_s)
+        failure = _together(world, phase, step, timeout_s, clock)
     if failure is None:
         return begun[0].finish()
     if world.rank == 0:
@@ -406,18 +415,20 @@ def _run(
 
 
 def _together(
-    world: World, phase: str, act: Callable[[], None], timeout_s: float
+    world: World, phase: str, act: Callable[[], None], timeout_s: float, clock: RestoreClock
 ) -> _ExchangeFailure | None:
     """Run ``act`` on every rank; return why the exchange broke on one of them, or None."""
 
     def run() -> bytes:
         try:
-            act()
+            with clock.during("exchange"):
+                act()
         except ExchangeBroke as broke:
             return msgpack.encode(_ExchangeFailure(world.rank, str(broke)))
         return b""
 
-    word = reduce_or_raise(world, phase, run, _join_failures, timeout_s=timeout_s)
+    with clock.during("meet"):
+        word = reduce_or_raise(world, phase, run, _join_failures, timeout_s=timeout_s)
     return _failure_in(word) if word else None
 
 

@@ -7,7 +7,6 @@ together. A source that fails or does not verify is dropped on all of them.
 from __future__ import annotations
 
 import gc
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +46,7 @@ from holdfast.restore.planning.plan import STAGING_BYTES, Want
 from holdfast.restore.read_once import join_replies, own_reply, read_once
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import BorrowBuffer, read_values, read_wants
+from holdfast.restore.restore_clock import RestoreClock
 from holdfast.restore.split_lists import SavedLists, divide, report_lists
 from holdfast.state.objects import State, sort_objects
 from holdfast.state.restore import Rewind, refuse
@@ -60,6 +60,8 @@ T = TypeVar("T")
 SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound, PeerError, TooManyLost)
 #: Returns the candidates to try, in order, after a candidate failed with an error all ranks know.
 PlanAgain = Callable[[Candidate, HoldfastError], Sequence[Candidate]]
+#: The phases of ``RestoreClock`` that are not "plan", by what the ranks do together.
+_PHASES = {"read": "read", "values set": "set"}
 #: The most ranks whose values are compared for differences, because each is an image to open.
 VALUES_COMPARED = 64
 
@@ -126,6 +128,7 @@ def restore_first(
     request: RestoreRequest | None = None,
     plan_again: PlanAgain | None = None,
     adopt: Callable[[Generation], object] = lambda _: None,
+    clock: RestoreClock | None = None,
 ) -> Restored | None:
     """Try ``candidates`` in order, on all ranks alike; None when there are none.
 
@@ -134,15 +137,20 @@ def restore_first(
     the state maps to the checkpoint, and which part of it is wanted. ``on_poison(True)`` is called
     before the state is first changed and ``on_poison(False)`` when all ranks hold one generation.
     ``adopt``: called on rank 0 then, before any rank returns; its error is raised on all.
+    ``clock``: has counted since the restore began; without it, it begins here.
     Raises StateMismatch when the state does not fit, RestoreError when no source was good.
     """
     reasons: list[str] = []
     remaining = deque(candidates)
+    clock = clock or RestoreClock()
     while remaining:
         candidate = remaining.popleft()
-        attempt = _RestoreAttempt(world, state, candidate, timeout_s, request or RestoreRequest())
+        attempt = _RestoreAttempt(
+            world, state, candidate, timeout_s, request or RestoreRequest(), clock
+        )
         try:
-            attempt.run(open_checkpoint, on_poison, adopt)
+            with clock.attempting():
+                attempt.run(open_checkpoint, on_poison, adopt)
         except SOURCE_ERRORS as error:
             name = f"{candidate.where} {candidate.generation}"
             reasons.append(f"{name}: {error}")
@@ -182,8 +190,9 @@ class _RestoreAttempt:
         candidate: Candidate,
         timeout_s: float,
         request: RestoreRequest,
+        clock: RestoreClock,
     ) -> None:
-        self.request, self.started_s = request, time.monotonic()
+        self.request, self.clock = request, clock
         self.world, self.state, self.candidate = world, state, candidate
         # Memory of one host is equally near to every rank.
         self.is_apart = candidate.where == "storage" or candidate.is_spread
@@ -219,7 +228,7 @@ class _RestoreAttempt:
 
     def restored(self, incarnation: int) -> Restored:
         """Report the restore; raise an error of ``adopt``, which all ranks share."""
-        candidate, elapsed_s = self.candidate, time.monotonic() - self.started_s
+        candidate, (elapsed_s, phases) = self.candidate, self.clock.read()
         traffic = self.traffic or Traffic(0, 0)
         emit(
             RestoredEvent(
@@ -235,6 +244,7 @@ class _RestoreAttempt:
                 read_bytes=traffic.read_bytes,
                 received_bytes=traffic.received_bytes,
                 origin=self.checkpoint.origin if candidate.where == "memory" else "",
+                **{f"{phase}_s": seconds for phase, seconds in phases.items()},
             )
         )
         raise_outcome(self.world.rank, self.adopted)
@@ -267,7 +277,8 @@ class _RestoreAttempt:
 
     def _adopt(self, adopt: Callable[[Generation], object]) -> bytes:
         """On rank 0, when all ranks hold the generation: an error is no fault of its source."""
-        return outcome_of(self.world.rank, lambda: adopt(self.candidate.generation))
+        with self.clock.during("set"):
+            return outcome_of(self.world.rank, lambda: adopt(self.candidate.generation))
 
     def _together(
         self,
@@ -277,14 +288,20 @@ class _RestoreAttempt:
         conclude: Conclude | None = None,
     ) -> bytes:
         """Run ``act`` on every rank; return the joined results."""
-        return reduce_or_raise(
-            self.world,
-            f"{self.phase}: {what}",
-            lambda: self._report_errors(what, act) or b"",
-            join,
-            timeout_s=self.timeout_s,
-            conclude=conclude,
-        )
+
+        def run() -> bytes:
+            with self.clock.during(_PHASES.get(what, "plan")):
+                return self._report_errors(what, act) or b""
+
+        with self.clock.during("meet"):
+            return reduce_or_raise(
+                self.world,
+                f"{self.phase}: {what}",
+                run,
+                join,
+                timeout_s=self.timeout_s,
+                conclude=conclude,
+            )
 
     def _report_errors(self, what: str, act: Callable[[], T]) -> T:
         """Raise RestoreError, which all ranks know, for any other error of ``act``."""
@@ -402,6 +419,10 @@ class _RestoreAttempt:
         return tuple(sorted(differing))
 
     def _prepare(self) -> Destinations:
+        with self.clock.during("allocate"):
+            return self._make_room()
+
+    def _make_room(self) -> Destinations:
         restoring = self.compared.restoring
         items = self.lists.read_items(self.places)
         self.items = {key: decode_items(found) for key, found in items.items()}
@@ -415,21 +436,24 @@ class _RestoreAttempt:
     def _read(self) -> None:
         filling = self.filling or self._prepare()
         if self.traffic is None:
-            with torch.no_grad():
+            with torch.no_grad(), self.clock.dividing("read") as spent:
                 read = read_wants(
                     self.checkpoint,
                     filling.wants,
                     filling.destinations,
                     borrow=self.borrow,
                     shared=filling.shared if self.world.size > 1 else None,
+                    spent=spent,
                 )
             self.traffic = Traffic(read, received_bytes=0)
         with torch.no_grad():
             averaged = filling.average(self.checkpoint)
         self.traffic = replace(self.traffic, read_bytes=self.traffic.read_bytes + averaged)
-        filling.copies.end()
+        with self.clock.during("device"):
+            filling.copies.end()
         self.has_ended = True
-        self.checkpoint.require_unchanged()
+        with self.clock.during("verify"):
+            self.checkpoint.require_unchanged()
 
     def _read_once(self) -> Traffic | None:
         def prepare() -> tuple[Destinations, BorrowBuffer]:
@@ -443,6 +467,7 @@ class _RestoreAttempt:
                 self.replies,
                 prepare,
                 timeout_s=self.timeout_s,
+                clock=self.clock,
             )
 
     def _end_copies(self) -> None:

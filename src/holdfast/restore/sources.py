@@ -48,6 +48,7 @@ from holdfast.restore.reading.stored import (
     stored,
     stored_starts,
 )
+from holdfast.restore.restore_clock import RestoreClock
 from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.tiered import TieredStore
@@ -79,6 +80,8 @@ class RestoreSources:
     ) -> None:
         self.incarnation = 0
         """The incarnation of this restore: peers refuse any other."""
+        self.clock = RestoreClock()
+        """Counts since ``first`` was called."""
         self._store = store
         self._rank = rank
         self._arena = arena
@@ -114,6 +117,7 @@ class RestoreSources:
         NotFound or RestoreError when there should be one and is none. Call ``let_go`` after it.
         """
         self._hold, self._wanted = StorageHold(self._store, self._listed), step
+        self.clock = RestoreClock()
         self._recoveries = restore = ClusterRestore(
             world,
             self._reach(),
@@ -130,6 +134,7 @@ class RestoreSources:
                 self._distrust,
                 lambda: self._contents.unread,
             ),
+            clock=self.clock,
         )
         if step is None and self._newest is not None:
             return restore.begin_with(self._newest, self._selection)
@@ -340,10 +345,11 @@ class ClusterRestore:
         timeout_s: float,
         phase: str = "restore: candidates",
         storage: Storage | None = None,
+        clock: RestoreClock | None = None,
     ) -> None:
         self._world, self._reach, self._ask = world, reach, ask
         self._open_stored, self._wanted, self._timeout_s = open_stored, wanted, timeout_s
-        self._phase, self._storage = phase, storage
+        self._phase, self._storage, self._clock = phase, storage, clock or RestoreClock()
         self._failed: set[Candidate] = set()
         """Candidates listed in storage that must not be tried again."""
         self._known: KnownRecoveries | None = None
@@ -450,7 +456,13 @@ class ClusterRestore:
         self, learn: Callable[[], KnownRecoveries], explain: Callable[[], None]
     ) -> list[Candidate]:
         def decide() -> bytes:
-            selection = self._find(learn())
+            with self._clock.during("choose"):
+                return choose_best()
+
+        def choose_best() -> bytes:
+            with self._clock.during("inventory"):
+                known = learn()
+            selection = self._find(known)
             while selection.recoveries and not self._is_held(selection.recoveries[0]):
                 selection = self._find(self._without(selection.recoveries[0].candidate))
             self._report(selection)
@@ -462,7 +474,8 @@ class ClusterRestore:
                 return msgspec.msgpack.encode((encode_choice(best), b""))
             return self._storage.hold.tell(best, self._world.size)
 
-        encoded = from_rank0(self._world, self._phase, decide, timeout_s=self._timeout_s)
+        with self._clock.during("meet"):
+            encoded = from_rank0(self._world, self._phase, decide, timeout_s=self._timeout_s)
         return self._take(encoded)
 
     def _take(self, encoded: bytes) -> list[Candidate]:

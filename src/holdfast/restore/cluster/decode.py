@@ -308,6 +308,7 @@ class DegradedImage(ImageFile):
     """
 
     is_mapped = False
+    is_decoded = True
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ from holdfast.restore.reading.read import (
     Destination,
     read_verified,
 )
+from holdfast.restore.restore_clock import RestoreClock
 
 #: Blocks that a rank reads at once.
 _READ_BLOCKS = 4
@@ -81,8 +82,10 @@ class BlockExchange:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def step(self) -> None:
+    def step(self, clock: RestoreClock) -> None:
         """Read for the next round, take for the one before, apply what is there.
+
+        What this rank then still waits for its own reads is "read" by the clock.
 
         Raises errors of reading, and ExchangeBroke when something did not arrive as it was.
         """
@@ -99,6 +102,9 @@ class BlockExchange:
                 self._apply_outbox(taking, self._step - 1)
             if applying:
                 self._apply_inbox(applying.inbox, self._step - 2)
+            with clock.during("read"):
+                for future in work[bool(taking and self._offered) :]:
+                    future.result()
             for future in work:
                 future.result()
         except BaseException:

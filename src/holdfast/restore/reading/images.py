@@ -46,6 +46,8 @@ class ImageFile(Protocol):
     table_xxh3: str
     is_mapped: bool
     """True if the image lies in memory: ``view`` then reads nothing and needs no staging buffer."""
+    is_decoded: bool = False
+    """True if ``view`` decodes what it returns."""
 
     def check_length(self) -> None:
         """Raise FormatError unless the length is the one in the manifest or slot record."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -31,6 +32,7 @@ from holdfast.restore.planning.plan import (
     plan_fetches,
 )
 from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.restore_clock import ThreadSeconds
 from holdfast.storage.direct import aligned_memory
 
 __all__ = [
@@ -66,16 +68,18 @@ def read_wants(
     borrow: BorrowBuffer | None = None,
     shared: Collection[int] | None = None,
     on_bytes: Callable[[int], None] = lambda _: None,
+    spent: ThreadSeconds | None = None,
 ) -> int:
     """Fill ``destinations[want.key]`` (carrier arrays shaped as the wanted boxes, or DeferredCopy).
 
     ``batches``: the result of ``plan_reads``, if it was called. ``borrow``: lends the staging
     buffers for DeferredCopy destinations. ``shared``: where other processes of this host read the
-    same checkpoint now, the keys of the wants that they have too; None: there are none. Returns the
-    number of bytes read. Raises CoverageError before anything is read, ChecksumMismatch,
+    same checkpoint now, the keys of the wants that they have too; None: there are none. ``spent``:
+    is told what the threads spend on reading, decoding, verifying and copying. Returns the number
+    of bytes read. Raises CoverageError before anything is read, ChecksumMismatch,
     FormatError or StorageError while reading; destinations must then not be used.
     """
-    reading = _ParallelRead(checkpoint, wants, destinations, borrow, shared)
+    reading = _ParallelRead(checkpoint, wants, destinations, borrow, shared, spent)
     if batches is None:
         batches = plan_reads(checkpoint, wants, flat=reading.flat)
     reading.check_room(batches)
@@ -120,9 +124,10 @@ class _ParallelRead:
         destinations: Mapping[int, Destination],
         borrow: BorrowBuffer | None,
         shared: Collection[int] | None,
+        spent: ThreadSeconds | None,
     ) -> None:
         self._checkpoint, self._wants, self._borrow = checkpoint, wants, borrow
-        self._shared = shared
+        self._shared, self._spent = shared, spent
         self._destinations = [destinations[want.key] for want in wants]
         self._deferred: dict[int, DeferredCopy] = {}
         self._flat: dict[int, Array] = {}
@@ -154,6 +159,7 @@ class _ParallelRead:
 
     def run(self, batch: ReadBatch) -> int:
         """Read, verify and copy one batch; return the bytes read."""
+        began_s = time.monotonic()
         source = _Blocks(
             self._checkpoint,
             batch.rank,
@@ -175,6 +181,8 @@ class _ParallelRead:
         else:
             source.read(_NOTHING if source.is_mapped else _staging(source.size_bytes))
             self._move(batch, source)
+        if self._spent is not None:
+            self._spent.add(source.spent(time.monotonic() - began_s))
         return source.size_bytes
 
     def _is_late(self, batch: ReadBatch) -> bool:
@@ -222,6 +230,15 @@ class _Blocks:
         self.size_bytes = min(stop * BLOCK_BYTES, self._data_stop) - self.begin
         self.is_mapped = self._file.is_mapped
         self.data = memoryview(b"")
+        self._read_s = self._verify_s = 0.0
+
+    def spent(self, elapsed_s: float) -> dict[str, float]:
+        """Return what of this time went into reading, or decoding, verifying, and all else:
+        copying.
+        """
+        reading = "decode" if self._file.is_decoded else "read"
+        left_s = max(0.0, elapsed_s - self._read_s - self._verify_s)
+        return {reading: self._read_s, "verify": self._verify_s, "copy": left_s}
 
     def narrow(self, batch: ReadBatch) -> None:
         """Read only what the batch needs, where no checksum needs whole blocks."""
@@ -236,7 +253,9 @@ class _Blocks:
         """
         begin = self._data_start + self.begin
         stop = begin + self.size_bytes
+        began_s = time.monotonic()
         self.data = self._file.view(begin, stop, staging, is_shared=self._is_shared)
+        self._read_s += time.monotonic() - began_s
 
     def stage(self, memory: memoryview) -> None:
         """Read ``data`` into ``memory`` and verify all of it."""
@@ -248,9 +267,13 @@ class _Blocks:
 
     def check_through(self, block: int) -> None:
         """Verify every block up to this one; ChecksumMismatch."""
+        if self._next > block:
+            return
+        began_s = time.monotonic()
         while self._next <= block:
             self._check(self._next)
             self._next += 1
+        self._verify_s += time.monotonic() - began_s
 
     def _check(self, number: int) -> None:
         if not self._has_sums:

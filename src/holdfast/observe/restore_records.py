@@ -1,0 +1,72 @@
+"""Collects the records of restores, in any order, into what the report says of each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from holdfast import events
+from holdfast.observe.clocks import CommonClock, HostMoment
+from holdfast.observe.phases import BY_EVENT
+from holdfast.observe.report import Restore
+from holdfast.observe.rollups import PhaseRollup
+
+_PHASES = tuple(phase for phase in BY_EVENT["Restored"] if phase.within)
+
+
+@dataclass(slots=True)
+class _RestoreParts:
+    """One restore while its records come in; of a rank that restored twice the last bytes count."""
+
+    saved_world: int
+    world: int
+    sources: set[str] = field(default_factory=set)
+    elapsed_s: float = 0.0
+    #: rank -> bytes that were restored, read and received
+    sizes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    phases: dict[str, PhaseRollup] = field(default_factory=lambda: defaultdict(PhaseRollup))
+    #: clock -> the last moment by it
+    ends: dict[int, HostMoment] = field(default_factory=dict)
+
+    def take(self, event: events.Restored, at: HostMoment) -> None:
+        self.sources.add(event.origin or event.source)
+        self.elapsed_s = max(self.elapsed_s, event.elapsed_s)
+        self.sizes[event.rank] = event.size_bytes, event.read_bytes, event.received_bytes
+        self.ends[at.clock] = max(at, self.ends.get(at.clock, at))
+        for phase in _PHASES:
+            self.phases[phase.name].add((event.rank,), (getattr(event, phase.field),))
+
+    def done(self, key: tuple[int, int, int], common: CommonClock) -> Restore:
+        size_bytes, read_bytes, received_bytes = map(sum, zip(*self.sizes.values(), strict=True))
+        return Restore(
+            *key,
+            sources=tuple(sorted(self.sources)),
+            elapsed_s=self.elapsed_s,
+            size_bytes=size_bytes,
+            saved_world=self.saved_world,
+            world=self.world,
+            time_s=max(map(common.seconds, self.ends.values())),
+            read_bytes=read_bytes,
+            received_bytes=received_bytes,
+            phases={
+                name: phase.spread() for name, phase in self.phases.items() if phase.largest_s > 0
+            },
+        )
+
+
+class RestoreRecords:
+    """All restores of a run: by start, and by the generation that was restored."""
+
+    def __init__(self) -> None:
+        self._restores: dict[tuple[int, int, int], _RestoreParts] = {}
+
+    def take(self, event: events.Restored, at: HostMoment) -> None:
+        """Takes a record."""
+        key = event.incarnation, event.parent_incarnation, event.step
+        if key not in self._restores:
+            self._restores[key] = _RestoreParts(event.saved_world, event.world)
+        self._restores[key].take(event, at)
+
+    def restores(self, common: CommonClock) -> tuple[Restore, ...]:
+        """Returns them in the order of their starts."""
+        return tuple(parts.done(key, common) for key, parts in sorted(self._restores.items()))
