@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import add, gt
 from typing import Any, TypeGuard
 
 from holdfast.errors import ForeignFormatError, UsageError
@@ -34,6 +35,7 @@ MAX_METADATA_BYTES = 1 << 30
 MAX_RANKS_SHOWN = 1 << 16
 #: The files of one save, and of most copies, are written within so many seconds.
 LATER_S = 60.0
+_INT = frozenset((int,))
 _FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
 
 
@@ -138,6 +140,7 @@ class _DcpDirectory:
 
     def _items(self, storage: dict[Any, Any]) -> Iterator[tuple[tuple[Any, ...], _Item]]:
         """(name, offset in the leaf or None) of every item, and where it lies."""
+        places: dict[Any, tuple[str, int]] = {}
         for key, info in storage.items():
             is_known = isinstance(info, Record) and info.kind == "_StorageInfo"
             is_index = type(key) is tuple and len(key) == 4 and key[0] == "MetadataIndex"
@@ -152,12 +155,20 @@ class _DcpDirectory:
             offset, size = where.get("offset"), where.get("length")
             if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
                 raise self._error(f"{key[1]!r:.200} lies at no place of a file")
-            file = self._prefix + checked_name(where.get("relative_path"), self._where)
-            matched = _FILE.fullmatch(file.rpartition("/")[2])
-            rank = int(matched[1]) if matched else 0
-            if rank >= MAX_RANKS_SHOWN:
-                raise self._error(f"it names a file of rank {rank}")
-            yield (key[1], key[2]), _Item(file, offset, size, rank)
+            path = where.get("relative_path")
+            found = places.get(path) if type(path) is str else None
+            if found is None:
+                found = places[path] = self._file(path)
+            yield (key[1], key[2]), _Item(found[0], offset, size, found[1])
+
+    def _file(self, path: object) -> tuple[str, int]:
+        """The name of a file that items lie in, and the rank that wrote it."""
+        file = self._prefix + checked_name(path, self._where)
+        matched = _FILE.fullmatch(file.rpartition("/")[2])
+        rank = int(matched[1]) if matched else 0
+        if rank >= MAX_RANKS_SHOWN:
+            raise self._error(f"it names a file of rank {rank}")
+        return file, rank
 
     def _missing_files(self, items: Mapping[Any, _Item]) -> set[str]:
         """The files that are not there, or are too short for what they should hold."""
@@ -226,8 +237,8 @@ class _DcpDirectory:
         start, sizes = fields.get("offsets"), fields.get("sizes")
         if not (_is_shape(start) and _is_shape(sizes)) or {len(start), len(sizes)} != {len(shape)}:
             raise self._error(f"{name!r:.200} has a chunk without offsets and sizes")
-        box = Box(start, tuple(a + b for a, b in zip(start, sizes, strict=True)))
-        if not Box.whole(shape).contains(box) and not box.is_empty:
+        box = Box(start, tuple(map(add, start, sizes)))
+        if any(map(gt, box.stop, shape)) and not box.is_empty:
             raise self._error(f"{name!r:.200} has a chunk outside of its shape {shape}")
         return box
 
@@ -239,7 +250,8 @@ class _DcpDirectory:
 
 
 def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
-    return type(value) is tuple and all(type(one) is int and one >= 0 for one in value)
+    # No loop in Python: there is one for each shard of each rank.
+    return type(value) is tuple and _INT.issuperset(map(type, value)) and min(value, default=0) >= 0
 
 
 def locate(files: SourceFiles, leaf: str, dtype: str, box: Box, extent: Extent) -> Extent:

@@ -144,17 +144,18 @@ HARMLESS = frozenset(
         *("pathlib._local", "random", "types", "typing", "uuid"),
     )
 )
-_DCP = "torch.distributed.checkpoint.metadata"
+DCP_METADATA = "torch.distributed.checkpoint.metadata"
+DCP_FILES = "torch.distributed.checkpoint.filesystem"
 #: Classes whose objects are attributes and nothing else.
 RECORDS = {
-    (_DCP, "Metadata"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (DCP_METADATA, "Metadata"),
+    (DCP_METADATA, "TensorStorageMetadata"),
+    (DCP_METADATA, "TensorProperties"),
+    (DCP_METADATA, "ChunkStorageMetadata"),
+    (DCP_METADATA, "BytesStorageMetadata"),
+    (DCP_METADATA, "MetadataIndex"),
+    (DCP_METADATA, "StorageMeta"),
+    (DCP_FILES, "_StorageInfo"),
     ("torch.distributed.checkpoint._fsspec_filesystem", "_StorageInfo"),
     ("argparse", "Namespace"),
     ("types", "SimpleNamespace"),
@@ -164,7 +165,7 @@ RECORDS = {
 }
 #: Classes made from their values: enums, with the values kept.
 ENUMS = {
-    (_DCP, "_MEM_FORMAT_ENCODING"),
+    (DCP_METADATA, "_MEM_FORMAT_ENCODING"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("megatron.core.enums", "ModelType"),
     ("megatron.core.transformer.enums", "AttnBackend"),
@@ -269,7 +270,8 @@ def as_key(record: Record) -> tuple[Any, ...]:
     """The attributes of a record that is the key of a dictionary, as plain values."""
     if record.kind != "MetadataIndex":
         raise Unbuildable(f"a key that is a {record.kind}")
-    return (record.kind, *(record.fields.get(name) for name in ("fqn", "offset", "index")))
+    get = record.fields.get
+    return record.kind, get("fqn"), get("offset"), get("index")
 
 
 def _build_dtype(dtype: NumpyDtype, state: Any) -> None:

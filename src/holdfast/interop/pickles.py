@@ -30,6 +30,7 @@ from holdfast.interop.pickle_records import (
     refuses,
     storage,
 )
+from holdfast.interop.record_runs import RecordRuns
 
 #: As metadata of 1,024 ranks and 300 tensors have (20.9 million): docs/design/0019.
 MAX_OPCODES = 22_000_000
@@ -86,6 +87,7 @@ class _Machine:
         self.memo: list[Any] = []
         self.marks: list[int] = []
         self.opaque: list[Opaque] = []
+        self.runs = RecordRuns()
         self.names: dict[tuple[str, str], GlobalName] = {}
         self.hashes: dict[int, tuple[Any, ...]] = {}
         self.equal_hashes = 0
@@ -231,6 +233,8 @@ class _Machine:
         if new > 0:
             self.charge(9 * new)
             self.memo.extend([_NOTHING] * new)
+        else:
+            self.runs.forget()
         self.memo[number] = self.top()
 
     def get(self, number: int) -> None:
@@ -255,8 +259,11 @@ class _Machine:
         if isinstance(key, Record):
             key = as_key(key)
             self.charge(sys.getsizeof(key) + 64)
-            self.check_parts(key[2] if type(key[2]) is tuple else ())
-            self.check_parts((key[1], *key[3:], None if type(key[2]) is tuple else key[2]))
+            _, name, offset, index = key
+            if type(offset) is tuple:
+                self.check_parts(offset)
+                offset = None
+            self.check_parts((name, index, offset))
             self.check_hash(key)
         elif type(key) is tuple:
             self.check_parts(key)
@@ -269,8 +276,12 @@ class _Machine:
         if len(parts) > MAX_DIMS:
             raise self.error(f"a key of {len(parts)} parts")
         for one in parts:
-            if type(one) not in _KEYS or (type(one) is int and abs(one) >= MAX_KEY):
-                raise self.error(f"a key that is a {type(one).__name__}, or too large")
+            if type(one) is int:
+                if -MAX_KEY < one < MAX_KEY:
+                    continue
+            elif type(one) in _KEYS:
+                continue
+            raise self.error(f"a key that is a {type(one).__name__}, or too large")
 
     def check_hash(self, key: tuple[Any, ...]) -> None:
         """Anyone can make numbers whose tuples have one hash: a dictionary would compare all."""
@@ -427,6 +438,7 @@ def _build(m: _Machine) -> None:
         m.charge(_cost_of_state(state))
         build(target, state)
         m.charge(sys.getsizeof(target.fields) - before_bytes)
+        m.runs.follow(target, m)
     else:
         build(target, state)
 
