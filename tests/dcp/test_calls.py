@@ -435,3 +435,16 @@ def test_changed_bytes_are_never_loaded(tmp_path: Path) -> None:
     image.write_bytes(bytes(raw))
     with pytest.raises(CheckpointException, match="ChecksumMismatch"):
         way.load({"a": torch.zeros(1_000_000)}, 1)
+
+
+def test_torchs_own_names_may_be_made_to_mean_these_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a program does whose library imports ``save`` and ``load`` from torch by itself."""
+    for name in ("save", "async_save", "load"):
+        monkeypatch.setattr(dcp, name, getattr(holdfast.dcp, name))
+    state = {"w": torch.ones(3), "n": 4}
+    quietly(dcp.save, state, checkpoint_id=tmp_path / "root" / "step-1", no_dist=True)
+    found = {"w": torch.zeros(3), "n": 0}
+    quietly(dcp.load, found, checkpoint_id=tmp_path / "root" / "step-1", no_dist=True)
+    assert differs(found, state) == [] and holdfast.open(tmp_path / "root").step == 1

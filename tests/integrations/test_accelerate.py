@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError
 from holdfast.observe.report_builder import read_report
+from integrations.drop_in import check_changed
 from integrations.real_runs import (
     check_resumed,
     check_same,
@@ -267,3 +268,13 @@ def test_a_root_of_another_program_is_refused_by_an_accelerator(
     holdfast.save(tmp_path / "a", {"model": nn.Linear(2, 2)}, step=3)
     with pytest.raises(UsageError, match=r"not written by holdfast\.integrations\.accelerate"):
         attach(prepared, tmp_path / "a")
+
+
+@needs_it
+@pytest.mark.timeout(400)
+def test_save_state_and_load_state_keep_shards_here_when_torchs_two_classes_are_changed(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "state"
+    roots = {place / "pytorch_model_fsdp_0": "model.", place / "optimizer_0": "optimizer."}
+    check_changed("accelerate", place, roots, tmp_path)

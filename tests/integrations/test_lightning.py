@@ -18,6 +18,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.integrations.lightning_limits import check_validation
 from holdfast.observe.report_builder import read_report
+from integrations.drop_in import check_changed
 from integrations.real_runs import (
     check_resumed,
     check_same,
@@ -240,3 +241,12 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
         lightning_limits.take_environment(second)
     found = entry_points(group="lightning.pytorch.callbacks_factory")
     assert [one.load() for one in found if one.name == "holdfast"] == [callbacks]
+
+
+@needs_it
+@pytest.mark.timeout(400)
+def test_saves_and_loads_of_fabric_are_kept_here_when_torchs_two_functions_are_changed(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+    check_changed("lightning", root / "step-4", {root: ""}, tmp_path)

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import holdfast
+from holdfast.cli import main
 from holdfast.errors import NotFound, UsageError
 from holdfast.observe.report_builder import read_report
 from integrations.real_runs import (
@@ -93,6 +96,43 @@ def test_torchtitan_resumes_from_storage_when_shared_memory_is_gone(
     report = read_report(root_of(root))
     assert {source for each in report.restores for source in each.sources} == {"storage"}
     assert [each.step for each in report.restores] == [5], "the interval, counted from 1"
+
+
+@needs_it
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_torchtitans_own_checkpointer_saves_and_loads_here_with_one_import_changed(
+    mode: str, tmp_path: Path
+) -> None:
+    """What lies there is what DCP has of the same run; both are loaded by the same calls."""
+    settings = {"interval": 2, "async_mode": mode, "keep_latest_k": 0}
+    options: dict[str, Any] = {"steps": 4, "manager": "changed import", "checkpoint": settings}
+    lines = whole(RUN, tmp_path / "ours", **FSDP2, **options)
+    own = whole(RUN, tmp_path / "theirs", **FSDP2, **options | {"manager": "own"})
+    check_same(lines, own)
+    root = root_of(tmp_path / "ours")
+    assert main(["verify", str(root), "--deep"]) == 0
+    for step in (2, 4):
+        with (
+            holdfast.open(root, step=step) as ours,
+            holdfast.open(root_of(tmp_path / "theirs") / f"step-{step}") as theirs,
+        ):
+            assert ours.step == step and ours.leaves.keys() == theirs.leaves.keys()
+            assert any(name.startswith("optimizer.") for name in ours.leaves)
+            for name in ours.leaves:
+                assert torch.equal(ours.read(name), theirs.read(name)), name
+    begin = {"initial_load_path": str(root), "initial_load_model_only": False}
+    again = tmp_path / "again"
+    more = {"steps": 5, "says_loaded": "moments", "checkpoint": settings | begin}
+    whole(RUN, again, **FSDP2, **options | more)
+    trained = {line.split()[0]: line.split() for line in lines if ": step 4 " in line}
+    for rank in ("0:", "1:"):
+        words = [line.split() for line in said(again) if line.startswith(rank)]
+        (told,), (filled,) = (
+            [one for one in words if one[1] == key] for key in ("loaded", "filled")
+        )
+        assert told[2:] == ["True", "4", trained[rank][3]]
+        assert filled[2:] == trained[rank][4:6]
 
 
 @needs_it

@@ -41,9 +41,11 @@ def settings() -> Any:
         setattr(config.parallelism, name, value)
     given: dict[str, Any] = {"enable": True, "interval": 5, "last_save_model_only": False}
     given |= OPTIONS.get("checkpoint", {})
-    if OPTIONS.get("manager") == "own":
+    if OPTIONS.get("manager") in ("own", "changed import"):
         from torchtitan.components.checkpointer import CheckpointManager
 
+        if OPTIONS["manager"] == "changed import":
+            change_import()
         config.checkpoint = CheckpointManager.Config(**given)
     else:
         config.checkpoint = HoldfastCheckpointManager.Config(**given)
@@ -51,6 +53,15 @@ def settings() -> Any:
         config.validator.enable, config.validator.freq = True, OPTIONS["validate"]
         config.validator.steps, config.validator.dataloader = 2, cpu.Loader.Config()
     return config
+
+
+def change_import() -> None:
+    """Makes ``import torch.distributed.checkpoint as dcp`` of torchtitan's another line."""
+    import torchtitan.components.checkpointer.dcp as component
+
+    import holdfast.dcp
+
+    component.dcp = holdfast.dcp
 
 
 def watch_validation(trainer: Any) -> None:
@@ -119,6 +130,9 @@ def main() -> None:
         if OPTIONS.get("says_loaded"):
             weights = digest(p for part in trainer.model_parts for p in part.parameters())
             note(f"loaded {found} {trainer.step} {weights}")
+            if OPTIONS["says_loaded"] == "moments":
+                optimizers = chain.from_iterable(map(moments, trainer.optimizers))
+                note(f"filled {digest(optimizers)} {trainer.ntokens_seen}")
         return found
 
     trainer.train_step, trainer.checkpointer.save = stepped, saved

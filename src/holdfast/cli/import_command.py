@@ -79,11 +79,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _meeting_place(args: argparse.Namespace) -> Path:
-    """Where the ranks meet: beside the root, or beside the source of one in a bucket."""
+    """Where the ranks meet: beside the root, or beside the source of one in a bucket, or here."""
     if not is_bucket(args.root):
         path = Path(os.path.abspath(args.root))
         return path.with_name(f".{path.name}.ranks")
-    path, root = Path(os.path.abspath(args.source)), xxhash.xxh3_64_hexdigest(args.root.encode())
+    root = xxhash.xxh3_64_hexdigest(args.root.encode())
+    if is_bucket(args.source):  # and both are in buckets: where the command runs
+        return Path.cwd() / f".{args.source.rstrip('/').rpartition('/')[2]}.{root}.ranks"
+    path = Path(os.path.abspath(args.source))
     return path.with_name(f".{path.name}.{root}.ranks")
 
 

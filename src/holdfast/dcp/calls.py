@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_loader import load as _load
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+)
+
+# These are torch's own, whatever the names in torch.distributed.checkpoint are made to mean.
+from torch.distributed.checkpoint.state_dict_saver import async_save as _async_save
+from torch.distributed.checkpoint.state_dict_saver import save as _save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from holdfast.dcp.checkpoint_ids import place_of
@@ -44,7 +51,7 @@ def save(
 
     Durable on return. Raises what torch's call raises with a ``Writer``.
     """
-    metadata: Metadata = torch_dcp.save(
+    metadata: Metadata = _save(
         state_dict,
         storage_writer=_writer(checkpoint_id, storage_writer),
         planner=planner,
@@ -78,7 +85,7 @@ def async_save(
     durable, and raises what ``save`` would.
     """
     writer = _writer(checkpoint_id, storage_writer)
-    found: Future[Any] | AsyncSaveResponse = torch_dcp.async_save(
+    found: Future[Any] | AsyncSaveResponse = _async_save(
         state_dict,
         checkpoint_id=checkpoint_id,  # for the thread that saves: the next one may be another
         storage_writer=writer,
@@ -109,7 +116,7 @@ def load(
 
     Raises what torch's call raises with a ``Reader``.
     """
-    torch_dcp.load(
+    _load(
         state_dict,
         storage_reader=_reader(checkpoint_id, storage_reader),
         planner=planner,

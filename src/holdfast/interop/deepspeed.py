@@ -9,26 +9,22 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
 from holdfast.geometry.box import ITEMSIZE, Box, flat_boxes
+from holdfast.interop import deepspeed_tags as tags
 from holdfast.interop.arrange import MODEL
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
+from holdfast.interop.parameter_partition import PartitionError, mapped_cuts, partition_cuts
 from holdfast.interop.pickle_records import Record, TensorRef
 from holdfast.interop.source_files import SourceFiles
+from holdfast.interop.tensor_ranks import INFO, TensorRanks
 from holdfast.interop.torch_files import TorchFile, Tree, open_torch_file
 
-_OPTIMIZER = re.compile(
-    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt"
-)
-_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt")
-_ATOM = re.compile(r"zero/(.+)/fp32\.pt")
-_EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
-_LAYER = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
-_LATEST = ("latest", "latest_universal")
 #: The masters of fp16 without ZeRO, in the dictionary of its optimizer.
 _MASTERS = frozenset(("fp32_groups", "fp32_groups_flat"))
 #: Of the element types that a count of steps has.
@@ -38,63 +34,10 @@ _INNER = frozenset(
     (
         *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
         *("shared_params", "buffer_names", "dp_world_size", "mp_world_size", "ds_config"),
-        *("checkpoint_parallel_dimensions", "ds_version", "universal_checkpoint_info"),
+        *("checkpoint_parallel_dimensions", "ds_version", INFO),
         *("num_experts", "ds_autoep_layers"),
     )
 )
-
-
-def find_tag(files: SourceFiles) -> str | None:
-    """The folder of the checkpoint to read, "" or with "/" at its end; None if there is none.
-
-    That is the folder itself, the one that ``latest`` names, or the only one directly below it:
-    those deeper are of the steps of another writer.
-    """
-    found = _tags(files)
-    if files.path.is_file() and found:
-        raise UsageError(f"{files.path} is one file of a DeepSpeed checkpoint: give its directory")
-    if not found or "" in found:
-        return "" if found else None
-    names = set(files.names())
-    for pointer in _LATEST:
-        if pointer in names:
-            tag = files.read(pointer).decode("utf-8", "replace").strip()
-            if f"{tag}/" not in found:
-                raise UsageError(
-                    f"{files.where(pointer)} names {tag!r:.100}, which is not there. There are "
-                    f"{_shown(found)}: give the path of one"
-                )
-            return f"{tag}/"
-    found = [tag for tag in found if tag.count("/") == 1]
-    if len(found) > 1:
-        raise UsageError(
-            f"{files.path} has DeepSpeed checkpoints below it, and no file 'latest' that names "
-            f"one. There are {_shown(found)}: give the path of one"
-        )
-    return found[0] if found else None
-
-
-def other_tags(files: SourceFiles, tag: str) -> list[str]:
-    """The folders of checkpoints that are not in the one to read, without "/" at their ends."""
-    return [one.rstrip("/") for one in _tags(files) if not one.startswith(tag)]
-
-
-def _tags(files: SourceFiles) -> list[str]:
-    return sorted({tag for name in files.names() if (tag := _tag_of(name)) is not None})
-
-
-def _shown(tags: list[str]) -> str:
-    return ", ".join(tag.rstrip("/") for tag in tags[:5]) + (", ..." if len(tags) > 5 else "")
-
-
-def _tag_of(name: str) -> str | None:
-    folder, _, last = name.rpartition("/")
-    if any(one.fullmatch(last) for one in (_OPTIMIZER, _MODEL, _EXPERT, _LAYER)):
-        return f"{folder}/" if folder else ""
-    if last == "fp32.pt":
-        at = f"/{name}".rfind("/zero/")
-        return name[:at] if at >= 0 else None
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +80,27 @@ class _Checkpoint:
         names = [name.removeprefix(tag) for name in files.names() if name.startswith(tag)]
         self._names = set(names)
         self._refuse_parallel(names)
-        self._optimizers = {int(m[1]): m[0] for n in names if (m := _OPTIMIZER.fullmatch(n))}
-        models = [m for name in names if (m := _MODEL.fullmatch(name))]
-        self._partitioned = {int(m[1]): m[0] for m in models if m[1] is not None}
-        self._main = next((m[0] for m in models if m[1] is None), self._partitioned.get(0))
+        #: The optimizer files of each tensor-parallel rank, by their data-parallel ranks.
+        self._optimizers: dict[int, dict[int, str]] = {}
+        for found in filter(None, map(tags.OPTIMIZER.fullmatch, names)):
+            self._optimizers.setdefault(int(found[2]), {})[int(found[1])] = found[0]
+        models = [found for found in map(tags.MODEL.fullmatch, names) if found]
+        self._partitioned = {int(m[1]): m[0] for m in models if m[1] is not None and not int(m[2])}
+        #: The model's file of each tensor-parallel rank.
+        self._mains = {int(m[2]): m[0] for m in models if m[1] and not int(m[1])}
+        self._mains |= {int(m[2]): m[0] for m in models if m[1] is None}
+        self._main = self._mains.get(0)
+        self._degree = 1 + max((int(m[2]) for m in models), default=0)
         self._notes: list[str] = []
         #: Why the optimizer cannot be taken: without a part of its state it is another.
         self._unfit: list[str] = []
         self._opened: dict[str, TorchFile] = {}
 
     def _refuse_parallel(self, names: list[str]) -> None:
-        if any(_EXPERT.fullmatch(name) for name in names):
+        if any(tags.EXPERT.fullmatch(name) for name in names):
             raise UsageError("DeepSpeed checkpoints with expert files can't be read yet")
-        if any(_LAYER.fullmatch(name) for name in names):
+        if any(tags.LAYER.fullmatch(name) for name in names):
             raise UsageError("DeepSpeed checkpoints of pipelines (layer files) can't be read yet")
-        grids = [m for name in names for one in (_OPTIMIZER, _MODEL) if (m := one.fullmatch(name))]
-        if any(int(m[2]) for m in grids):
-            raise UsageError(
-                "DeepSpeed checkpoints of several model-parallel ranks (mp_rank_01) can't be read "
-                "yet: nothing here says along which dimension each weight is joined"
-            )
 
     def _error(self, name: str, why: str) -> ForeignFormatError:
         where = self._files.where(self._tag + name)
@@ -182,26 +126,28 @@ class _Checkpoint:
         if self._main is None:
             raise self._error("mp_rank_00_model_states.pt", "it is not there")
         main = self._value(self._main)
-        tree = Tree(self._open(self._main)).value()
+        trees = [Tree(self._open(name)).value() for name in self._model_files()]
+        ranks = self._tensor_ranks(main)
+        tree = trees[0]
         model: dict[str, Any] = dict(tree.get("module") or {})
         rest = {k: v for k, v in tree.items() if k not in _INNER and v is not None}
         shapes = self._shapes(main)
-        atoms = sorted(m[1] for name in self._names if (m := _ATOM.fullmatch(name)))
+        atoms = sorted(m[1] for name in self._names if (m := tags.ATOM.fullmatch(name)))
         optimizer: dict[str, Any] | None = tree.get("optimizer")
+        if ranks is not None:
+            modules = [one.get("module") or {} for one in trees]
+            masters = {name for group in shapes for name in group}
+            self._notes += ranks.join_module(model, modules, masters, tree.get("buffer_names"))
         if atoms:
             optimizer = self._universal(model, shapes, rest, atoms)
         elif self._optimizers:
-            optimizer = self._zero(model, shapes, rest, main)
+            optimizer = self._zero(model, shapes, rest, main, ranks)
         elif shapes:
             raise self._error(
                 self._main, "it is of a ZeRO checkpoint, and no rank's optimizer file is there"
             )
-        elif optimizer is not None and (masters := optimizer.keys() & _MASTERS):
-            self._unfit.append(
-                f"{masters.pop()} of {self._main}, as fp16 without ZeRO has them, are masters in "
-                "F32 without names, so parameters are the copies of 16 bits. Save with ZeRO-1 for "
-                "both"
-            )
+        elif optimizer is not None:
+            self._refuse_numbered(optimizer)
         if self._partitioned:
             self._frozen(model, main)
         for name, source in (main.get("shared_params") or {}).items():
@@ -218,7 +164,47 @@ class _Checkpoint:
         ]
         result = rest | ours
         return DeepSpeedState(
-            result, _step(main), max(1, len(self._optimizers)), tuple(self._notes)
+            result,
+            _step(main),
+            max(1, sum(map(len, self._optimizers.values()))),
+            tuple(self._notes),
+        )
+
+    def _refuse_numbered(self, optimizer: Mapping[str, Any]) -> None:
+        """Note why an optimizer without ZeRO is left out, where it is."""
+        if masters := optimizer.keys() & _MASTERS:
+            self._unfit.append(
+                f"{masters.pop()} of {self._main}, as fp16 without ZeRO has them, are masters in "
+                "F32 without names, so parameters are the copies of 16 bits. Save with ZeRO-1 for "
+                "both"
+            )
+        elif self._degree > 1:
+            self._unfit.append("tensor-parallel ranks have it by numbers. Save with ZeRO-1 for it")
+
+    # ── tensor-parallel ranks ────────────────────────────────────────────────────────────
+
+    def _model_files(self) -> list[str]:
+        """The model's file of each tensor-parallel rank."""
+        for rank in range(self._degree):
+            if rank not in self._mains:
+                name = f"mp_rank_{rank:02d}_model_states.pt"
+                raise self._error(name, f"it is not there, of {self._degree} ranks' files")
+        return [self._mains[rank] for rank in range(self._degree)]
+
+    def _tensor_ranks(self, main: Mapping[str, Any]) -> TensorRanks | None:
+        """What the file says of several tensor-parallel ranks; None for one."""
+        if self._degree == 1:
+            return None
+        if self._partitioned and not any(map(tags.ATOM.fullmatch, self._names)):
+            raise UsageError(
+                "DeepSpeed checkpoints of ZeRO-3 on several model-parallel ranks can't be read "
+                "yet: give their universal form, which DeepSpeed's ds_to_universal makes"
+            )
+        for name in self._model_files():
+            if self._value(name).get("global_steps") != main.get("global_steps"):
+                raise self._error(name, "its global_steps are of another save")
+        return TensorRanks(
+            main.get(INFO), self._degree, self._files.where(self._tag + self._mains[0])
         )
 
     def _shapes(self, main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
@@ -232,20 +218,24 @@ class _Checkpoint:
 
     # ── ZeRO ─────────────────────────────────────────────────────────────────────────────
 
-    def _ranks(self, count: int) -> list[str]:
-        """The optimizer files of all ranks; an error that names the first that is missing."""
-        for rank in range(max(count, *self._optimizers, 0) if self._optimizers else count):
-            if rank not in self._optimizers:
-                like = self._optimizers[min(self._optimizers)]
-                name = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", like)
+    def _ranks(self, count: int, tensor_rank: int) -> list[str]:
+        """The optimizer files of all data-parallel ranks beside a tensor-parallel one; an error
+        that names the first that is missing.
+        """
+        there = self._optimizers.get(tensor_rank, {})
+        for rank in range(max(count, *there, 0) if there else count):
+            if rank not in there:
+                some = self._optimizers[min(self._optimizers)]
+                like = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", some[min(some)])
+                name = re.sub(r"mp_rank_[0-9]+", f"mp_rank_{tensor_rank:02d}", like)
                 raise self._error(name, f"it is not there, of {count} ranks' files")
-        extra = [rank for rank in self._optimizers if rank >= count]
+        extra = [rank for rank in there if rank >= count]
         if extra:
             raise self._error(
-                self._optimizers[min(extra)],
+                there[min(extra)],
                 f"{count} ranks wrote this checkpoint; the file is of another one",
             )
-        return [self._optimizers[rank] for rank in range(count)]
+        return [there[rank] for rank in range(count)]
 
     def _zero(
         self,
@@ -253,8 +243,10 @@ class _Checkpoint:
         shapes: list[dict[str, tuple[int, ...]]],
         rest: dict[str, Any],
         main: Mapping[str, Any],
+        ranks: TensorRanks | None,
     ) -> dict[str, Any]:
-        first = self._optimizers[min(self._optimizers)]
+        some = self._optimizers[min(self._optimizers)]
+        first = some[min(some)]
         state = self._zero_state(first)
         counts = state.get("partition_count")
         counts = counts if isinstance(counts, list) else [counts]
@@ -262,38 +254,36 @@ class _Checkpoint:
             raise self._error(first, "it does not say over how many ranks it is cut")
         if len(set(counts)) > 1:
             raise UsageError("DeepSpeed checkpoints with groups of experts can't be read yet")
-        names = self._ranks(counts[0])
-        states = [self._zero_state(name) for name in names]
+        names = [self._ranks(counts[0], rank) for rank in range(self._degree)]
+        states = [[self._zero_state(name) for name in some] for some in names]
         is_third = "fp32_flat_groups" in state
         key = "optimizer_state_dict" if is_third else "base_optimizer_state"
-        self._refuse_mixed(names, states, key)
+        self._refuse_mixed([*chain(*names)], [*chain(*states)], key)
         inner = state[key]
         parts: dict[tuple[str, str], list[StoredBox]] = {}
         dtypes: dict[tuple[str, str], str] = {}
         all_shapes = {name: shape for group in shapes for name, shape in group.items()}
-        for rank, (file, one) in enumerate(zip(names, states, strict=True)):
-            flats = one["fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"]
-            if is_third and len(flats) != len(shapes):
-                raise UsageError(
-                    f"{self._files.where(file)}: ZeRO-3 has cut its {len(shapes)} groups into "
-                    f"{len(flats)} (sub_group_size), which can't be read yet: give its universal "
-                    "form, which DeepSpeed's ds_to_universal makes of it"
-                )
-            for number, flat in enumerate(flats):
-                kinds = {"": flat, **self._moments(file, one, one[key], number, flat)}
-                cuts = (
-                    _third_cuts(shapes[number], rank, len(names))
-                    if is_third
-                    else self._mapped_cuts(file, one, number)
-                )
-                for name, begin, start, count in cuts:
-                    if name not in all_shapes:
-                        raise self._error(file, f"{name!r:.200} has no shape in {self._main}")
-                    for kind, ref in kinds.items():
-                        have = parts.setdefault((name, kind), [])
-                        at = start if is_third else sum(box.box.volume for box in have)
-                        have += self._run(file, ref, begin, at, count, all_shapes[name], rank)
-                        dtypes[name, kind] = ref.dtype
+        local = (
+            [shapes]
+            if ranks is None
+            else [self._shapes(self._value(name)) for name in self._model_files()]
+        )
+        if any([[*group] for group in one] != [[*group] for group in shapes] for one in local):
+            raise self._error(first, "the tensor-parallel ranks have other parameters")
+        joined = {
+            name: ranks.join(name, [one[number][name] for one in local])
+            for number, group in enumerate(shapes if ranks else ())
+            for name in group
+        }
+        for rank, (files, some_states) in enumerate(zip(names, states, strict=True)):
+            found_parts = self._flat_parts(files, some_states, key, local[rank], rank)
+            for (name, kind), (dtype, boxes) in found_parts.items():
+                if name in joined:
+                    boxes = [*joined[name].place(boxes, dtype, rank)]
+                if dtypes.setdefault((name, kind), dtype) != dtype:
+                    raise self._error(files[0], f"{name!r:.200} has another element type here")
+                parts.setdefault((name, kind), []).extend(boxes)
+        all_shapes |= {name: one.shape for name, one in joined.items()}
         self._require_held(first, all_shapes, {name for name, kind in parts if not kind})
         found: dict[str, dict[str, Any]] = {}
         for (name, kind), boxes in parts.items():
@@ -305,13 +295,57 @@ class _Checkpoint:
             else:
                 model[name] = leaf
         self._add_scaler(rest, state)
-        self._compare_steps(names[0], inner, main)
+        self._compare_steps(first, inner, main)
         groups = [
             [n for index in group["params"] for n in shapes[index]]
             for group in inner["param_groups"]
         ]
-        self._add_steps(found, names[0], inner, shapes)
+        self._add_steps(found, first, inner, shapes)
         return {"state": found, "param_groups": _options(inner["param_groups"], groups)}
+
+    def _flat_parts(
+        self,
+        files: list[str],
+        states: list[dict[str, Any]],
+        key: str,
+        shapes: list[dict[str, tuple[int, ...]]],
+        tensor_rank: int,
+    ) -> dict[tuple[str, str], tuple[str, list[StoredBox]]]:
+        """The element type and the parts of each parameter and each of its moments, by its name and
+        kind ("" for itself), as the data-parallel ranks have them. They hold it in their order.
+        """
+        found: dict[tuple[str, str], tuple[str, list[StoredBox]]] = {}
+        all_shapes = {name: shape for group in shapes for name, shape in group.items()}
+        is_third = key == "optimizer_state_dict"
+        for rank, (file, one) in enumerate(zip(files, states, strict=True)):
+            flats = one["fp32_flat_groups" if is_third else "single_partition_of_fp32_groups"]
+            if is_third and len(flats) != len(shapes):
+                raise UsageError(
+                    f"{self._files.where(file)}: ZeRO-3 has cut its {len(shapes)} groups into "
+                    f"{len(flats)} (sub_group_size), which can't be read yet: give its universal "
+                    "form, which DeepSpeed's ds_to_universal makes of it"
+                )
+            image = tensor_rank * len(files) + rank
+            for number, flat in enumerate(flats):
+                kinds = {"": flat, **self._moments(file, one, one[key], number, flat)}
+                try:
+                    cuts = (
+                        partition_cuts(shapes[number], rank, len(files))
+                        if is_third
+                        else mapped_cuts(one, number)
+                    )
+                except PartitionError as error:
+                    raise self._error(file, str(error)) from None
+                for name, begin, start, count in cuts:
+                    if name not in all_shapes:
+                        raise self._error(file, f"{name!r:.200} has no shape in {self._main}")
+                    for kind, ref in kinds.items():
+                        dtype, have = found.setdefault((name, kind), (ref.dtype, []))
+                        if dtype != ref.dtype:
+                            raise self._error(file, f"{name!r:.200} is {ref.dtype}, not {dtype}")
+                        at = start if is_third else sum(box.box.volume for box in have)
+                        have += self._run(file, ref, begin, at, count, all_shapes[name], image)
+        return found
 
     def _require_held(
         self, file: str, shapes: Mapping[str, tuple[int, ...]], held: set[str]
@@ -352,20 +386,6 @@ class _Checkpoint:
                     f"parameters {have} elements: what it has of which is not stored"
                 )
         return found
-
-    def _mapped_cuts(
-        self, file: str, state: Mapping[str, Any], number: int
-    ) -> Iterator[tuple[str, int, int, int]]:
-        """(parameter, begin in the flat, 0, elements), by the addresses that the file has."""
-        mappings = state.get("param_slice_mappings")
-        if not isinstance(mappings, list) or number >= len(mappings):
-            raise self._error(file, "it has no param_slice_mappings: DeepSpeed before 0.7 wrote it")
-        for name, address in mappings[number].items():
-            fields = address.fields if isinstance(address, Record) else {}
-            begin, count = fields.get("start"), fields.get("numel")
-            if type(begin) is not int or type(count) is not int or begin < 0 or count < 0:
-                raise self._error(file, f"{name!r:.200} has no address")
-            yield name, begin, 0, count
 
     def _run(
         self,
@@ -472,9 +492,10 @@ class _Checkpoint:
             raise self._error(
                 f"zero_pp_rank_{missing[0]}_mp_rank_00_model_states.pt", "it is not there"
             )
-        if self._optimizers and count != len(self._optimizers):
+        ranks = len(self._optimizers.get(0, {}))
+        if ranks and count != ranks:
             name = f"zero_pp_rank_{count}_mp_rank_00_model_states.pt"
-            raise self._error(name, f"it is not there, of {len(self._optimizers)} ranks' files")
+            raise self._error(name, f"it is not there, of {ranks} ranks' files")
         for name, shape in frozen.items():
             boxes, dtype = [], ""
             for rank in range(count):
@@ -483,7 +504,7 @@ class _Checkpoint:
                 if state.get("global_steps") != main.get("global_steps"):
                     raise self._error(file, "its global_steps are of another save")
                 ref = (state.get("frozen_param_fragments") or {}).get(name)
-                for _, begin, start, some in _third_cuts({name: shape}, rank, count):
+                for _, begin, start, some in partition_cuts({name: shape}, rank, count):
                     boxes += self._run(file, ref, begin, start, some, shape, 0)
                     dtype = getattr(ref, "dtype", "")
             model[name] = ForeignLeaf(dtype, shape, tuple(boxes))
@@ -515,6 +536,8 @@ class _Checkpoint:
         for parameter, shape in ((n, s) for group in shapes for n, s in group.items()):
             if parameter not in atoms:
                 raise self._error(f"zero/{parameter}/fp32.pt", "it is not there")
+            if self._degree > 1:
+                shape = self._whole_shape(parameter)
             model[parameter] = self._atom(parameter, "fp32", shape)
             kinds = [
                 m[1]
@@ -533,6 +556,15 @@ class _Checkpoint:
         groups = [[n for index in group["params"] for n in shapes[index]] for group in options]
         return {"state": found, "param_groups": _options(options, groups)}
 
+    def _whole_shape(self, parameter: str) -> tuple[int, ...]:
+        """The shape of a parameter of tensor-parallel ranks, which only its atom has."""
+        name = f"zero/{parameter}/fp32.pt"
+        value = self._open(name).value
+        whole = value.get("param") if isinstance(value, dict) else None
+        if not isinstance(whole, TensorRef):
+            raise self._error(name, "it has no shape, and those of the ranks are of shards")
+        return whole.shape
+
     def _atom(self, parameter: str, kind: str, shape: tuple[int, ...]) -> Any:
         name = f"zero/{parameter}/{kind}.pt"
         value = self._open(name).value
@@ -550,19 +582,6 @@ class _Checkpoint:
             raise self._error(name, f"it has the shape {value.shape}, the model has {wanted}")
         leaf = Tree(self._open(name)).value()
         return leaf["param"] if isinstance(leaf, dict) else leaf
-
-
-def _third_cuts(
-    group: Mapping[str, tuple[int, ...]], rank: int, world: int
-) -> Iterator[tuple[str, int, int, int]]:
-    """(parameter, begin in the flat, its first element, elements) of a rank after ZeRO-3."""
-    begin = 0
-    for name, shape in group.items():
-        volume = math.prod(shape)
-        each = -(-volume // world)
-        start = min(volume, rank * each)
-        yield name, begin, start, min(each, volume - start)
-        begin += each
 
 
 def _options(options: list[dict[str, Any]], groups: list[list[str]]) -> list[dict[str, Any]]:

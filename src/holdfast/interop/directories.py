@@ -8,7 +8,8 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
-from holdfast.interop.deepspeed import find_tag, other_tags, read_deepspeed, step_in
+from holdfast.interop.deepspeed import read_deepspeed, step_in
+from holdfast.interop.deepspeed_tags import find_tag, other_tags
 from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.lightning import (
     META,
@@ -72,7 +73,7 @@ def recognize(files: SourceFiles) -> str | None:
             f"{files.path} has shards of torch.distributed.checkpoint and no {METADATA}: the save "
             "was not finished, or the file was left behind"
         )
-    if len(names) == 1 and files.path.is_file():
+    if len(names) == 1 and files.is_file:
         return _of_file(names[0])
     if TRAINER_STATE in there:
         return "trainer"
@@ -126,12 +127,12 @@ def _read_dcp(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
 
 
 def _read_torch(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
-    gathered = Gathered(state_in(files, files.path.name))
+    gathered = Gathered(state_in(files, files.name))
     return checkpoint_of("torch", files, step_of(files), gathered, orders)
 
 
 def _read_lightning(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
-    if files.path.is_dir():
+    if not files.is_file:
         return read_lightning_directory(files, orders)
     return read_lightning_file(files, orders)
 

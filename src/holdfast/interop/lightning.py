@@ -18,7 +18,7 @@ _VERSION = "pytorch-lightning_version"
 
 def read_lightning_file(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     """Read one ``.ckpt`` file; one without Lightning's keys is a state as any other."""
-    state = state_in(files, files.path.name)
+    state = state_in(files, files.name)
     if "state_dict" not in state or _VERSION not in state:
         gathered = Gathered(state)
         return checkpoint_of("torch", files, step_of(files), gathered, orders)
@@ -51,7 +51,7 @@ def read_lightning_directory(files: SourceFiles, orders: Orders) -> ForeignCheck
 
 def lightning_state(files: SourceFiles) -> dict[str, Any]:
     """All that is not sharded; nothing of a file that is not of Lightning."""
-    state = state_in(files, META if files.path.is_dir() else files.path.name)
+    state = state_in(files, META if not files.is_file else files.name)
     return state if _VERSION in state else {}
 
 

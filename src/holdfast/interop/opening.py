@@ -40,9 +40,7 @@ def open_source(
     """
     where = normal_root(root)
     if is_bucket(where):
-        if format_ is not None:
-            raise UsageError("foreign checkpoints in buckets can't be read yet: copy it first")
-        return open_store(root)
+        return _open_in_bucket(where, format_, orders)
     store, path = open_store(root) if not Path(where).is_file() else None, Path(where)
     if format_ is None and store is not None and (_is_ours(store) or not path.is_dir()):
         return store
@@ -73,6 +71,24 @@ def open_source(
             f"{files.path} was found as step {place.step} and says that it is of step "
             f"{found.step}: give its path"
         )
+    _warn(found.notes, where)
+    return ForeignStore(files, found if live is None else _unwrapped(found, live))
+
+
+def _open_in_bucket(where: str, format_: str | None, orders: Callable[[], Orders] | None) -> Store:
+    store = open_store(where)
+    if format_ is None and _is_ours(store):
+        return store
+    from holdfast.interop.bucket_files import BucketFiles, refuse_steps
+    from holdfast.interop.directories import read_directory
+    from holdfast.interop.foreign_store import ForeignStore
+
+    files = BucketFiles(where)
+    live = orders() if orders else None
+    found = read_directory(files, format_, live)
+    if found is None:
+        refuse_steps(files)
+        return store
     _warn(found.notes, where)
     return ForeignStore(files, found if live is None else _unwrapped(found, live))
 

@@ -25,6 +25,8 @@ MAX_DOCUMENT_BYTES = 64 << 20
 class SourceFiles:
     """The files below one directory, or one file alone. Names are relative, with "/"."""
 
+    path: Path | str
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_file = path.is_file()
@@ -37,10 +39,20 @@ class SourceFiles:
     def names(self) -> list[str]:
         """The sorted names of all files; hidden ones too."""
         if self._is_file:
-            return [self.path.name]
+            return [self.name]
         found: list[str] = []
         self._walk(self._top, "", found, 0)
         return sorted(found)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return str(self.path).rpartition("/")[2]
+
+    @property
+    def is_file(self) -> bool:
+        """True for one file alone."""
+        return self._is_file
 
     def _walk(self, directory: Path, prefix: str, found: list[str], depth: int) -> None:
         try:

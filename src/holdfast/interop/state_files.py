@@ -39,7 +39,7 @@ def step_of(files: SourceFiles, inside: object = None) -> int:
     """
     if is_step(inside):
         return inside
-    named = named_step(files.path.name)
+    named = named_step(files.name)
     return 0 if named is None else named
 
 

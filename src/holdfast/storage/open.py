@@ -13,6 +13,7 @@ from holdfast.storage.files import ROOT_FILE
 from holdfast.storage.local import LocalStore
 
 if TYPE_CHECKING:
+    from holdfast.storage.bucket import Bucket
     from holdfast.storage.lease_lock import LeaseView
     from holdfast.storage.objects import ObjectStore
     from holdfast.storage.probe import Kept
@@ -115,6 +116,13 @@ def _open_bucket(root: str) -> ObjectStore:
     scheme, _, rest = root.partition("://")
     bucket, _, prefix = rest.partition("/")
     return ObjectStore(bucket, prefix, scheme=scheme)
+
+
+def open_bucket_of(root: str) -> tuple[Bucket, str]:
+    """Returns the bucket that a URL names, to read objects of others in, and the prefix."""
+    normal = normal_root(root)
+    prefix = normal.partition("://")[2].partition("/")[2]
+    return _open_bucket(normal).bucket, prefix
 
 
 def probe_bucket(root: str) -> Kept:

@@ -13,6 +13,7 @@ from holdfast.catalogue import (
     ROOT,
     catalogue,
     image_path,
+    is_root,
 )
 from holdfast.errors import CoverageError, HoldfastError, NotFound, UsageError
 from holdfast.format import values as codec
@@ -24,6 +25,7 @@ from holdfast.format.manifest import (
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.layout import HolderBoxes, Layout, LeafEntry, merge
 from holdfast.interop.arrange import Orders
+from holdfast.interop.bucket_files import files_at
 from holdfast.interop.directories import read_directory, recognize
 from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.foreign_store import ForeignStore
@@ -39,7 +41,7 @@ from holdfast.interop.writing.state_tree import IMPORTED, SavedState, unnamed_op
 from holdfast.protocol.image_plan import plan_rank
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import read_values
-from holdfast.storage.open import is_bucket
+from holdfast.storage.open import is_bucket, open_store
 
 #: Chooses, renames and converts what is imported.
 Portion = Callable[[SavedState, Checkpoint], SavedState]
@@ -49,7 +51,7 @@ Portion = Callable[[SavedState, Checkpoint], SavedState]
 class ImportSource:
     """A checkpoint of another writer: where it is, and what is taken of it."""
 
-    path: Path
+    path: Path | str
     files: SourceFiles
     format: str
     step: int
@@ -60,16 +62,19 @@ class ImportSource:
     """What tells the files from others of the same names."""
 
 
-def find_sources(source: str, format_: str | None) -> tuple[list[Path], list[str]]:
+def find_sources(source: str, format_: str | None) -> tuple[list[Path | str], list[str]]:
     """The checkpoints at a path: itself, or the finished steps below it; notes about others.
 
-    Raises NotFound where there is none, UsageError for a bucket or a root of ours.
+    In a bucket, that at the URL alone. Raises NotFound where there is none, UsageError for a root
+    of ours.
     """
     path = Path(source)
     if is_bucket(source):
-        raise UsageError(f"{source}: checkpoints of others in buckets can't be read: copy it first")
+        if is_root(open_store(source)):
+            raise _is_ours_already(source)
+        return [source], []
     if (path / ROOT).exists():
-        raise UsageError(f"{path} is a root of ours already: `holdfast copy` brings it elsewhere")
+        raise _is_ours_already(source)
     if not path.exists():
         raise NotFound(f"{path} is not there")
     if format_ is not None or recognize(SourceFiles(path)) is not None:
@@ -90,6 +95,10 @@ def find_sources(source: str, format_: str | None) -> tuple[list[Path], list[str
     return [path / place.name for place in places], notes + unfinished
 
 
+def _is_ours_already(source: str) -> UsageError:
+    return UsageError(f"{source} is a root of ours already: `holdfast copy` brings it elsewhere")
+
+
 def open_imports(
     source: str, format_: str | None, portion: Portion, orders: Orders | None = None
 ) -> tuple[list[ImportSource], list[str]]:
@@ -100,7 +109,7 @@ def open_imports(
     paths, notes = find_sources(source, format_)
     opened: list[ImportSource] = []
     for path in paths:
-        files = SourceFiles(path)
+        files = files_at(path)
         try:
             found = _read(files, format_, orders)
         except HoldfastError as error:
@@ -113,13 +122,13 @@ def open_imports(
 
 
 def open_import(
-    path: Path, format_: str | None, portion: Portion, orders: Orders | None = None
+    path: Path | str, format_: str | None, portion: Portion, orders: Orders | None = None
 ) -> ImportSource:
     """Read everything of a checkpoint but its tensors. Raises as the readers do.
 
     ``orders``: the parameters of optimizers that number them, as in ``arrange``.
     """
-    files = SourceFiles(path)
+    files = files_at(path)
     return _opened(files, _read(files, format_, orders), portion, orders)
 
 
