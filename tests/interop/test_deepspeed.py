@@ -162,15 +162,58 @@ def test_one_file_of_a_checkpoint_is_refused_with_what_to_give() -> None:
     [
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert files"),
         ("layer_00-model_00-model_states.pt", "pipelines"),
-        ("mp_rank_01_model_states.pt", "several model-parallel ranks"),
+        ("mp_rank_02_model_states.pt", r"mp_rank_01_model_states\.pt: it is not there, of 3 ranks"),
     ],
 )
-def test_experts_pipelines_and_tensor_parallel_ranks_are_refused_by_name(
+def test_experts_pipelines_and_missing_tensor_parallel_ranks_are_refused_by_name(
     tmp_path: Path, name: str, words: str
 ) -> None:
     root = copied(tmp_path, "zero1-fp32-2")
     (root / "global_step3" / name).write_bytes(b"")
-    with pytest.raises(holdfast.UsageError, match=words):
+    with pytest.raises(HoldfastError, match=words):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("*mp_rank_01_model_states.pt", r"mp_rank_01_model_states\.pt: it is not there, of 2"),
+        ("*mp_rank_01_*", r"mp_rank_01_model_states\.pt: it is not there, of 2"),
+        ("zero_pp_rank_1_mp_rank_01_optim_states.pt", "it is not there, of 2 ranks' files"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "it is not there, of 2 ranks' files"),
+    ],
+)
+def test_a_file_of_a_tensor_parallel_rank_that_is_missing_is_named(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    root = copied(tmp_path, "tensor-zero1-fp32-4")
+    for file in (root / "global_step3").glob(name):
+        file.unlink()
+    with pytest.raises(ForeignFormatError, match=words):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_tensor_parallel_ranks_of_which_no_file_says_how_they_join_are_refused(
+    tmp_path: Path,
+) -> None:
+    root = copied(tmp_path, "tensor-zero1-fp32-4")
+    file = root / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    del state["universal_checkpoint_info"]
+    torch.save(state, file)
+    with pytest.raises(UsageError, match="nothing else says along which dimension"):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_files_of_tensor_parallel_ranks_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
+    root = copied(tmp_path, "tensor-zero1-fp32-4")
+    file = root / "global_step3" / "mp_rank_01_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    torch.save({**state, "global_steps": 4}, file)
+    with pytest.raises(ForeignFormatError, match="of another save"):
         holdfast.open(root)
 
 

@@ -113,11 +113,11 @@ def test_accelerate_loads_a_sharded_state_that_was_exported(tmp_path: Path) -> N
     [("file", 1), ("groups", 1), ("sharded", 1), ("file", 2), ("sharded", 2)],
 )
 def test_fabric_of_lightning_loads_an_exported_file(case: str, ranks: int, tmp_path: Path) -> None:
-    source = LIGHTNING / case / "checkpoint"
-    groups = 2 if case == "groups" else 1
-    out = exported(source, tmp_path / "out.pt", "--to", "torch")
-    tensors, values = read_by("lightning", tmp_path / "read", out, tmp_path / "read", ranks, groups)
+    out = exported(LIGHTNING / case / "checkpoint", tmp_path / "out.pt", "--to", "torch")
+    where, count = tmp_path / "read", 2 if case == "groups" else 1
+    tensors, values = read_by("lightning", where, out, where, ranks, count)
     wanted, known = expected(LIGHTNING / case)
     assert bits(tensors) == bits(wanted)
     assert values["global_step"] == known["global_step"]
-    assert values["groups"] == known["groups"]
+    groups = [{key: one[key] for key in one if key != "param_names"} for one in values["groups"]]
+    assert groups == known["groups"]

@@ -29,6 +29,7 @@ from holdfast.interop.torch_files import TorchFile, Tree, open_torch_file
 _MASTERS = frozenset(("fp32_groups", "fp32_groups_flat"))
 #: Of the element types that a count of steps has.
 _CODES = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+_MAX_RANKS = 1 << 16
 #: What describes the files of a checkpoint and is no state.
 _INNER = frozenset(
     (
@@ -90,7 +91,7 @@ class _Checkpoint:
         self._mains = {int(m[2]): m[0] for m in models if m[1] and not int(m[1])}
         self._mains |= {int(m[2]): m[0] for m in models if m[1] is None}
         self._main = self._mains.get(0)
-        self._degree = 1 + max((int(m[2]) for m in models), default=0)
+        self._degree = 1 + max((*self._optimizers, *self._mains), default=0)
         self._notes: list[str] = []
         #: Why the optimizer cannot be taken: without a part of its state it is another.
         self._unfit: list[str] = []
@@ -184,11 +185,13 @@ class _Checkpoint:
     # ── tensor-parallel ranks ────────────────────────────────────────────────────────────
 
     def _model_files(self) -> list[str]:
-        """The model's file of each tensor-parallel rank."""
-        for rank in range(self._degree):
+        """The model's file of each tensor-parallel rank, of which a shard would look whole."""
+        said = (self.main or {}).get("mp_world_size")
+        degree = max(self._degree, said if type(said) is int and said < _MAX_RANKS else 0)
+        for rank in range(degree):
             if rank not in self._mains:
                 name = f"mp_rank_{rank:02d}_model_states.pt"
-                raise self._error(name, f"it is not there, of {self._degree} ranks' files")
+                raise self._error(name, f"it is not there, of {degree} ranks' files")
         return [self._mains[rank] for rank in range(self._degree)]
 
     def _tensor_ranks(self, main: Mapping[str, Any]) -> TensorRanks | None:

@@ -213,6 +213,88 @@ def by_accelerate(rank: int, world: int, case: str, config: dict[str, Any]) -> N
     dist.barrier()
 
 
+class Cut(nn.Module):
+    """Layers that tensor-parallel ranks cut by rows, by columns and in three parts, and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.qkv, self.out = nn.Linear(6, 12), nn.Linear(4, 6)
+        self.up, self.frozen = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("mean", torch.arange(3) / 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(rows)
+        query, key, value = self.qkv(hidden).chunk(3, -1)
+        hidden = hidden + self.out(query * key + value)
+        found: torch.Tensor = self.down(torch.tanh(self.up(hidden)) + self.frozen(hidden))
+        return found.float().square().mean()
+
+
+#: By what DeepSpeed is told to cut a layer, and the dimension of its weight and its bias.
+SPECS: list[dict[str, Any]] = [
+    {"patterns": [".*(out|down)\\.weight$"], "partition_type": "row"},
+    {"patterns": [".*(up|frozen)\\.weight$"], "partition_type": "column"},
+    {
+        "patterns": [".*qkv\\.weight$"],
+        "partition_type": "column",
+        "shape": [3, -1],
+        "partition_dim": 0,
+    },
+]
+ROWS, COLUMNS = ("out.weight", "down.weight"), ("up.", "frozen.", "qkv.")
+
+
+def whole(name: str, one: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each of two tensor-parallel ranks has a half, or all."""
+    name = name.removesuffix(".exp_avg").removesuffix(".exp_avg_sq")
+    dim = 1 if name.endswith(ROWS) else 0 if name.startswith(COLUMNS) else None
+    if dim is None or not one.ndim:
+        return one
+    group = deepspeed.utils.groups.get_tensor_model_parallel_group()
+    halves = [torch.empty_like(one) for _ in range(2)]
+    dist.all_gather(halves, one.contiguous(), group=group)
+    if not name.startswith("qkv."):
+        return torch.cat(halves, dim)
+    parts = [half.chunk(3) for half in halves]
+    return torch.cat([parts[rank][number] for number in range(3) for rank in range(2)])
+
+
+def tensor(rank: int, world: int, case: str, config: dict[str, Any]) -> None:
+    """Two tensor-parallel ranks, beside each other as often as there are."""
+    deepspeed.init_distributed("gloo")
+    root = Path(case)
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Cut()
+        optimizer = torch.optim.AdamW(groups_of(model))
+        given = copy.deepcopy(config)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=given)[0]
+
+    engine = made(1)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + rank // 2)
+        engine.backward(engine(torch.randn(2, 6, generator=generator).to(engine.module.qkv.weight)))
+        engine.step()
+    engine.save_checkpoint(root / "checkpoint", client_state={"note": "x"})
+    other = made(2)
+    assert other.load_checkpoint(root / "checkpoint")[0] is not None
+    tensors = loaded(other, True)
+    tensors = {
+        name: one if name.endswith(".step") else whole(name.partition(".")[2], one)
+        for name, one in sorted(tensors.items())
+    }
+    if rank == 0:
+        save_expected(root, tensors, {**values_of(other), "client": {"note": "x"}})
+    dist.barrier()
+    if rank == 0:
+        for script in (root / "checkpoint").glob("*.py"):
+            script.unlink()
+
+
 def universal(source: Path, case: Path) -> None:
     """Convert a case by DeepSpeed's own script; what is expected is that of the case."""
     tag = (source / "checkpoint" / "latest").read_text()
@@ -242,12 +324,21 @@ def main(out: Path) -> None:
         if not only or name in only:
             (out / name).mkdir()
             run_ranks(world, zero, str(out / name), config)
+    cut = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False}}}
+    cut["tensor_parallel"]["partition_config"]["layer_specs"] = SPECS  # type: ignore[index]
+    for name, world, config in (
+        ("tensor-zero1-fp32-4", 4, config_of(1, "fp32", **cut)),
+        ("tensor-zero2-bf16-2", 2, config_of(2, "bf16", **cut)),
+    ):
+        if not only or name in only:
+            (out / name).mkdir()
+            run_ranks(world, tensor, str(out / name), config)
     name = "accelerate-zero2-2"
     if not only or name in only:
         (out / name).mkdir()
         more = {"train_batch_size": 4, "gradient_accumulation_steps": 1}
         run_ranks(2, by_accelerate, str(out / name), {**config_of(2, "fp32"), **more})
-    for name in ("zero1-bf16-2", "zero2-fp16-2", "zero3-bf16-2"):
+    for name in ("zero1-bf16-2", "zero2-fp16-2", "zero3-bf16-2", "tensor-zero1-fp32-4"):
         if (out / name).exists():
             universal(out / name, out / f"universal-{name}")
 
