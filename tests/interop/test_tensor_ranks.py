@@ -131,6 +131,8 @@ def mapped(**changes: Any) -> dict[str, Any]:
         (info_of(parameter_with_row_parallelism_patterns=["w"]), "do not fit along dimension 1"),
         (info_of(**{REPLICATED: ["(a+)+$"]}), "the pattern .* is not read"),
         (info_of(**{REPLICATED: [".*" * 30]}), "the pattern .* is not read"),
+        (info_of(**{REPLICATED: ["a.*b.*c"]}), "the pattern .* is not read"),
+        (info_of(**{REPLICATED: [f"x{n}" for n in range(200_001)]}), "are more than any model"),
         (info_of(**{REPLICATED: [3]}), "the pattern 3, which is not read"),
         (info_of(vocabulary_parameter_patterns=["w"]), "a vocabulary of None rows"),
         (mapped(scale=0.5), "the whole times 0.5"),
@@ -145,6 +147,15 @@ def mapped(**changes: Any) -> dict[str, Any]:
 def test_what_a_file_does_not_say_for_certain_is_refused_by_name(info: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         joined(info, "w", [steps(2), steps(2)])
+
+
+def test_patterns_that_would_take_for_ever_are_refused() -> None:
+    ranks = TensorRanks(info_of(**{REPLICATED: [f"x{n}.*" for n in range(1000)]}), 2, "here")
+    with pytest.raises(UsageError, match="too many patterns"):
+        _ = [ranks.join(f"w{number}", [(2,), (2,)]) for number in range(1000)]
+    ranks = TensorRanks(info_of(**{REPLICATED: ["x.*y"]}), 2, "here")
+    with pytest.raises(UsageError, match="a name of 5001 characters"):
+        ranks.join("x" * 5001, [(2,), (2,)])
 
 
 def test_a_piece_that_several_ranks_have_is_taken_of_one() -> None:

@@ -28,7 +28,10 @@ _PARTED = "parameter_with_sub_params"
 MAX_PATTERNS = 100_000
 #: What patterns may have, so that none takes long: letters, ``\.``, ``.``, ``.*``, ``\d``, ``\d+``.
 _TOKEN = re.compile(r"\\d\+?|\\[^a-zA-Z0-9]|\.\*|[^\\.^$*+?{}()\[\]|]|\.")
-_MAX_REPEATED = 4
+_MAX_REPEATED = 1
+#: A name so long is matched with none, and so many matches are made: they take a second or two.
+_MAX_NAME = 1024
+_MAX_MATCHES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class _Names:
     """The values that patterns have in a file; a name has that of the first that fits it."""
 
     def __init__(self, where: str, patterns: Mapping[Any, Any]) -> None:
+        self._where, self._left = where, _MAX_MATCHES
         self._exact: dict[str, Any] = {}
         self._others: list[tuple[re.Pattern[str], Any]] = []
         if len(patterns) > MAX_PATTERNS:
@@ -77,8 +81,14 @@ class _Names:
                 self._others.append((_compiled(pattern, where), value))
 
     def get(self, name: str) -> Any:
+        """The value of the first pattern that fits; UsageError where looking takes too long."""
         if name in self._exact:
             return self._exact[name]
+        self._left -= len(self._others)
+        if self._left < 0 or (self._others and len(name) > _MAX_NAME):
+            raise UsageError(
+                f"{self._where}: {INFO} has too many patterns, or a name of {len(name)} characters"
+            )
         return next((value for pattern, value in self._others if pattern.match(name)), None)
 
 
