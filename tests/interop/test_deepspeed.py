@@ -162,6 +162,7 @@ def test_one_file_of_a_checkpoint_is_refused_with_what_to_give() -> None:
     [
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert files"),
         ("layer_00-model_00-model_states.pt", "pipelines"),
+        ("layer_00-model_states.pt", "pipelines"),
         ("mp_rank_02_model_states.pt", r"mp_rank_01_model_states\.pt: it is not there, of 3 ranks"),
     ],
 )

@@ -14,7 +14,7 @@ OPTIMIZER = re.compile(
 MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt")
 ATOM = re.compile(r"zero/(.+)/fp32\.pt")
 EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
-LAYER = re.compile(r"layer_[0-9]+-model_[0-9]+-model_states\.pt")
+LAYER = re.compile(r"layer_[0-9]+-(?:[a-z]+_[0-9]+-)*model_states\.pt")
 _LATEST = ("latest", "latest_universal")
 
 
