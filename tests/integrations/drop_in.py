@@ -46,7 +46,7 @@ def _run(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=290,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     values: dict[str, Any] = json.loads((out / "expected.json").read_text())

@@ -271,7 +271,7 @@ def test_a_root_of_another_program_is_refused_by_an_accelerator(
 
 
 @needs_it
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_save_state_and_load_state_keep_shards_here_when_torchs_two_classes_are_changed(
     tmp_path: Path,
 ) -> None:

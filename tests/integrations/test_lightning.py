@@ -244,7 +244,7 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
 
 
 @needs_it
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_saves_and_loads_of_fabric_are_kept_here_when_torchs_two_functions_are_changed(
     tmp_path: Path,
 ) -> None:

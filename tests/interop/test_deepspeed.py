@@ -161,12 +161,10 @@ def test_one_file_of_a_checkpoint_is_refused_with_what_to_give() -> None:
     ("name", "words"),
     [
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert files"),
-        ("layer_00-model_00-model_states.pt", "pipelines"),
-        ("layer_00-model_states.pt", "pipelines"),
         ("mp_rank_02_model_states.pt", r"mp_rank_01_model_states\.pt: it is not there, of 3 ranks"),
     ],
 )
-def test_experts_pipelines_and_missing_tensor_parallel_ranks_are_refused_by_name(
+def test_experts_and_missing_tensor_parallel_ranks_are_refused_by_name(
     tmp_path: Path, name: str, words: str
 ) -> None:
     root = copied(tmp_path, "zero1-fp32-2")
@@ -193,6 +191,42 @@ def test_a_file_of_a_tensor_parallel_rank_that_is_missing_is_named(
         file.unlink()
     with pytest.raises(ForeignFormatError, match=words):
         holdfast.open(root)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("case", "name", "words"),
+    [
+        ("pipeline-fp32-2", "mp_rank_01_model_states.pt", "it is not there, of 2 ranks' files"),
+        ("pipeline-fp32-2", "layer_01-model_states.pt", r"1\.num_batches_tracked is in no file"),
+        ("pipeline-zero1-fp32-2", "layer_03-model_states.pt", r"3\.bias is in no file"),
+        ("pipeline-zero1-fp32-2", "zero_pp_rank_0_mp_rank_01_optim_states.pt", "not there, of 1"),
+        ("pipeline-zero1-fp32-2", "mp_rank_01_model_states.pt", "not there, of 2 ranks' files"),
+    ],
+)
+def test_a_file_of_a_stage_or_layer_that_is_missing_is_named(
+    tmp_path: Path, case: str, name: str, words: str
+) -> None:
+    root = copied(tmp_path, case)
+    (root / "global_step3" / name).unlink()
+    with pytest.raises(HoldfastError, match=words):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_stages_whose_layers_are_cut_or_tied_are_refused(tmp_path: Path) -> None:
+    cut = copied(tmp_path / "a", "pipeline-fp32-2") / "global_step3"
+    shutil.copy(cut / "layer_03-model_states.pt", cut / "layer_03-model_01-model_states.pt")
+    with pytest.raises(UsageError, match="with tensor-parallel ranks can't be read yet"):
+        holdfast.open(cut)
+    tied = copied(tmp_path / "b", "pipeline-zero1-fp32-2") / "global_step3"
+    for rank in range(2):
+        file = tied / f"mp_rank_0{rank}_model_states.pt"
+        state = torch.load(file, weights_only=False)
+        state["param_shapes"][0]["tied_modules.embed.weight"] = torch.Size([2, 2])
+        torch.save(state, file)
+    with pytest.raises(UsageError, match="with tied layers can't be read yet"):
+        holdfast.open(tied)
 
 
 @pytest.mark.promise

@@ -18,8 +18,15 @@ from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
 from holdfast.geometry.box import ITEMSIZE, Box, flat_boxes
 from holdfast.interop import deepspeed_tags as tags
 from holdfast.interop.arrange import MODEL
+from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
-from holdfast.interop.parameter_partition import PartitionError, mapped_cuts, partition_cuts
+from holdfast.interop.parameter_partition import (
+    PartitionError,
+    group_shapes,
+    mapped_cuts,
+    model_ranks,
+    partition_cuts,
+)
 from holdfast.interop.pickle_records import Record, TensorRef
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.tensor_ranks import INFO, TensorRanks
@@ -29,16 +36,6 @@ from holdfast.interop.torch_files import TorchFile, Tree, open_torch_file
 _MASTERS = frozenset(("fp32_groups", "fp32_groups_flat"))
 #: Of the element types that a count of steps has.
 _CODES = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
-_MAX_RANKS = 1 << 16
-#: What describes the files of a checkpoint and is no state.
-_INNER = frozenset(
-    (
-        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
-        *("shared_params", "buffer_names", "dp_world_size", "mp_world_size", "ds_config"),
-        *("checkpoint_parallel_dimensions", "ds_version", INFO),
-        *("num_experts", "ds_autoep_layers"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +77,7 @@ class _Checkpoint:
         self._files, self._tag = files, tag
         names = [name.removeprefix(tag) for name in files.names() if name.startswith(tag)]
         self._names = set(names)
+        self._is_staged = any(map(tags.LAYER.fullmatch, names))
         self._refuse_parallel(names)
         #: The optimizer files of each tensor-parallel rank, by their data-parallel ranks.
         self._optimizers: dict[int, dict[int, str]] = {}
@@ -100,8 +98,8 @@ class _Checkpoint:
     def _refuse_parallel(self, names: list[str]) -> None:
         if any(tags.EXPERT.fullmatch(name) for name in names):
             raise UsageError("DeepSpeed checkpoints with expert files can't be read yet")
-        if any(tags.LAYER.fullmatch(name) for name in names):
-            raise UsageError("DeepSpeed checkpoints of pipelines (layer files) can't be read yet")
+        if self._is_staged and any(map(tags.ATOM.fullmatch, names)):
+            raise UsageError("the universal form of DeepSpeed's pipelines can't be read yet")
 
     def _error(self, name: str, why: str) -> ForeignFormatError:
         where = self._files.where(self._tag + name)
@@ -127,22 +125,19 @@ class _Checkpoint:
         if self._main is None:
             raise self._error("mp_rank_00_model_states.pt", "it is not there")
         main = self._value(self._main)
-        trees = [Tree(self._open(name)).value() for name in self._model_files()]
+        trees = [self._tree(name) for name in self._model_files()]
         ranks = self._tensor_ranks(main)
         tree = trees[0]
-        model: dict[str, Any] = dict(tree.get("module") or {})
-        rest = {k: v for k, v in tree.items() if k not in _INNER and v is not None}
-        shapes = self._shapes(main)
+        rest = {k: v for k, v in tree.items() if k not in tags.DESCRIBING and v is not None}
+        local = [self._shapes(name) for name in self._model_files()]
+        shapes = merged_groups(local) if self._is_staged else local[0]
+        model = self._module(trees, shapes, ranks)
         atoms = sorted(m[1] for name in self._names if (m := tags.ATOM.fullmatch(name)))
         optimizer: dict[str, Any] | None = tree.get("optimizer")
-        if ranks is not None:
-            modules = [one.get("module") or {} for one in trees]
-            masters = {name for group in shapes for name in group}
-            self._notes += ranks.join_module(model, modules, masters, tree.get("buffer_names"))
         if atoms:
             optimizer = self._universal(model, shapes, rest, atoms)
         elif self._optimizers:
-            optimizer = self._zero(model, shapes, rest, main, ranks)
+            optimizer = self._zero(model, shapes, local, rest, main, ranks)
         elif shapes:
             raise self._error(
                 self._main, "it is of a ZeRO checkpoint, and no rank's optimizer file is there"
@@ -163,13 +158,28 @@ class _Checkpoint:
             f"{key} of the client state is left out: what DeepSpeed keeps is called so"
             for key in sorted(rest.keys() & ours.keys())
         ]
-        result = rest | ours
         return DeepSpeedState(
-            result,
+            rest | ours,
             _step(main),
             max(1, sum(map(len, self._optimizers.values()))),
             tuple(self._notes),
         )
+
+    def _module(
+        self, trees: list[dict[str, Any]], shapes: Shapes, ranks: TensorRanks | None
+    ) -> dict[str, Any]:
+        """What the files of the model and its layers have of it: copies of 16 bits, perhaps."""
+        if self._is_staged:
+            wanted = [name for group in shapes for name in group]
+            wanted += chain(*(one.get("buffer_names") or () for one in trees))
+            return layers_in(self._names, self._tree, wanted, self._notes)
+        modules = [one.get("module") or {} for one in trees]
+        model = dict(modules[0])
+        if ranks is not None:
+            masters = {name for group in shapes for name in group}
+            buffers = trees[0].get("buffer_names")
+            self._notes += ranks.join_module(model, modules, masters, buffers)
+        return model
 
     def _refuse_numbered(self, optimizer: Mapping[str, Any]) -> None:
         """Note why an optimizer without ZeRO is left out, where it is."""
@@ -180,14 +190,13 @@ class _Checkpoint:
                 "both"
             )
         elif self._degree > 1:
-            self._unfit.append("tensor-parallel ranks have it by numbers. Save with ZeRO-1 for it")
+            self._unfit.append("several ranks have it by their numbers. Save with ZeRO-1 for it")
 
-    # ── tensor-parallel ranks ────────────────────────────────────────────────────────────
+    # ── tensor-parallel ranks and stages ─────────────────────────────────────────────────
 
     def _model_files(self) -> list[str]:
         """The model's file of each tensor-parallel rank, of which a shard would look whole."""
-        said = (self.main or {}).get("mp_world_size")
-        degree = max(self._degree, said if type(said) is int and said < _MAX_RANKS else 0)
+        degree = max(self._degree, model_ranks(self.main or {}))
         for rank in range(degree):
             if rank not in self._mains:
                 name = f"mp_rank_{rank:02d}_model_states.pt"
@@ -195,7 +204,7 @@ class _Checkpoint:
         return [self._mains[rank] for rank in range(self._degree)]
 
     def _tensor_ranks(self, main: Mapping[str, Any]) -> TensorRanks | None:
-        """What the file says of several tensor-parallel ranks; None for one."""
+        """What the file says of several tensor-parallel ranks; None for one, and for stages."""
         if self._degree == 1:
             return None
         if self._partitioned and not any(map(tags.ATOM.fullmatch, self._names)):
@@ -206,18 +215,17 @@ class _Checkpoint:
         for name in self._model_files():
             if self._value(name).get("global_steps") != main.get("global_steps"):
                 raise self._error(name, "its global_steps are of another save")
-        return TensorRanks(
-            main.get(INFO), self._degree, self._files.where(self._tag + self._mains[0])
-        )
+        where = self._files.where(self._tag + self._mains[0])
+        return None if self._is_staged else TensorRanks(main.get(INFO), self._degree, where)
 
-    def _shapes(self, main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
-        shapes = main.get("param_shapes") or []
-        if not isinstance(shapes, list) or not all(isinstance(one, dict) for one in shapes):
-            raise self._error(self._main or "", "its param_shapes are no list of groups")
-        for name, shape in ((n, s) for group in shapes for n, s in group.items()):
-            if type(name) is not str or type(shape) is not tuple:
-                raise self._error(self._main or "", f"no shape of {name!r:.100}")
-        return shapes
+    def _tree(self, name: str) -> Any:
+        return Tree(self._open(name)).value()
+
+    def _shapes(self, name: str) -> Shapes:
+        try:
+            return group_shapes(self._value(name))
+        except PartitionError as error:
+            raise self._error(name, str(error)) from None
 
     # ── ZeRO ─────────────────────────────────────────────────────────────────────────────
 
@@ -243,7 +251,8 @@ class _Checkpoint:
     def _zero(
         self,
         model: dict[str, Any],
-        shapes: list[dict[str, tuple[int, ...]]],
+        shapes: Shapes,
+        local: list[Shapes],
         rest: dict[str, Any],
         main: Mapping[str, Any],
         ranks: TensorRanks | None,
@@ -266,12 +275,8 @@ class _Checkpoint:
         parts: dict[tuple[str, str], list[StoredBox]] = {}
         dtypes: dict[tuple[str, str], str] = {}
         all_shapes = {name: shape for group in shapes for name, shape in group.items()}
-        local = (
-            [shapes]
-            if ranks is None
-            else [self._shapes(self._value(name)) for name in self._model_files()]
-        )
-        if any([[*group] for group in one] != [[*group] for group in shapes] for one in local):
+        groups = [[*group] for group in shapes]
+        if ranks and any([[*group] for group in one] != groups for one in local):
             raise self._error(first, "the tensor-parallel ranks have other parameters")
         joined = {
             name: ranks.join(name, [one[number][name] for one in local])
@@ -311,7 +316,7 @@ class _Checkpoint:
         files: list[str],
         states: list[dict[str, Any]],
         key: str,
-        shapes: list[dict[str, tuple[int, ...]]],
+        shapes: Shapes,
         tensor_rank: int,
     ) -> dict[tuple[str, str], tuple[str, list[StoredBox]]]:
         """The element type and the parts of each parameter and each of its moments, by its name and
@@ -470,7 +475,7 @@ class _Checkpoint:
         found: dict[str, dict[str, Any]],
         file: str,
         inner: Mapping[str, Any],
-        shapes: list[dict[str, tuple[int, ...]]],
+        shapes: Shapes,
     ) -> None:
         """Give each parameter the step, and other single values, of the flat group it is in."""
         for number, group in enumerate(shapes):
@@ -520,7 +525,7 @@ class _Checkpoint:
     def _universal(
         self,
         model: dict[str, Any],
-        shapes: list[dict[str, tuple[int, ...]]],
+        shapes: Shapes,
         rest: dict[str, Any],
         atoms: list[str],
     ) -> dict[str, Any]:

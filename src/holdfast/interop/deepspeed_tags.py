@@ -1,4 +1,4 @@
-"""Finds the folder of a DeepSpeed checkpoint: its tag, and the names that its files have."""
+"""Finds the folder of a DeepSpeed checkpoint: its tag, and the names of its files and in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ OPTIMIZER = re.compile(
 MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt")
 ATOM = re.compile(r"zero/(.+)/fp32\.pt")
 EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
-LAYER = re.compile(r"layer_[0-9]+-(?:[a-z]+_[0-9]+-)*model_states\.pt")
+LAYER = re.compile(r"layer_([0-9]{1,6})-(?:[a-z]+_[0-9]+-)*model_states\.pt")
+#: What describes the files of a checkpoint and is no state.
+DESCRIBING = frozenset(
+    (
+        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "buffer_names", "dp_world_size", "mp_world_size", "ds_config"),
+        *("checkpoint_parallel_dimensions", "ds_version", "universal_checkpoint_info"),
+        *("num_experts", "ds_autoep_layers"),
+    )
+)
 _LATEST = ("latest", "latest_universal")
 
 

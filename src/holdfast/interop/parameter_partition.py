@@ -8,12 +8,34 @@ from typing import Any
 
 from holdfast.interop.pickle_records import Record
 
+_MAX_RANKS = 1 << 16
 #: A parameter, where its elements begin in the flat, which is the first, and how many.
 Cut = tuple[str, int, int, int]
 
 
 class PartitionError(ValueError):
     """A file that does not say which elements it has."""
+
+
+def model_ranks(main: Mapping[str, Any]) -> int:
+    """How many tensor-parallel ranks and stages there are, as a model's file says; 0 for nothing."""
+    sizes = main.get("checkpoint_parallel_dimensions")
+    both = [*sizes.values()] if isinstance(sizes, dict) else []
+    said = [main.get("mp_world_size"), *both]
+    if any(type(one) is not int or not 0 < one < _MAX_RANKS for one in said):
+        return 0
+    return max(said[0], math.prod(both))
+
+
+def group_shapes(main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes of the parameters of each group, that a model's file has."""
+    shapes = main.get("param_shapes") or []
+    if not isinstance(shapes, list) or not all(isinstance(one, dict) for one in shapes):
+        raise PartitionError("its param_shapes are no list of groups")
+    for name, shape in ((n, s) for group in shapes for n, s in group.items()):
+        if type(name) is not str or type(shape) is not tuple:
+            raise PartitionError(f"no shape of {name!r:.100}")
+    return shapes
 
 
 def partition_cuts(group: Mapping[str, tuple[int, ...]], rank: int, world: int) -> list[Cut]:

@@ -295,6 +295,56 @@ def tensor(rank: int, world: int, case: str, config: dict[str, Any]) -> None:
             script.unlink()
 
 
+def staged(rank: int, world: int, case: str, config: dict[str, Any]) -> None:
+    """Two stages of a pipeline, beside each other as often as there are."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    deepspeed.init_distributed("gloo")
+    root = Path(case)
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        layers = [
+            LayerSpec(nn.Linear, 6, 9),
+            LayerSpec(nn.BatchNorm1d, 9),
+            torch.tanh,
+            LayerSpec(nn.Linear, 9, 7),
+            LayerSpec(nn.LayerNorm, 7),
+        ]
+        model = PipelineModule(
+            layers=layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform"
+        )
+        optimizer = torch.optim.AdamW(groups_of(model))
+        given = copy.deepcopy(config)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=given)[0]
+
+    def rows(step: int) -> Any:
+        generator = torch.Generator().manual_seed(step)
+        return iter(
+            [(torch.randn(2, 6, generator=generator), torch.randn(2, 7, generator=generator))]
+        )
+
+    engine = made(1)
+    for step in range(STEPS):
+        engine.train_batch(rows(step))
+    engine.save_checkpoint(root / "checkpoint", client_state={"note": "x"})
+    other = made(2)
+    assert other.load_checkpoint(root / "checkpoint")[0] is not None
+    if config["zero_optimization"]["stage"]:
+        mine = loaded(other, True)
+    else:
+        mine = {f"model.{name}": one.detach() for name, one in other.module.state_dict().items()}
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, mine)
+    tensors = {name: one for some in every for name, one in some.items()}
+    if rank == 0:
+        save_expected(root, tensors, {**values_of(other), "client": {"note": "x"}})
+    dist.barrier()
+    if rank == 0:
+        for script in (root / "checkpoint").glob("*.py"):
+            script.unlink()
+
+
 def universal(source: Path, case: Path) -> None:
     """Convert a case by DeepSpeed's own script; what is expected is that of the case."""
     tag = (source / "checkpoint" / "latest").read_text()
@@ -333,6 +383,14 @@ def main(out: Path) -> None:
         if not only or name in only:
             (out / name).mkdir()
             run_ranks(world, tensor, str(out / name), config)
+    batch = {"train_batch_size": 2, "gradient_accumulation_steps": 1}
+    for name, config in (
+        ("pipeline-zero1-fp32-2", config_of(1, "fp32", **batch)),
+        ("pipeline-fp32-2", config_of(0, "fp32", **batch)),
+    ):
+        if not only or name in only:
+            (out / name).mkdir()
+            run_ranks(2, staged, str(out / name), config)
     name = "accelerate-zero2-2"
     if not only or name in only:
         (out / name).mkdir()

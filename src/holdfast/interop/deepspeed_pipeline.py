@@ -1,0 +1,70 @@
+"""Puts the stages of a DeepSpeed pipeline together: a file for each layer, names by its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.interop import deepspeed_tags as tags
+
+#: What parameters are called that several stages have, whichever layers those are.
+_TIED = "tied_modules."
+Shapes = list[dict[str, tuple[int, ...]]]
+
+
+def layers_in(
+    names: Iterable[str], read: Callable[[str], Any], wanted: Iterable[str], notes: list[str]
+) -> dict[str, Any]:
+    """The tensors of all layer files by the names of the whole model, ``3.weight``.
+
+    ``read``: the value of a file. ``wanted``: names of which a file is missing if they are not
+    there. UsageError for that, and for layers that tensor-parallel ranks have cut.
+    """
+    found: dict[str, Any] = {}
+    layers: dict[int, str] = {}
+    for name in sorted(names):
+        if matched := tags.LAYER.fullmatch(name):
+            number = int(matched[1])
+            if number in layers:
+                raise UsageError(
+                    f"{name} and {layers[number]} are of one layer: DeepSpeed checkpoints of "
+                    "pipelines with tensor-parallel ranks can't be read yet"
+                )
+            layers[number] = name
+    for number, name in sorted(layers.items()):
+        value = read(name)
+        if not isinstance(value, dict) or not all(type(key) is str for key in value):
+            raise UsageError(f"{name} holds no state of a layer")
+        found |= {f"{number}.{key}": item for key, item in value.items()}
+    if missing := sorted(set(wanted) - found.keys()):
+        raise UsageError(
+            f"{missing[0]:.200} is in no file of a layer, of {len(layers)} that are there: one is "
+            "missing"
+        )
+    if gaps := sorted(set(range(max(layers))) - layers.keys()):
+        listed = ", ".join(map(str, gaps[:8]))
+        notes.append(f"there is no file of the layers {listed}: what has no tensors has none")
+    return found
+
+
+def merged_groups(stages: Sequence[Shapes]) -> Shapes:
+    """The groups of an optimizer that all stages have, each with its own parameters in them.
+
+    UsageError where a parameter is on two stages, or the stages have other groups.
+    """
+    names = [name for stage in stages for group in stage for name in group]
+    if tied := [name for name in names if name.startswith(_TIED)]:
+        raise UsageError(
+            f"{tied[0]!r:.200}: DeepSpeed checkpoints of pipelines with tied layers can't be read "
+            "yet: no file says which layers these are"
+        )
+    if len(set(names)) < len(names) or len({*map(len, stages)}) > 1:
+        raise UsageError(
+            "the stages of this pipeline have a parameter twice, or other groups than the first: "
+            "nothing says which of them belong together"
+        )
+    return [
+        {name: shape for group in groups for name, shape in group.items()}
+        for groups in zip(*stages, strict=True)
+    ]
