@@ -29,8 +29,8 @@ def change(library: str) -> None:
     if library == "lightning":
         torch_dcp.save, torch_dcp.load = holdfast.dcp.save, holdfast.dcp.load
     else:
-        torch_dcp.FileSystemWriter = holdfast.dcp.Writer
-        torch_dcp.FileSystemReader = holdfast.dcp.Reader
+        torch_dcp.FileSystemWriter = holdfast.dcp.Writer  # type: ignore[assignment,misc]
+        torch_dcp.FileSystemReader = holdfast.dcp.Reader  # type: ignore[assignment,misc]
 
 
 def by_lightning(rank: int, world: int, is_changed: bool, where: Path, out: Path) -> None:

@@ -141,6 +141,6 @@ def test_a_cut_or_missing_object_is_refused(world: CountingWorld, tmp_path: Path
     world.keep("given/m.safetensors", (tmp_path / "m.safetensors").read_bytes()[:-4])
     with pytest.raises(ForeignFormatError, match="s3://model/given"):
         holdfast.open(f"{URL}/m.safetensors")
-    world.fault = lambda kind, key: "busy"  # type: ignore[method-assign,assignment]
+    world.fault = lambda kind, key: "busy"
     with pytest.raises(StorageError):
         holdfast.open(URL)

@@ -173,6 +173,7 @@ def _load_all(rank: int, world: int, writer: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.promise
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize(
     "world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]

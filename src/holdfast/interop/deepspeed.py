@@ -278,11 +278,7 @@ class _Checkpoint:
         groups = [[*group] for group in shapes]
         if ranks and any([[*group] for group in one] != groups for one in local):
             raise self._error(first, "the tensor-parallel ranks have other parameters")
-        joined = {
-            name: ranks.join(name, [one[number][name] for one in local])
-            for number, group in enumerate(shapes if ranks else ())
-            for name in group
-        }
+        joined = {} if ranks is None else ranks.join_groups(local)
         for rank, (files, some_states) in enumerate(zip(names, states, strict=True)):
             found_parts = self._flat_parts(files, some_states, key, local[rank], rank)
             for (name, kind), (dtype, boxes) in found_parts.items():

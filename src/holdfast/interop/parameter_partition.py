@@ -18,13 +18,14 @@ class PartitionError(ValueError):
 
 
 def model_ranks(main: Mapping[str, Any]) -> int:
-    """How many tensor-parallel ranks and stages there are, as a model's file says; 0 for nothing."""
+    """The tensor-parallel ranks and stages that a model's file says there are; 0 for none."""
     sizes = main.get("checkpoint_parallel_dimensions")
     both = [*sizes.values()] if isinstance(sizes, dict) else []
     said = [main.get("mp_world_size"), *both]
     if any(type(one) is not int or not 0 < one < _MAX_RANKS for one in said):
         return 0
-    return max(said[0], math.prod(both))
+    found: int = max(said[0], math.prod(both))
+    return found
 
 
 def group_shapes(main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:

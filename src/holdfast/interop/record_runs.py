@@ -161,7 +161,7 @@ class RecordRuns:
     def _read_sizes(self, raw: bytes) -> tuple[tuple[int, ...], int]:
         """Sizes by their opcodes, and what they cost; -1 for such as are none."""
         found: list[int] = []
-        cost_bytes, at, stop = _SIZES_BYTES, raw[0] == 0x28, len(raw) - 1
+        cost_bytes, at, stop = _SIZES_BYTES, int(raw[0] == 0x28), len(raw) - 1
         while at < stop:
             size = _DIM_SIZES[raw[at]]
             found.append(_integer(raw[at : at + size]))

@@ -144,6 +144,16 @@ class TensorRanks:
             self._refuse(name, "no map has its name")
         return self._by_lists(name, shapes)
 
+    def join_groups(
+        self, shapes: Sequence[list[dict[str, tuple[int, ...]]]]
+    ) -> dict[str, JoinedTensor]:
+        """How each parameter is joined; ``shapes``: by the groups of each rank, all of one form."""
+        return {
+            name: self.join(name, [one[number][name] for one in shapes])
+            for number, group in enumerate(shapes[0])
+            for name in group
+        }
+
     def join_leaves(self, name: str, leaves: Sequence[Any]) -> ForeignLeaf:
         """The whole of a tensor that the ranks have shards of."""
         if not all(isinstance(leaf, ForeignLeaf) for leaf in leaves):

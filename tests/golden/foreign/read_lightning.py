@@ -22,7 +22,7 @@ from golden.foreign.states import by_name, groups_of
 from golden.foreign.write_lightning import Small, whole
 
 
-def shard(module: nn.Module, mesh: Any) -> nn.Module:
+def shard(module: Any, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(module.body, mesh=mesh["data_parallel"])
