@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
-from torch import nn
 
 from golden.foreign.kit import run_ranks, save_expected
 from golden.foreign.states import by_name, groups_of
 from golden.foreign.write_lightning import Small, whole
 
 
-def shard(module: Any, mesh: Any) -> nn.Module:
+def shard(module: Any, mesh: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(module.body, mesh=mesh["data_parallel"])
