@@ -35,7 +35,7 @@ _MAX_MATCHES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPiece:
+class JoinedPiece:
     """A box of a rank's shard, and the box of the whole tensor that it is, of the same shape."""
 
     inner: Box
@@ -47,7 +47,7 @@ class JoinedTensor:
     """The shape of a tensor, and what each rank has of it that no rank before it has."""
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[ShardPiece, ...], ...]
+    pieces: tuple[tuple[JoinedPiece, ...], ...]
 
     def place(self, parts: Sequence[StoredBox], dtype: str, rank: int) -> Iterator[StoredBox]:
         """The parts of the shard of a tensor-parallel rank as parts of the whole."""
@@ -138,7 +138,7 @@ class TensorRanks:
                 self._refuse(name, f"it should be whole on all ranks, which have {[*shapes]}")
             whole = Box.whole(shapes[0])
             return JoinedTensor(
-                shapes[0], ((ShardPiece(whole, whole),), *((),) * (self.degree - 1))
+                shapes[0], ((JoinedPiece(whole, whole),), *((),) * (self.degree - 1))
             )
         if self._maps is not None:
             self._refuse(name, "no map has its name")
@@ -208,7 +208,7 @@ class TensorRanks:
             if type(size) is not int or not 0 < size <= total or dim or runs > 1:
                 self._refuse(name, f"a vocabulary of {size!r:.50} rows is not in its {total}")
             limit = size
-        pieces: list[list[ShardPiece]] = [[] for _ in shapes]
+        pieces: list[list[JoinedPiece]] = [[] for _ in shapes]
         at = 0
         for run in range(runs):
             for rank, shape in enumerate(shapes):
@@ -216,7 +216,7 @@ class TensorRanks:
                 taken = max(0, min(size, limit - at))
                 inner = Box.whole(shape).between(dim, run * size, run * size + taken)
                 pieces[rank].append(
-                    ShardPiece(inner, Box.whole(whole).between(dim, at, at + taken))
+                    JoinedPiece(inner, Box.whole(whole).between(dim, at, at + taken))
                 )
                 at += size
         whole = (*whole[:dim], limit, *whole[dim + 1 :])
@@ -227,7 +227,7 @@ class TensorRanks:
         whole = _sizes(found.get("logical_shape")) if isinstance(found, dict) else None
         if whole is None or not isinstance(ranks, dict) or ranks.keys() != {*range(self.degree)}:
             self._refuse(name, "its map is not one of so many ranks")
-        pieces: list[tuple[ShardPiece, ...]] = []
+        pieces: list[tuple[JoinedPiece, ...]] = []
         for rank, shape in enumerate(shapes):
             about = ranks[rank] if isinstance(ranks[rank], dict) else {}
             held, listed = _sizes(about.get("shard_shape")), about.get("pieces")
@@ -243,7 +243,7 @@ class TensorRanks:
         rank: int,
         shape: tuple[int, ...],
         whole: tuple[int, ...],
-    ) -> Iterator[ShardPiece]:
+    ) -> Iterator[JoinedPiece]:
         for one in listed:
             about = one if isinstance(one, dict) else {}
             sizes, holders = _sizes(about.get("shape")), about.get("locations")
@@ -261,7 +261,7 @@ class TensorRanks:
             outer = _box(about.get("source"), sizes, whole)
             if inner is None or outer is None:
                 self._refuse(name, "a piece of its map is no box of the tensor")
-            yield ShardPiece(inner, outer)
+            yield JoinedPiece(inner, outer)
 
 
 def _box(place: Any, sizes: tuple[int, ...], of: tuple[int, ...]) -> Box | None:
