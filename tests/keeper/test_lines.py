@@ -82,6 +82,7 @@ class Root:
     """As much of a keeper's ``RootAccess`` as records need."""
 
     store: FullStore
+    persister: None = None
 
     def cache_numbers(self) -> list[str]:
         return []
