@@ -8,6 +8,7 @@ old, damaged or wrong costs requests, and changes no answer.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -278,11 +279,12 @@ class PagedList:
         meanwhile. ``held_by``: the holding of the root's lock; under another one all is listed
         anew, at once.
         """
-        is_again = self._held_by not in (None, held_by)
+        self._held_by = self._held_by or held_by
+        is_again = self._held_by != held_by
         pages, self._pages = self._pages, None  # what breaks off is begun anew
         self.looks += 1
         if pages is None or is_again:
-            pages, self.listed, self._held_by = tag_pages(self._store, MANIFESTS), {}, held_by
+            pages, self.listed = tag_pages(self._store, MANIFESTS), {}
         self.is_whole = True
         for page in pages:
             named = ((name, tag) for name, tag in page.items() if generation_of(name))
@@ -290,6 +292,7 @@ class PagedList:
             if len(page) >= self._many and not is_again:
                 self.is_whole = False
                 break
+        self._held_by = held_by  # not before: what broke off is begun anew
         if len(self.listed) > FEW and not is_again:
             known = self._read_some(known, mine)
         self._pages, self.lacking = pages, len(mine) + len(self._tried)
@@ -299,7 +302,6 @@ class PagedList:
         return known
 
     def _read_some(self, known: Overview, mine: Collection[Generation]) -> Overview:
-        most = _READ_AT_ONCE if self._index is not None else 0  # else that is a request already
         self._index = self._index or _read_index(self._store)
         if not self._index.manifests:
             return known  # all are read at the end
@@ -307,12 +309,19 @@ class PagedList:
         indexed = self._index.manifests_of(self.listed)
         listed = (_generation(path) for path in self.listed if path not in indexed)
         unknown = sorted({one for one in listed if one is not None} - there)
-        some = unknown[:most]
+        some = unknown[:_READ_AT_ONCE]
         self.is_whole = self.is_whole and some == unknown
         read, _ = read_manifests(self._store, some)  # a broken one is told at the end
         self._tried.update(some)
         summaries = [summary_of(manifest, sealed) for manifest, sealed in read]
         paths = [manifest_path(one.generation) for one in summaries]
+        if summaries and not self.is_whole:  # a keeper that ends before has the next begin here
+            new = {p: (self.listed[p], one) for p, one in zip(paths, summaries, strict=True)}
+            self._index = replace(self._index, manifests={**self._index.manifests, **new})
+            with contextlib.suppress(HoldfastError):
+                _write_index(
+                    self._store, self._index.manifests.values(), self._index.records.values()
+                )
         return replace(
             known,
             manifests=_ordered([*known.manifests, *summaries]),
@@ -362,14 +371,20 @@ def leave_index(store: Store, found: Overview) -> None:
     """Writes the index of a bucket anew; ``found`` must know all that is there."""
     if found.unread or found.broken:
         return
-    different = dict.fromkeys(one.parts for one in found.manifests)
-    parts = {one: number for number, one in enumerate(different)}
-    manifests = [
-        (tag, msgspec.structs.replace(one, parts=()), parts[one.parts])
-        for one in found.manifests
-        if (tag := found.tags.get(manifest_path(one.generation)))
-    ]
-    records = [(tag, r) for r in found.incarnations if (tag := found.tags.get(_record_path(r)))]
+    manifests = [(found.tags.get(manifest_path(m.generation), ""), m) for m in found.manifests]
+    records = [(found.tags.get(_record_path(r), ""), r) for r in found.incarnations]
+    _write_index(store, manifests, records)
+
+
+def _write_index(
+    store: Store,
+    described: Iterable[tuple[str, Summary]],
+    recorded: Iterable[tuple[str, Incarnation]],
+) -> None:
+    known = [one for one in described if one[0]]
+    parts = {one: n for n, one in enumerate(dict.fromkeys(m.parts for _, m in known))}
+    manifests = [(tag, msgspec.structs.replace(m, parts=()), parts[m.parts]) for tag, m in known]
+    records = [one for one in recorded if one[0]]
     body = zlib.compress(msgspec.msgpack.encode(_Packed(manifests, list(parts), records)), 1)
     note(store, INDEX, _FORMAT + text(checksum(body)).encode() + b"\n" + body)
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import RestoreError
+from holdfast.state import lent_tensors
 from holdfast.state.tensors import DTYPE_NAMES
 from support.runs.launch import run_ranks
 
@@ -298,3 +299,105 @@ def _restore_together(rank: int, world: int, root: str) -> list[float]:
 
 def test_all_ranks_take_their_state_again_where_one_has_to(tmp_path: Path) -> None:
     assert run_ranks(2, _restore_together, str(tmp_path)) == [[7.0, 7.0], [0.0, 0.0]]
+
+
+def empty_after_cloning(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    kept = given.clone()
+    own.resize_(0)
+    return kept
+
+
+def empty_before_cloning(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    own.data = torch.empty(0)
+    return given.clone()
+
+
+def halve_after_cloning(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    kept = given.clone()
+    own.data = given.to(torch.float16)
+    return kept
+
+
+def other_shape_after_cloning(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    kept = given.clone()
+    own.data = torch.zeros(own.numel() + 3)
+    return kept
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "take",
+    [
+        empty_after_cloning,
+        empty_before_cloning,
+        halve_after_cloning,
+        other_shape_after_cloning,
+    ],
+)
+def test_a_tensor_that_an_object_gives_another_form_is_given_in_its_own(
+    take: Callable[..., torch.Tensor], size: int, tmp_path: Path
+) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(size) / 3, copy)})
+    held = Held(numbers(size, 50.0), take)
+    holdfast.load(tmp_path, {"held": held})
+    assert torch.equal(held.tensor, numbers(size) / 3)
+
+
+def test_what_a_later_object_changes_on_purpose_stays(tmp_path: Path) -> None:
+    def state(begin: float) -> State:
+        shared = numbers(10_000, begin)
+
+        def write_to_the_first(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+            shared.copy_(given)
+            return own.copy_(given)
+
+        return {
+            "first": Held(shared, copy),
+            "average": Held(numbers(10_000, 2 * begin), write_to_the_first),
+        }
+
+    holdfast.save(tmp_path, state(1.0))
+    again = state(50.0)
+    holdfast.load(tmp_path, again)
+    assert torch.equal(again["first"].tensor, numbers(10_000, 2.0))
+    assert [one.calls for one in again.values()] == [1, 1]
+
+
+class Pair(Held):
+    """Resets one tensor, and keeps the other as it is given it."""
+
+    def __init__(self, begin: float) -> None:
+        super().__init__(numbers(10_000, begin), add_to_zeros)
+        self.kept = nn.Parameter(numbers(10_000, begin + 3))
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "kept": self.kept}
+
+    def load_state_dict(self, saved: State) -> None:
+        super().load_state_dict(saved)
+        self.kept = saved["kept"]
+
+
+def test_what_an_object_does_not_reset_is_given_as_itself(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"pair": Pair(1.0)})
+    pair = Pair(50.0)
+    kept = pair.kept
+    holdfast.load(tmp_path, {"pair": pair})
+    assert torch.equal(pair.tensor, numbers(10_000)) and pair.calls == 2
+    assert pair.kept is kept and torch.equal(kept, numbers(10_000, 4.0))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4096, dtype=torch.float64),
+        torch.tensor([2.0, -2.0]),
+        torch.tensor([2.0, -2.0], dtype=torch.bfloat16),
+        torch.arange(-5, 6),
+    ],
+)
+def test_the_sum_on_a_device_is_that_of_zeros_for_zeros_only(tensor: torch.Tensor) -> None:
+    size = tensor.element_size()
+    there = tensor.view(-1).view(lent_tensors._BITS[size])
+    assert int(lent_tensors._sum_of_bits(there))
+    assert not int(lent_tensors._sum_of_bits(torch.zeros_like(there)))

@@ -82,14 +82,18 @@ def _packed(values: list[Any]) -> Any:
     """
     if not all(type(one) is torch.Tensor and one.layout is torch.strided for one in values):
         return list(values)
-    flat = [one.detach().contiguous().view(-1).view(torch.uint8) for one in values]
+    plain = (one.detach().resolve_conj().resolve_neg() for one in values)
+    flat = [one.contiguous().view(-1).view(torch.uint8) for one in plain]
     size = sum(one.numel() for one in flat)
     room = max(_LEAST_BYTES, 1 << max(0, size - 1).bit_length())
     device = flat[0].device if flat else torch.device("cpu")
-    padding = torch.zeros(room - size, dtype=torch.uint8, device=device)
+    packed = torch.empty(room, dtype=torch.uint8, device=device)
+    packed[size:].zero_()
+    if flat:
+        torch.cat([one.to(device) for one in flat], out=packed[:size])
     return {
         "of": [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in values],
-        "bytes": torch.cat([*(one.to(device) for one in flat), padding]),
+        "bytes": packed,
     }
 
 

@@ -332,10 +332,13 @@ class Persister:
 
     def _record(self, incarnation: Incarnation, remembered: Collection[Incarnation] = ()) -> None:
         """Record the incarnation and its ancestors, before anything is published."""
-        is_known = self._is_known() and incarnation in self._known.incarnations
-        if is_known or self._is_written(incarnation):
+        is_listed = incarnation in self._known.incarnations
+        if self._is_known() and is_listed:
             return
-        self._known = replace(self._known, incarnations=())
+        if not is_listed:  # they are listed again: this one may be in the place of an earlier one
+            self._known = replace(self._known, incarnations=())
+        if self._is_written(incarnation):
+            return
         known = [*self._remembered(), *remembered]  # of two of one number the last counts
         if incarnation.n in self._recorded:
             commit.record_incarnation(self.store, incarnation)
@@ -416,7 +419,8 @@ class Persister:
 
     def prune(self, published: Generation, *, is_newest: bool = True) -> None:
         """Apply the retention policy; an error here harms no checkpoint and is only reported."""
-        self._images.parts.forget()
+        if self._first is None:  # else nothing has gone since these were read
+            self._images.parts.forget()
         newest = {published} if is_newest else set[Generation]()
         try:
             if settle_s(self.store):
@@ -438,6 +442,7 @@ class Persister:
             self._images.parts.learn(left)
         except Exception as error:  # the next attempt must be made durable, whatever the error is
             self._written.clear()
+            self._images.parts.forget()
             self._tell_broke(published, f"published, but pruning failed: {error}")
 
     def _prune_bucket(self, published: Generation, newest: set[Generation]) -> None:
@@ -447,6 +452,7 @@ class Persister:
         if (first := self._first) is not None:
             self._known = first.look(self._known, self._mine, held_by)
             if not first.is_whole:  # until all are known nothing is removed
+                self._images.parts.add(self._mine.values())
                 return
             self._unindexed = max(0, first.lacking - 1)
         self._first = None
@@ -472,8 +478,9 @@ class Persister:
         self._sweeper.forget(due)
         for generation in gone:
             self._tell_pruned(generation, published)
-        self._mine = {g: m for g, m in self._mine.items() if g not in gone}
         stays = [m for m in found.manifests if m.generation not in gone]
+        left = {m.generation for m in stays}  # another holder may have removed some
+        self._mine = {g: m for g, m in self._mine.items() if g in left}
         self._known = replace(found, manifests=tuple(stays))
         self._images.parts.learn(stays)
         self._unindexed += 1

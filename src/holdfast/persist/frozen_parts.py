@@ -77,6 +77,13 @@ class FrozenParts:
         with self._lock:
             self._named = list(named.values())
 
+    def add(self, manifests: Iterable[Manifest | Summary]) -> None:
+        """Records manifests that were published since the others were read."""
+        named = [part for manifest in manifests for part in manifest.parts]
+        with self._lock:
+            if self._named is not None:
+                self._named = list({part.path: part for part in (*self._named, *named)}.values())
+
     def forget(self) -> None:
         """Clears the record of published manifests: it is read again when needed."""
         with self._lock:

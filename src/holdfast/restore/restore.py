@@ -507,6 +507,7 @@ class _RestoreAttempt:
         finally:
             filling.copies.end()
         filling.pad()
+        self.checkpoint.require_unchanged()
 
 
 def _join_keys(one: bytes, other: bytes) -> bytes:

@@ -366,26 +366,30 @@ class StateRestore:
         for key, optimizer in objects.optimizers.items():
             if key in filled:
                 optimizers.load_values(optimizer, objects.parameters(key), filled[key])
-        self._give(filled)
+        self._give(filled, self._lent.note_given)
         for key in objects.plain:
             container, name = objects.homes[key]
             if isinstance(container, tuple) or key not in filled:
                 continue  # cannot be replaced in place; its tensors were filled. Or it was missing
             container[name] = filled[key]
 
-    def _give(self, filled: Mapping[str, Any]) -> None:
-        """Gives objects and modules their values, by key; one may have been allowed to be
-        missing.
+    def _give(
+        self, filled: Mapping[str, Any], then: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Gives objects and modules their values, by key, and calls ``then`` after each; one may
+        have been allowed to be missing.
         """
         objects = self.objects
         for key, module in objects.modules.items():
             if key in filled:
                 with _naming(key):
                     set_extra_state(module, filled[key], is_old=key in objects.old)
+                    then(key)
         for key, item in objects.stateful.items():
             if key in filled:
                 with _naming(key):
                     item.load_state_dict(filled[key])
+                    then(key)
 
     def _lent_for(self, key: str) -> dict[str, torch.Tensor]:
         """Returns the filled tensors in the value of ``key`` that were not made for it."""

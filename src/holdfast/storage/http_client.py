@@ -283,7 +283,9 @@ def _send_whole(sock: socket.socket, pieces: list[memoryview]) -> None:
     seconds, part = divmod(timeout_s / 2, 1)
     limit = struct.pack("@ll", int(seconds), int(part * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    sock.settimeout(None)
+    # Not in the main thread: after each signal that comes there the wait would begin anew.
+    if threading.current_thread() is not threading.main_thread():
+        sock.settimeout(None)
     try:
         while at < len(pieces):
             count = sock.sendmsg(pieces[at : at + _PIECES])

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Sequence
 
 from holdfast.errors import HoldfastError, StorageError, UsageError
@@ -23,6 +25,8 @@ from holdfast.storage.lease_lock import ObjectLease
 _ANNOUNCED = ".removals"
 #: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
 _MANIFESTS, _PINS = "manifests/", "pins/"
+#: An announcement that says nothing any more.
+_NOTHING = b'{"files": [], "trees": []}'
 
 
 class Removals:
@@ -34,9 +38,10 @@ class Removals:
         self._count = 0
         self._left: dict[str, tuple[list[str], list[str]]] = {}
         """What was announced and not removed, by its announcement."""
-        self._over: set[str] = set()
+        self._over: dict[str, float] = {}
         """Announcements that could not be taken back, of what was removed or is not to be removed:
-        the next holder would carry them out, whatever has these names by then."""
+        the next holder would carry them out, whatever has these names by then. And until when a try
+        that nobody answered may make them again."""
         self.refused: frozenset[str] = frozenset()
         """Paths that the server refuses to remove: they stay announced, and count as gone."""
 
@@ -52,11 +57,14 @@ class Removals:
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
         said = json.dumps({"files": list(files), "trees": list(trees)}).encode()
         what = [*files, *trees][0]
-        self._bucket.require(self._bucket.put(key, [said]), "removal", what)
+        outcome = self._bucket.put(key, [said])
+        is_known = outcome.is_first_try and outcome.status
+        until_s = -math.inf if is_known else time.monotonic() + self._bucket.settle_s
         try:
+            self._bucket.require(outcome, "removal", what)
             lease.require_renewed()
         except HoldfastError:  # nothing was removed, and nobody shall do it later
-            self._take_back(key)
+            self._take_back(key, until_s)
             raise
         try:
             self._remove(files, trees)
@@ -64,14 +72,22 @@ class Removals:
             if not self._note_refused(error, files, trees):
                 self._left[key] = list(files), list(trees)
             raise
-        self._take_back(key)
+        self._take_back(key, until_s)
 
-    def _take_back(self, key: str) -> None:
-        """Removes an announcement now, or else before anything is named."""
+    def _take_back(self, key: str, until_s: float) -> None:
+        """Removes an announcement now, and before anything is named unless it is surely gone."""
+        self._over[key] = until_s
         with contextlib.suppress(HoldfastError):
-            if self._bucket.delete(key).is_done:
-                return
-        self._over.add(key)
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        """Removes an announcement, or empties it where the server lets none go."""
+        outcome = self._bucket.delete(key)
+        if not outcome.is_done and not self._bucket.failure(outcome, "removal", key).retryable:
+            outcome = self._bucket.put(key, [_NOTHING])
+        self._bucket.require(outcome, "removal", key)
+        if time.monotonic() >= self._over.get(key, -math.inf):
+            self._over.pop(key, None)
 
     def finish(self, lease: ObjectLease | None) -> None:
         """Completes what this holder announced and could not remove, and takes back what it could
@@ -87,8 +103,9 @@ class Removals:
             self._left.pop(key, None)
         for key in list(self._over):
             if key.startswith(own):
-                self._bucket.require(self._bucket.delete(key), "removal", key)
-            self._over.discard(key)
+                self._drop(key)
+            else:
+                self._over.pop(key, None)
 
     def adopt(self, lease: ObjectLease) -> None:
         """Completes what earlier holders of this lock announced, but for what was pinned since."""
@@ -98,6 +115,8 @@ class Removals:
                 continue
             self._bucket.require(found, "read", key)
             files, trees = self._read(key, found.body)
+            if not files and not trees:
+                continue
             self._complete(key, files, trees, lease)
 
     def _read(self, key: str, data: bytes) -> tuple[list[str], list[str]]:
@@ -132,7 +151,7 @@ class Removals:
                 raise
             emit(Warned(message=f"{error} It stays there, and counts as removed."))
             return
-        self._bucket.require(self._bucket.delete(key), "removal", key)
+        self._drop(key)
 
     def _note_refused(
         self, error: StorageError, files: Sequence[str], trees: Sequence[str]
