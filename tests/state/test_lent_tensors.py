@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import RestoreError
+from holdfast.events import Warned
 from holdfast.state import lent_tensors
 from holdfast.state.tensors import DTYPE_NAMES
 from support.runs.launch import run_ranks
@@ -401,3 +402,22 @@ def test_the_sum_on_a_device_is_that_of_zeros_for_zeros_only(tensor: torch.Tenso
     there = tensor.view(-1).view(lent_tensors._BITS[size])
     assert int(lent_tensors._sum_of_bits(there))
     assert not int(lent_tensors._sum_of_bits(torch.zeros_like(there)))
+
+
+@pytest.mark.parametrize("take", [copy, add_to_zeros])
+def test_an_object_that_is_given_its_state_twice_is_named(
+    take: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    held = Held(numbers(SIZES[1]), take)
+    holdfast.save(tmp_path, {"held": held})
+    told: list[str] = []
+    stop = holdfast.subscribe(
+        lambda event, _: told.append(event.message) if isinstance(event, Warned) else None
+    )
+    try:
+        holdfast.load(tmp_path, {"held": held})
+    finally:
+        stop()
+    assert torch.equal(held.tensor, numbers(SIZES[1]))
+    named = [text for text in told if text.startswith("held: load_state_dict changed")]
+    assert len(named) == held.calls - 1 == (take is add_to_zeros)
