@@ -32,7 +32,7 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 # Tests share no arena, port or file, and run beside each other. Of those that take long `make test`
 # runs as much as this many seconds of one core, by a seed of the day that it prints.
 WORKERS ?= 2
-SAMPLE_S ?= 125
+SAMPLE_S ?= 110
 # The same for the simulated device.
 DEVICE_SAMPLE_S ?= 25
 
