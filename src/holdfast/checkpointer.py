@@ -406,9 +406,9 @@ class Checkpointer:
         Returns as soon as the state may be trained on: parameters, optimizer state and, unless
         ``durable``, frozen parameters that were the same twice are copied during the next forward
         and backward, all else before this returns. With ``durable`` the snapshot is also published
-        in storage. Saving the same step again with ``durable``
-        makes the snapshot taken of it durable. Steps must not decrease within one run, and must be
-        beyond the restored one: otherwise UsageError, before anything is captured.
+        in storage. Saving the same step again with ``durable`` makes the snapshot taken of it
+        durable. Steps must not decrease within one run, and must be beyond the restored one:
+        otherwise UsageError, before anything is captured.
 
         Any thread may call it at any time, and so may a signal handler. In the middle of a step
         of a torch optimizer the save is deferred to the end of the call of ``step``: the state is

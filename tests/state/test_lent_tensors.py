@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import RestoreError
-from holdfast.events import Warned
+from holdfast.events import Restored, Warned
 from holdfast.state import lent_tensors
 from holdfast.state.tensors import DTYPE_NAMES
 from support.runs.launch import run_ranks
@@ -421,3 +422,21 @@ def test_an_object_that_is_given_its_state_twice_is_named(
     assert torch.equal(held.tensor, numbers(SIZES[1]))
     named = [text for text in told if text.startswith("held: load_state_dict changed")]
     assert len(named) == held.calls - 1 == (take is add_to_zeros)
+
+
+def test_the_time_of_both_loads_counts_as_setting_values(tmp_path: Path) -> None:
+    def take(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.2)
+        return add_to_zeros(own, given)
+
+    held = Held(numbers(SIZES[1]), take)
+    holdfast.save(tmp_path, {"held": held})
+    told: list[Restored] = []
+    stop = holdfast.subscribe(
+        lambda event, _: told.append(event) if isinstance(event, Restored) else None
+    )
+    try:
+        holdfast.load(tmp_path, {"held": held})
+    finally:
+        stop()
+    assert held.calls == 2 and told[-1].set_s >= 0.4

@@ -61,7 +61,7 @@ SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound, PeerError, Too
 #: Returns the candidates to try, in order, after a candidate failed with an error all ranks know.
 PlanAgain = Callable[[Candidate, HoldfastError], Sequence[Candidate]]
 #: The phases of ``RestoreClock`` that are not "plan", by what the ranks do together.
-_PHASES = {"read": "read", "values set": "set"}
+_PHASES = {"read": "read", "values set": "set", "values set again": "set"}
 #: The most ranks whose values are compared for differences, because each is an image to open.
 VALUES_COMPARED = 64
 
@@ -506,16 +506,17 @@ class _RestoreAttempt:
 
     def _read_again(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Fill tensors once more, on this rank alone."""
-        filling = Destinations(tensors, self.world.rank, self.compared.restoring.view)
-        filling.copies.begin()
-        try:
-            borrow = Staging(filling.copies, STAGING_BYTES).borrow
-            read_wants(self.checkpoint, filling.wants, filling.destinations, borrow=borrow)
-            filling.average(self.checkpoint)
-        finally:
-            filling.copies.end()
-        filling.pad()
-        self.checkpoint.require_unchanged()
+        with self.clock.during("read"):
+            filling = Destinations(tensors, self.world.rank, self.compared.restoring.view)
+            filling.copies.begin()
+            try:
+                borrow = Staging(filling.copies, STAGING_BYTES).borrow
+                read_wants(self.checkpoint, filling.wants, filling.destinations, borrow=borrow)
+                filling.average(self.checkpoint)
+            finally:
+                filling.copies.end()
+            filling.pad()
+            self.checkpoint.require_unchanged()
 
 
 def _join_keys(one: bytes, other: bytes) -> bytes:
