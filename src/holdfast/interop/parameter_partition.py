@@ -58,8 +58,11 @@ def mapped_cuts(state: Mapping[str, Any], number: int) -> list[Cut]:
     mappings = state.get("param_slice_mappings")
     if not isinstance(mappings, list) or number >= len(mappings):
         raise PartitionError("it has no param_slice_mappings: DeepSpeed before 0.7 wrote it")
+    addresses = mappings[number]
+    if not isinstance(addresses, dict):
+        raise PartitionError(f"its param_slice_mappings have no addresses of group {number}")
     found = []
-    for name, address in mappings[number].items():
+    for name, address in addresses.items():
         fields = address.fields if isinstance(address, Record) else {}
         begin, count = fields.get("start"), fields.get("numel")
         if type(begin) is not int or type(count) is not int or begin < 0 or count < 0:
