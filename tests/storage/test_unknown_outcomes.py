@@ -22,8 +22,9 @@ from holdfast.storage import Store
 from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, ObjectLease
 from holdfast.storage.uploads import ComparingSink
+from holdfast.storage.wrap import Patience
 from holdfast.testing.store_suite import StoreSuite
-from support.servers.bucket_model import World, model_store
+from support.servers.bucket_model import ModelBucket, World, model_store
 from support.servers.object_servers import TIMES
 
 
@@ -138,6 +139,16 @@ def test_an_image_is_whole_whichever_request_of_it_was_not_answered(
             assert number > 1
             return
     raise AssertionError("more requests than an image takes")
+
+
+def test_no_server_of_the_model_has_the_name_of_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By that name a process keeps what it found out of a server."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    names = [ModelBucket(World(), "name", "url", Patience(total_s=0.0)).server for _ in range(50)]
+    assert len({*names}) == 50
 
 
 @pytest.mark.promise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import threading
 import xml.etree.ElementTree as xml
 from collections.abc import Callable, Mapping
@@ -52,6 +53,8 @@ class World:
     page: int = 1000
     """How many keys one answer lists."""
     made_s: dict[str, float] = field(default_factory=dict)
+    number: int = field(default_factory=itertools.count().__next__)
+    """No other world of this process has it: what is known of a server is kept by its name."""
     lock: Any = field(default_factory=threading.RLock)
 
     def time_s(self) -> float:
@@ -201,7 +204,7 @@ class ModelBucket(S3Bucket):
     def __init__(self, world: World, name: str, url: str, patience: Patience) -> None:
         super().__init__(name, url, patience=patience)
         self.world = world
-        self.server = f"model-{id(world)}"
+        self.server = f"model-{world.number}"
 
     def _try(
         self,
