@@ -156,3 +156,43 @@ def test_looking_at_the_package_or_starting_a_keeper_loads_no_torch(module: str)
 @pytest.mark.parametrize("module", modules_of("torch-free"))
 def test_what_the_keeper_and_the_command_line_use_loads_no_torch(module: str) -> None:
     assert not _loads_torch(IMPORT_ALL_BELOW, module)
+
+
+COUNTS_COLLECTIONS = """
+import gc, sys
+def count(phase, info):
+    counted.append(info["generation"])
+def show():
+    print(len(counted) < 3, gc.isenabled(), gc.get_freeze_count() > 10_000, flush=True)
+counted = []
+"""
+IMPORTS_BESIDE_TORCH = f"""{COUNTS_COLLECTIONS}
+import torch, holdfast
+gc.callbacks.append(count)
+holdfast.Checkpointer
+show()
+"""
+STARTS_A_KEEPER = f"""{COUNTS_COLLECTIONS}
+import asyncio
+from holdfast.keeper import __main__
+def run(served):
+    gc.callbacks.remove(count)
+    served.close()
+    show()
+asyncio.run = run
+gc.callbacks.append(count)
+__main__.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [(IMPORTS_BESIDE_TORCH, "True True False"), (STARTS_A_KEEPER, "True True True")],
+)
+def test_no_garbage_is_looked_for_while_modules_are_imported(
+    arena_dir: Path, program: str, expected: str
+) -> None:
+    options = f"--arena {arena_dir}/run --run-id run --root {arena_dir} --host-id a".split()
+    command = [sys.executable, "-c", program, *options]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert shown.stdout.strip() == expected

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -34,11 +35,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scrub-s", type=float, default=60.0, help="between two looks at memory")
     options = parser.parse_args(argv)
 
+    gc.disable()  # what is imported stays for good: it is not passed through, now or later
     from holdfast.errors import ArenaError
     from holdfast.keeper.process import Keeper
     from holdfast.protocol.arena import lock_dir, make_private_dir
     from holdfast.protocol.client import LOCK_TAKEN
 
+    gc.freeze()
+    gc.enable()
     # The terminal's Ctrl-C and a launcher's SIGHUP are meant for the trainers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

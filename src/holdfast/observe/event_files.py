@@ -10,7 +10,6 @@ first.
 from __future__ import annotations
 
 import errno
-import gzip
 import os
 import re
 import shutil
@@ -121,6 +120,8 @@ def set_aside(path: Path) -> Path:
 
 def compress(full: Path) -> Path:
     """Compresses a full file; whenever this is cut short, one of the two is there, whole."""
+    import gzip  # a start of every keeper would wait for it
+
     made = full.with_name(full.name + ".gz")
     temporary = full.with_name(full.name + ".new")
     try:
@@ -211,6 +212,8 @@ def _open_file(path: Path) -> BinaryIO:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "is not a file", str(path))
     if path.suffix == ".gz":
+        import gzip
+
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 

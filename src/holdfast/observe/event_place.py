@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import stat
-import tempfile
 import threading
 import time
 import uuid
@@ -63,6 +62,8 @@ def event_place(root: str | Path) -> EventPlace:
     """Returns the place of the events of ``root``."""
     if not is_bucket(str(root)):
         return EventPlace(str(root), Path(root, EVENTS), is_spool=False)
+    import tempfile  # a start of every keeper would wait for it
+
     name = f"holdfast-events-{os.getuid()}"
     above = Path(tempfile.gettempdir(), name)
     _make_private(above)

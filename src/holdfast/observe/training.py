@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
 
 from holdfast.events import PhaseEnded, RunEnded, StepsDone, emit
 from holdfast.observe.error_file import error_line
@@ -76,7 +75,7 @@ class TrainingRecorder:
         if not self._is_reporting:
             return
         recent_s = self._recent_s
-        is_slow = len(recent_s) > 2 and taken_s > SLOW_TIMES * median(recent_s)
+        is_slow = len(recent_s) > 2 and taken_s > SLOW_TIMES * sorted(recent_s)[len(recent_s) // 2]
         self._recent_s = [*recent_s[1 - _REMEMBERED :], taken_s]
         if self._is_first or is_slow or now_s - self._reported_s >= EVERY_S:
             self.report()
