@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import holdfast
 
 #: Name -> (number of square weights, their width); with AdamW each makes four leaves.
 STATES = {"large": (12, 1024), "many": (750, 16)}
-SAVES, DURABLE_SAVES, LOADS = 16, 8, 4
+SAVES, DURABLE_SAVES, LOADS = 48, 24, 8
 
 
 def build(name: str) -> tuple[dict[str, Any], Callable[[], object]]:
@@ -64,21 +65,23 @@ def train(name: str, directory: Path) -> dict[str, float]:
     return {f"{name}: {what}": min(values) for what, values in found.items()}
 
 
-def restore(name: str, directory: Path) -> dict[str, float]:
+def restore(name: str, directory: Path, *, is_last: bool = False) -> dict[str, float]:
     """Restore out of memory, as after a crash of the trainer."""
     state, _ = build(name)
     began = time.perf_counter()
     checkpointer = holdfast.Checkpointer(directory / name, state, storage=None)
     restored = checkpointer.restore()
     took = time.perf_counter() - began
-    checkpointer.close()
+    if is_last:
+        checkpointer.close()
     assert restored is not None
     assert restored.source == "memory", restored.source
     return {f"{name}: start and restore from memory": took}
 
 
 def main() -> None:
-    act, directory = {"train": train, "restore": restore}[sys.argv[1]], Path(sys.argv[2])
+    acts = {"train": train, "restore": restore, "end": partial(restore, is_last=True)}
+    act, directory = acts[sys.argv[1]], Path(sys.argv[2])
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     for name in STATES:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,13 @@ from holdfast.events import HostSampled, ImageDurable, emit, subscribe
 from holdfast.format.manifest import Generation
 from holdfast.keeper import host_samples as module
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.host_samples import SAMPLE_S, HostSampler, pressure, private_bytes
+from holdfast.keeper.host_samples import (
+    SAMPLE_S,
+    FreeMemory,
+    HostSampler,
+    pressure,
+    private_bytes,
+)
 from holdfast.keeper.image_writer import HostWrite, ImageJob
 from holdfast.keeper.jobs import Background
 from support.runs.evidence import read_events
@@ -110,3 +118,26 @@ def test_the_keeper_of_a_run_samples_it(tmp_path: Path) -> None:
     assert first["keeper_bytes"] > 5 << 20 and first["queued_jobs"] == 0
     told = read_events(tmp_path, "keeper", "ImageDurable")
     assert all(0 < one["finish_s"] <= one["elapsed_s"] for one in told)
+
+
+RETURNS_WHAT_IS_FREE = """
+import os
+from holdfast.keeper.host_samples import FreeMemory, private_bytes
+free = FreeMemory()
+free.give_back()
+before = private_bytes(os.getpid())
+pieces = [bytes([1]) * 100_000 for _ in range(1000)]
+between = [bytearray(600) for _ in range(1000)]
+kept = pieces[::50]
+del pieces
+held = private_bytes(os.getpid()) - before
+free.give_back()
+print(held, private_bytes(os.getpid()) - before)
+"""
+
+
+def test_memory_that_is_free_in_a_keeper_is_returned_to_the_host() -> None:
+    command = [sys.executable, "-c", RETURNS_WHAT_IS_FREE]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    held, left = map(int, shown.stdout.split())
+    assert held > 1.5 * FreeMemory.MOST_BYTES and left < held / 4

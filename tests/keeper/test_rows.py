@@ -56,6 +56,12 @@ def test_rows_are_found_again_with_their_records_and_none_whose_half_was_begun_a
     memory.store_records(0, [(places[one.kept][0], one.record) for one in sealed])
     found.forget(1)
     assert len(found.scan()) == 2
+    for rows in (
+        found.scan(),
+        memory.store_records(0, [(r.offset_bytes, r.data) for r in found.scan()]),
+    ):
+        assert rows[0].record.members is rows[1].record.members, "headers are there once"
+        assert isinstance(rows[0].data, memoryview), "sealed records are mapped from their files"
     found.forget(0)
     assert not found.scan()
 
@@ -68,7 +74,7 @@ def test_a_record_that_is_cut_short_or_reaches_beyond_its_half_is_no_row(
     sealed = group.run().sealed["host-0"]
     (kept,) = memory.store_records(0, [(0, sealed[0].record)])
     memory.store_records(1, [(1 << 40, sealed[0].record)])
-    (memory.directory / "0-0.record").write_bytes(kept.data[:-1])
+    (memory.directory / "0-0.record").write_bytes(bytes(kept.data)[:-1])
     (memory.directory / "x-y.record").write_bytes(b"")
     assert not memory.scan() and not list(memory.directory.glob("*.record"))
 
@@ -99,7 +105,7 @@ def test_what_cannot_be_opened_now_is_not_taken_for_half_made(
     memory.make(group.terms, "host-0", 0)
     memory.store_records(0, [(0, group.run().sealed["host-0"][0].record)])
     there = sorted(path.name for path in memory.directory.iterdir())
-    real_open, real_read = os.open, Path.read_bytes
+    real_open, real_path_open = os.open, Path.open
     too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def refuse(path: Any, *flags: int) -> int:
@@ -107,14 +113,14 @@ def test_what_cannot_be_opened_now_is_not_taken_for_half_made(
             raise too_many
         return real_open(path, *flags)
 
-    def refuse_read(path: Path) -> bytes:
+    def refuse_path(path: Path, *mode: Any, **named: Any) -> Any:
         if path.suffix == suffix:
             raise too_many
-        return real_read(path)
+        return real_path_open(path, *mode, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
-        patch.setattr(Path, "read_bytes", refuse_read)
+        patch.setattr(Path, "open", refuse_path)
         with pytest.raises(ArenaError, match="Too many open files"):
             ShardFiles(ArenaFiles(arena, "run")).scan()
     assert there == sorted(path.name for path in memory.directory.iterdir())

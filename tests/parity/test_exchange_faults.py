@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import Fenced, NotProtected, UsageError
+from holdfast.format.checksum import Buffer
 from holdfast.format.manifest import Generation
 from holdfast.keeper.hosts.network import LIMITS
 from holdfast.parity.exchange.shard_exchange import PATIENCE_S, SealedShard, ShardExchange
@@ -336,8 +337,8 @@ class Mangled(ThreadSafeServer):
             flip(file, offset_bytes + 4321)
         super().offer_file(path, file, offset_bytes=offset_bytes, **named)
 
-    def offer_document(self, path: str, data: bytes, **named: Any) -> None:
-        super().offer_document(path, self.mangle(data) if self.mangle else data, **named)
+    def offer_document(self, path: str, data: Buffer, **named: Any) -> None:
+        super().offer_document(path, self.mangle(bytes(data)) if self.mangle else data, **named)
 
 
 def test_a_row_that_changes_on_its_way_gets_no_seal(arena_dir: Path) -> None:

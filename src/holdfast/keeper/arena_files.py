@@ -17,7 +17,7 @@ from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError, HoldfastError, NewerFormat
 from holdfast.events import Warned, emit
-from holdfast.format.checksum import checksum, text
+from holdfast.format.checksum import Buffer, checksum, text
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
@@ -431,7 +431,7 @@ class ArenaFiles:
         return list(found.values())
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: Buffer) -> None:
     """Write a file that other processes see whole, or as it was before. OSError."""
     temporary = path.with_suffix(f".{os.getpid()}")
     try:

@@ -110,12 +110,12 @@ def plan_sizes(layout: Layout | bytes, ranks: Iterable[int]) -> ImageSizes:
     """
     try:
         layout = Layout.from_json(layout) if isinstance(layout, bytes) else layout
-        plans = {rank: plan_rank(layout, rank) for rank in ranks}
+        plans = ((rank, plan_rank(layout, rank)) for rank in ranks)
+        return ImageSizes({rank: (plan.data_start, plan.tensor_bytes) for rank, plan in plans})
     except HoldfastError as error:
         return ImageSizes({}, str(error), is_passing=False)
     except Exception as error:  # such as numpy's, when memory is short: an answer is waited for
         return ImageSizes({}, f"its layout could not be divided: {error!r}")
-    return ImageSizes({r: (plan.data_start, plan.tensor_bytes) for r, plan in plans.items()})
 
 
 def image_items(layout: Layout, rank: int) -> list[Item]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import ArenaError
+from holdfast.format.checksum import Buffer
 from holdfast.transport.wire import admission as refusals
 from holdfast.transport.wire.admission import AdmissionRefused
 from holdfast.transport.wire.http import check_names
@@ -36,7 +37,7 @@ class Resource:
     length_bytes: int
     descriptor: int = -1
     offset_bytes: int = 0
-    document: bytes = b""
+    document: Buffer = b""
     digest: str = ""
     on_confirmed: Callable[[], None] | None = None
     """Called when a peer has copied all it wanted, and was told that this offer is still valid."""
@@ -89,7 +90,7 @@ class Resources:
         )
 
     def offer_document(
-        self, path: str, data: bytes, *, generation: str = NO_GENERATION
+        self, path: str, data: Buffer, *, generation: str = NO_GENERATION
     ) -> Resource:
         """Offer bytes from memory, such as an inventory."""
         check_names(path, generation)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from holdfast.errors import DeadlineExceeded, UsageError
+from holdfast.format.checksum import Buffer
 from holdfast.transport.resources import NO_GENERATION
 from holdfast.transport.server_connection import COUNTED, Limits, Sender, ServerConnection, Service
 from holdfast.transport.wire import admission as refusals
@@ -154,7 +155,7 @@ class PeerServer:
         )
         self._break_withdrawn()
 
-    def offer_document(self, path: str, data: bytes, *, generation: str = NO_GENERATION) -> None:
+    def offer_document(self, path: str, data: Buffer, *, generation: str = NO_GENERATION) -> None:
         """Offer bytes from memory, whole or by ranges."""
         self._service.resources.offer_document(path, data, generation=generation)
         self._break_withdrawn()
@@ -321,7 +322,7 @@ class ThreadSafeServer:
             )
         )
 
-    def offer_document(self, path: str, data: bytes, *, generation: str = NO_GENERATION) -> None:
+    def offer_document(self, path: str, data: Buffer, *, generation: str = NO_GENERATION) -> None:
         """See ``PeerServer.offer_document``."""
         self._do(lambda: self._server.offer_document(path, data, generation=generation))
 

@@ -7,12 +7,16 @@ before their buffer is written, and written when all of it is complete.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from holdfast.errors import ArenaError, FormatError
 from holdfast.events import Warned, emit
+from holdfast.format.checksum import Buffer
 from holdfast.keeper.arena_files import ArenaFiles, write_whole
 from holdfast.parity.planning.budget import capacity, check_room
 from holdfast.parity.planning.groups import Division, GroupHost, HostGroup
@@ -35,8 +39,8 @@ class StoredParity:
     half: int
     offset_bytes: int
     record: ParityRecord
-    data: bytes
-    """The sealed record."""
+    data: Buffer
+    """The sealed record, mapped from its file."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -90,14 +94,13 @@ class ShardFiles:
         """Return all complete shards of an earlier keeper. ArenaError if a record cannot be read
         now.
         """
-        found = []
+        found: list[StoredParity] = []
         for path in sorted(self.directory.glob(f"*{_RECORD}")):
             half, _, offset = path.name.removesuffix(_RECORD).partition("-")
             try:
                 if path.lstat().st_size > MAX_RECORD_BYTES:
                     raise FormatError(f"{path} is no record of parity")
-                data = path.read_bytes()
-                row = StoredParity(int(half), int(offset), unseal(data, str(path)), data)
+                row = _stored(path, int(half), int(offset), found)
                 if self._is_there(row):
                     found.append(row)
                     continue
@@ -194,16 +197,33 @@ class ShardFiles:
     def _record_path(self, half: int, offset: int) -> Path:
         return self.directory / f"{half}-{offset}{_RECORD}"
 
-    def store_records(self, half: int, rows: Iterable[tuple[int, bytes]]) -> list[StoredParity]:
+    def store_records(self, half: int, rows: Iterable[tuple[int, Buffer]]) -> list[StoredParity]:
         """Write the records of a generation's complete shards: (offset, sealed record) of each.
         OSError.
         """
-        found = []
+        found: list[StoredParity] = []
         for offset, data in rows:
             path = self._record_path(half, offset)
             write_whole(path, data)
-            found.append(StoredParity(half, offset, unseal(data, str(path)), data))
+            found.append(_stored(path, half, offset, found))
         return found
+
+
+def _stored(
+    path: Path, half: int, offset_bytes: int, others: Iterable[StoredParity]
+) -> StoredParity:
+    """Read the record of a shard; what it says of the group is taken of another that says the same.
+
+    The headers of a group's images may take 64 MB a record: the sealed record stays in the arena.
+    """
+    with path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    record = unseal(data, str(path))
+    for other in others:
+        if other.record.members == record.members:
+            record = msgspec.structs.replace(record, members=other.record.members)
+            break
+    return StoredParity(half, offset_bytes, record, data)
 
 
 def division_of(terms: RecordTerms) -> Division:

@@ -16,6 +16,7 @@ import hmac
 from dataclasses import dataclass
 
 from holdfast.errors import UsageError
+from holdfast.format.checksum import Buffer
 
 LEAST_SECRET_BYTES = 16
 
@@ -124,6 +125,6 @@ def is_same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def digest(document: bytes | bytearray) -> str:
+def digest(document: Buffer) -> str:
     """Return the digest of a document, which the signed text of its answer contains."""
     return hashlib.sha256(document).hexdigest()
