@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from holdfast.observe.blame import Blame, HostPressure, find_slow, pressure_text
 from holdfast.observe.clocks import HostClocks
 from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
+from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_records import SaveRecords
+from support.runs.told import Told, tell_save, tell_start
 
 HOSTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "d": (6, 7)}
 HOST_OF = {rank: host for host, ranks in HOSTS.items() for rank in ranks}
@@ -175,3 +178,33 @@ def test_the_pressure_of_a_host_explains_what_is_slow_there() -> None:
     assert "of b waited for a CPU 50 % of the time, elsewhere 2 %" in pressure_text(
         cpu, HOST_OF, busy
     )
+
+
+def of_run(root: Path, ranks: dict[int, str], **seconds: Any) -> tuple[Blame, ...]:
+    """Who is found in a run of so many saves that files are read one after the other."""
+    told = Told(root)
+    tell_start(told, 1, 10.0, ranks)
+    for step in range(100):
+        tell_save(told, 1, step, 20.0 + 10 * step, ranks, **seconds)
+    report = read_report(told.write())
+    return find_slow(report.saves, report.ranks_by_host)
+
+
+def test_a_host_that_has_more_bytes_is_told_from_a_slow_one(tmp_path: Path) -> None:
+    heavy = {"size_bytes": {4: 3_000_000, 5: 3_000_000}, "copy_s": {4: 0.6, 5: 0.6}}
+    found = of_run(tmp_path, HOST_OF, **heavy)
+    assert {(one.place, one.cause, one.phase) for one in found} == {
+        ("rank 4 on c", "bytes", "copy_s"), ("rank 5 on c", "bytes", "copy_s"),
+    }  # fmt: skip
+
+
+def test_a_slow_host_that_has_fewer_bytes_is_found(tmp_path: Path) -> None:
+    light: dict[str, Any] = {"size_bytes": dict.fromkeys((4, 5), 500_000)}
+    light |= {"copy_s": dict.fromkeys((4, 5), 0.1), "write_s": dict.fromkeys((4, 5), 0.6)}
+    (one,) = of_run(tmp_path, HOST_OF, **light)
+    assert (one.place, one.cause, one.phase) == ("host c", "slow", "write_s")
+
+
+def test_a_rank_of_a_few_bytes_is_not_slow_for_what_any_copy_takes(tmp_path: Path) -> None:
+    tiny = {"size_bytes": {3: 1000}, "copy_s": {3: 0.004}, "write_s": {3: 0.01}}
+    assert of_run(tmp_path, HOST_OF, **tiny) == ()

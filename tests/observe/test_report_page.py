@@ -16,11 +16,11 @@ import pytest
 from holdfast.cli import main
 from holdfast.observe.findings import find
 from holdfast.observe.page_charts import escaped
+from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
 from holdfast.observe.rollups import PhaseSpread
-from holdfast.observe.save_view import PHASES
 from support.runs.told import tell_sick_run
 
 EVIL = (
@@ -128,7 +128,7 @@ def test_the_page_of_a_large_run_is_small(tmp_path: Path) -> None:
     report = read_report(tell_sick_run(tmp_path))
     slowest = tuple((rank, 1.0 + rank) for rank in range(16))
     spread = PhaseSpread(16384, 1.0, 2.0, 3.0, 16.0, slowest)
-    save = dataclasses.replace(report.saves[-5], phases=dict.fromkeys(PHASES, spread))
+    save = dataclasses.replace(report.saves[-5], phases=dict.fromkeys(OF_SAVES, spread))
     saves = tuple(dataclasses.replace(save, step=step) for step in range(1000))
     hosts = {f"host-{n:05d}": tuple(range(8 * n, 8 * n + 8)) for n in range(2048)}
     text = page_of(dataclasses.replace(report, saves=saves, ranks_by_host=hosts))

@@ -23,7 +23,6 @@ from holdfast.cli import main
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import Event, to_record
 from holdfast.observe.clocks import DRIFT
-from holdfast.observe.phases import PHASES
 from holdfast.observe.records import RecordHead
 from holdfast.observe.spans import (
     RecordChoice,
@@ -240,13 +239,6 @@ def test_the_decoded_slices_are_the_spans_and_nest(run: Path, trace: Path) -> No
     processes = {d.process.process_name for d in names.values() if d.HasField("process")}
     assert processes == {"host a", "host b"}
     assert {d.name for d in names.values()} >= {"rank 0", "rank 1", "keeper", "publications"}
-
-
-def test_every_phase_has_a_track(tmp_path: Path) -> None:
-    pytest.importorskip("perfetto", reason=MISSING)
-    from holdfast.observe.perfetto_trace import _TRACKS
-
-    assert _TRACKS.keys() == {phase.name for phase in PHASES if not phase.within}
 
 
 def test_flows_lead_from_each_save_to_its_publication(trace: Path) -> None:

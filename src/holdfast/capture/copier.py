@@ -126,6 +126,7 @@ class Copier:
                 copy_s=now_s - began_s,
                 size_bytes=seal.image_bytes,
                 compared_bytes=sample.size_bytes,
+                grant_s=capture.grant_s,
             )
         )
         return seal, sample
@@ -177,6 +178,7 @@ class Copier:
                 size_bytes=seal.image_bytes,
                 ring_bytes=grant.ring_bytes,
                 compared_bytes=sample.size_bytes,
+                grant_s=capture.grant_s,
             )
         )
         return seal

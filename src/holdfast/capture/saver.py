@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from holdfast.accelerator import devices
 from holdfast.capture.copier import Copier
 from holdfast.capture.handles import PendingHandles, SaveHandle
+from holdfast.capture.mesh_teller import MeshTeller
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyCancelled
 from holdfast.capture.replica_samples import OptimizerSteps, StandstillProbe
@@ -101,6 +102,7 @@ class Saver:
         self._overdue: CaptureTask | None = None
         self._reading: Reading | None = None
         self.turns = Turns(describer.is_changed_by)
+        self._mesh_teller = MeshTeller()
         self._saves, self._end_by_s = 0, math.inf
         self._slot_requests = SlotRequests(self._session)
         self.announcements = StepAnnouncements(self._session, self._store)
@@ -200,6 +202,7 @@ class Saver:
                 size_bytes=bindings.size_bytes,
             )
         )
+        self._mesh_teller.tell(self.place, step, description)
         return handle
 
     def unpaid(self) -> list[SaveHandle]:
@@ -468,8 +471,10 @@ class Saver:
             self._copier.slots.drop_removed()
             # The worker takes one capture after the other: the one before copies no more, unless
             # a GPU stopped answering.
+            asked_s = time.monotonic()
             grant = self._slot_requests.request_slot(capture, is_copying=self._copier.lost_a_copy)
             granted_s = time.monotonic()
+            capture.grant_s = granted_s - asked_s
             seal, sample = self._copier.copy(
                 capture, grant, self.place, self._session.send, self.timeouts.room_s
             )

@@ -219,6 +219,8 @@ class CaptureTask:
     overtaking: OvertakeDetector
     handle: SaveHandle
     started_s: float
+    grant_s: float = 0.0
+    """How long its worker waited for the keeper's grant."""
     trained: TrainedParameters = UNTRAINED
     parameters: str = ""
     """Checksum of the trained parameters in the sealed image; "": there are none."""

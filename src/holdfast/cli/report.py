@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import StorageError, UsageError
+from holdfast.geometry.parallelism import asked
 from holdfast.observe.findings import find, to_plain
-from holdfast.observe.report import Report, to_json
+from holdfast.observe.report import Report, RunMesh, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_view import find_save, render_by, render_save
 from holdfast.observe.since import moment_of, of_start, since
@@ -31,6 +32,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "holdfast report runs/gpt",
         "holdfast report runs/gpt --save 2-1200",
         "holdfast report runs/gpt --by host --since 2h",
+        "holdfast report runs/gpt --by mesh",
         "holdfast report runs/gpt --html report.html",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
@@ -46,8 +48,15 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument(
         "--by",
-        choices=("rank", "host", "link"),
-        help="show the saves by rank or host, or what messages between hosts take",
+        choices=("rank", "host", "mesh", "link"),
+        help="show the saves by rank, by host or by the axes of the device mesh, or what messages "
+        "between hosts take",
+    )
+    command.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="the device mesh, where the run did not report it, such as dp=4,tp=2, the last "
+        "running fastest: for --by mesh and --html",
     )
     command.add_argument(
         "--incarnation", metavar="N", type=int, help="only this start; the division of time stays"
@@ -72,6 +81,9 @@ def run(args: argparse.Namespace) -> int:
         report = since(report, moment_of(args.since, report.last_s))
     if args.incarnation is not None:
         report = of_start(report, args.incarnation)
+    if args.mesh is not None:
+        mesh = asked(args.mesh)
+        report = replace(report, mesh=RunMesh(mesh.names, mesh.sizes))
     if args.html is not None:
         _write_page(report, Path(args.html), _spans_of(report, args.save))
     elif args.save is not None:

@@ -100,6 +100,7 @@ class ReportOutcome(msgspec.Struct, frozen=True):
     overtaken: bool = False
     leaf: str = ""
     elapsed_s: float = 0.0
+    wait_s: float = 0.0
     late_hosts: tuple[str, ...] = ()
 
 

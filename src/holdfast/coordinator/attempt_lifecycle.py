@@ -284,6 +284,8 @@ class AttemptLifecycle:
             return self.abort(attempt, reason)
         slot.state, slot.writer = "captured", None
         slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
+        if not attempt.sealed:
+            attempt.first_sealed_s = now_s
         attempt.sealed.add(rank)
         self.replica_check.add_sums(attempt.id, rank, seal.sums, seal.same_since)
         if len(attempt.sealed) < attempt.world:
@@ -296,7 +298,10 @@ class AttemptLifecycle:
         self.attempts.captured(attempt.id)
         done = m.Complete(step=attempt.step, attempt=attempt.id, durable=attempt.durable)
         elapsed_s = now_s - attempt.started_s
-        note = ReportOutcome(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
+        wait_s = now_s - attempt.first_sealed_s if attempt.first_sealed_s else 0.0
+        note = ReportOutcome(
+            attempt.id, attempt.step, "complete", elapsed_s=elapsed_s, wait_s=wait_s
+        )
         return [*actions, SendMessage(done), note, *self.durability.start_next()]
 
     def abort_capture(self, rank: int, message: m.AbortCapture) -> list[Action]:

@@ -39,6 +39,7 @@ class Attempt(msgspec.Struct):
     persisting: bool = False
     refused: bool = False  # storage refused it
     started_s: float = 0.0
+    first_sealed_s: float = 0.0  # when the first image was sealed; 0.0: not known
     slots: dict[int, int] = msgspec.field(default_factory=dict)  # rank -> slot id
     allocating: set[int] = msgspec.field(default_factory=set)  # slot ids
     sealed: set[int] = msgspec.field(default_factory=set)

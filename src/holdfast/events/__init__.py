@@ -124,6 +124,18 @@ class SaveReturned(Event, frozen=True, kw_only=True):
     durable: bool
 
 
+class MeshUsed(Event, frozen=True, kw_only=True):
+    """The tensors of the state lie on a device mesh: the largest of rank 0's, at its first save.
+
+    ``names``: of its dimensions, the last running fastest. ``sizes``: how many ranks each has.
+    ``ranks``: those on it in this order; empty where that is the order of their numbers.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[Count, ...]
+    ranks: tuple[Count, ...] = ()
+
+
 class FenceWaited(Event, frozen=True, kw_only=True):
     """An optimizer step was held until the copies it would overwrite were made.
 
@@ -145,6 +157,8 @@ class ImageCaptured(Event, frozen=True, kw_only=True):
     size_bytes: Bytes
     compared_bytes: Bytes = 0
     """What was summed to be compared with what other ranks hold."""
+    grant_s: Seconds = 0.0
+    """What passed before that, until the keeper had given the image its place."""
 
 
 class MemoryPinned(Event, frozen=True, kw_only=True):
@@ -166,8 +180,8 @@ class ImagePassed(Event, frozen=True, kw_only=True):
     Memory had no room for whole images; the save is durable or nothing.
 
     ``elapsed_s``: the time since the save was asked for. ``copy_s``: the time that copying took.
-    ``size_bytes``: the size of the image. ``ring_bytes``: the size of the ring. ``compared_bytes``:
-    as in ``ImageCaptured``.
+    ``size_bytes``: the size of the image. ``ring_bytes``: the size of the ring. ``compared_bytes``,
+    ``grant_s``: as in ``ImageCaptured``.
     """
 
     elapsed_s: Seconds
@@ -175,6 +189,7 @@ class ImagePassed(Event, frozen=True, kw_only=True):
     size_bytes: Bytes
     ring_bytes: Bytes
     compared_bytes: Bytes = 0
+    grant_s: Seconds = 0.0
 
 
 class SnapshotCaptured(Event, frozen=True, kw_only=True):
@@ -185,6 +200,8 @@ class SnapshotCaptured(Event, frozen=True, kw_only=True):
 
     elapsed_s: Seconds
     world: Count
+    wait_s: Seconds = 0.0
+    """Of it, what the first rank to be done waited for the last."""
 
 
 class SnapshotProtected(Event, frozen=True, kw_only=True):
@@ -193,6 +210,8 @@ class SnapshotProtected(Event, frozen=True, kw_only=True):
     survives: str
     elapsed_s: Seconds
     """Since parity of it was begun."""
+    encode_s: Seconds = 0.0
+    """Of it, what hosts took to read from each other and to encode, until the last was done."""
 
 
 class SnapshotNotProtected(Event, frozen=True, kw_only=True):
@@ -276,6 +295,8 @@ class ImageDurable(Event, frozen=True, kw_only=True):
     image: str
     finish_s: Seconds = 0.0
     """Of ``elapsed_s``, what storage took at its end to make it durable: the fsync of a file."""
+    queue_s: Seconds = 0.0
+    """What passed before writing began, since this host was told to write the image."""
 
 
 class CheckpointCached(Event, frozen=True, kw_only=True):
@@ -303,6 +324,10 @@ class CheckpointPublished(Event, frozen=True, kw_only=True):
     images: Count
     reused_bytes: Bytes = 0
     """Of ``size_bytes``, those that an earlier checkpoint wrote: frozen and unchanged."""
+    receipt_s: Seconds = 0.0
+    """Of ``elapsed_s``, until every host had told that its images are durable."""
+    publish_s: Seconds = 0.0
+    """Of ``elapsed_s``, what writing the manifest took at its end."""
 
 
 class PersistBroke(Event, frozen=True, kw_only=True):
@@ -322,6 +347,8 @@ class CheckpointPruned(Event, frozen=True, kw_only=True):
 
     pruned_step: Count
     pruned_incarnation: Count
+    elapsed_s: Seconds = 0.0
+    """The time that removing it took; of several that went together, its part of that."""
 
 
 class Restored(Event, frozen=True, kw_only=True):
@@ -446,6 +473,7 @@ AnyEvent = (
     | PhaseEnded
     | TrainerDied
     | SaveReturned
+    | MeshUsed
     | FenceWaited
     | ImageCaptured
     | ImagePassed

@@ -11,7 +11,7 @@ from holdfast.events import CheckpointCached, Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import RemoteImages, write_all
-from holdfast.keeper.persister import Call, Outcome, Persister
+from holdfast.keeper.persister import Call, Outcome, Persister, PublicationTimes
 from holdfast.persist.drain_order import UnsettledDirectories, forget_marks, waiting
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
@@ -55,9 +55,10 @@ class CachePersister(Persister):
         started_s: float,
         places: Collection[str] = (),
         *,
+        receipt_s: float = 0.0,
         is_told: bool = True,
     ) -> None:
-        super()._publish(manifest, started_s, places, is_told=is_told)
+        super()._publish(manifest, started_s, places, receipt_s=receipt_s, is_told=is_told)
         self.changed()
 
     def prune(self, published: Generation, *, is_newest: bool = True) -> None:
@@ -79,18 +80,18 @@ class CachePersister(Persister):
     def _spared(self, found: RootContents[Described]) -> set[Generation]:
         return set(waiting(self.store, found if isinstance(found, Catalogue) else EMPTY))
 
-    def _tell_published(self, manifest: Manifest, elapsed_s: float) -> None:
+    def _tell_published(self, manifest: Manifest, took: PublicationTimes) -> None:
         emit(
             CheckpointCached(
                 incarnation=manifest.incarnation,
                 step=manifest.step,
                 size_bytes=manifest.size_bytes,
                 images=len(manifest.images),
-                elapsed_s=elapsed_s,
+                elapsed_s=took.elapsed_s,
             )
         )
 
-    def _tell_pruned(self, pruned: Generation, at: Generation) -> None:
+    def _tell_pruned(self, pruned: Generation, at: Generation, elapsed_s: float) -> None:
         """Nothing: it is still in storage, or its own retention has told of it."""
 
     def _tell_broke(self, generation: Generation, reason: str) -> None:

@@ -267,6 +267,7 @@ class Executor:
                 step=note.step,
                 world=coordinator.world,
                 elapsed_s=note.elapsed_s,
+                wait_s=note.wait_s,
             )
         )
         if self.followers.parity_scheduler is not None:

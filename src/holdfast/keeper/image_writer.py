@@ -248,5 +248,6 @@ def _tell_durable(
             size_bytes=ref.size_bytes,
             image=ref.path,
             finish_s=finish_s,
+            queue_s=max(0.0, started_s - job.asked_s),
         )
     )

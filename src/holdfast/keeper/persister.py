@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from holdfast.catalogue import (
     PARTS,
@@ -78,6 +79,14 @@ _GO_AT_ONCE, _PART_AT_ONCE = 3, 8
 _FULL_PAUSE_S = 60.0
 #: Of so many manifests a publication lists a page: their whole list is several requests.
 _PAGED_FROM = 900
+
+
+class PublicationTimes(NamedTuple):
+    """What a publication took, and of that until its images were durable, and its manifest."""
+
+    elapsed_s: float
+    receipt_s: float
+    publish_s: float
 
 
 class Persister:
@@ -189,6 +198,7 @@ class Persister:
         stored = write_together(job, writes, job.at_once + bool(job.shares))
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
+        receipt_s = time.monotonic() - started_s
         document = values_document(job)
         parts = [one.part for one in stored if one.part is not None]
         manifest = Manifest(
@@ -209,7 +219,7 @@ class Persister:
         job.is_publishing = True
         self._publish_elsewhere(job, manifest)
         places = {place(job.generation, job.directory) for place in _PLACES}
-        self._publish(manifest, started_s, places)
+        self._publish(manifest, started_s, places, receipt_s=receipt_s)
 
     def _publish_elsewhere(self, job: PersistJob, manifest: Manifest) -> None:
         """Do nothing: a root has one manifest for all hosts."""
@@ -220,15 +230,21 @@ class Persister:
         started_s: float,
         places: Collection[str] = (),
         *,
+        receipt_s: float = 0.0,
         is_told: bool = True,
     ) -> None:
-        """``places``: the directories that were prepared for it, of which it may name some."""
+        """``places``: the directories that were prepared for it, of which it may name some.
+        ``receipt_s``: the time until its images were durable.
+        """
+        written_s = time.monotonic()
         commit.publish(self.store, manifest)
+        publish_s = time.monotonic() - written_s
         if settle_s(self.store):  # where it need not be read again: a request less
             self._mine[manifest.generation] = manifest
             self._sweeper.forget(set(places) - manifest.directories)
         if is_told:
-            self._tell_published(manifest, time.monotonic() - started_s)
+            took = PublicationTimes(time.monotonic() - started_s, receipt_s, publish_s)
+            self._tell_published(manifest, took)
 
     def publish_copy(
         self,
@@ -262,7 +278,7 @@ class Persister:
 
     # What is told: a cache tells other things.
 
-    def _tell_published(self, manifest: Manifest, elapsed_s: float) -> None:
+    def _tell_published(self, manifest: Manifest, took: PublicationTimes) -> None:
         emit(
             CheckpointPublished(
                 incarnation=manifest.incarnation,
@@ -270,17 +286,20 @@ class Persister:
                 size_bytes=manifest.size_bytes,
                 reused_bytes=manifest.reused_bytes,
                 images=len(manifest.images),
-                elapsed_s=elapsed_s,
+                elapsed_s=took.elapsed_s,
+                receipt_s=took.receipt_s,
+                publish_s=took.publish_s,
             )
         )
 
-    def _tell_pruned(self, pruned: Generation, at: Generation) -> None:
+    def _tell_pruned(self, pruned: Generation, at: Generation, elapsed_s: float) -> None:
         emit(
             CheckpointPruned(
                 incarnation=at.incarnation,
                 step=at.step,
                 pruned_step=pruned.step,
                 pruned_incarnation=pruned.incarnation,
+                elapsed_s=elapsed_s,
             )
         )
 
@@ -433,9 +452,10 @@ class Persister:
             for generation in self._condemned(found, newest | pinned(self.store)):
                 if generation in self._sweeper.leases.generations():  # at a later publication
                     continue
+                began_s = time.monotonic()
                 if commit.withdraw(self.store, generation):
                     gone.add(generation)
-                    self._tell_pruned(generation, published)
+                    self._tell_pruned(generation, published, time.monotonic() - began_s)
             left = [m for m in found.manifests if m.generation not in gone]
             if self._sweeper.may_sweep(found.broken):
                 self._sweeper.sweep(left)
@@ -474,10 +494,12 @@ class Persister:
         going = [] if is_late else going
         due = self._sweeper.due(found.manifests, held, pins) if is_swept else []
         data = {g: seal(m) for g, m in self._mine.items() if g in going}
+        began_s = time.monotonic()
         gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
+        took_s = time.monotonic() - began_s
         self._sweeper.forget(due)
         for generation in gone:
-            self._tell_pruned(generation, published)
+            self._tell_pruned(generation, published, took_s / len(gone))
         stays = [m for m in found.manifests if m.generation not in gone]
         left = {m.generation for m in stays}  # another holder may have removed some
         self._mine = {g: m for g, m in self._mine.items() if g in left}

@@ -271,10 +271,15 @@ def _slow_ranks(save: Save, phase: str) -> dict[int, float]:
     if spread.ranks < 2:
         return {}
     slow = {rank: s for rank, s in spread.slowest if _is_slow(s, spread.median_s)}
+    if spread is save.phases[phase]:
+        return slow
+    raw = save.phases[phase]
     if phase == "finish_s":  # what has few bytes need not be faster
-        raw = save.phases[phase]
-        slow = {rank: s for rank, s in raw.slowest if rank in slow and _is_slow(s, raw.median_s)}
-    return slow
+        return {rank: s for rank, s in raw.slowest if rank in slow and _is_slow(s, raw.median_s)}
+    # What takes long for each of a few bytes, and is done before half of the ranks are, holds up
+    # nobody: any copy and write takes a while, however little it is of.
+    long = {rank for rank, s in raw.slowest if s >= raw.median_s}
+    return {rank: s for rank, s in slow.items() if rank in long}
 
 
 def _heavy_ranks(save: Save, phase: str) -> dict[int, float]:

@@ -158,7 +158,11 @@ def give_up(path: Path, budget_bytes: int) -> list[Path]:
 
 def trails(root: str | Path) -> list[Path]:
     """Returns the newest file of every writer of ``root``; it need not exist yet."""
-    directory = event_place(root).read_from()
+    return trails_in(event_place(root).read_from())
+
+
+def trails_in(directory: Path) -> list[Path]:
+    """Returns the newest file of every writer in a directory; it need not exist yet."""
     found = [*directory.glob("*.jsonl"), *directory.glob("*.jsonl.gz")]
     return sorted({path.with_name(_FULL.sub(".jsonl", path.name)) for path in found})
 
@@ -195,7 +199,7 @@ def open_parts(path: Path, refused: Refused | None = None) -> Iterator[BinaryIO]
 
 def _opened(opened: ExitStack, path: Path, refused: Refused | None) -> BinaryIO | None:
     try:
-        return opened.enter_context(_open_file(path))
+        return opened.enter_context(open_file(path))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -205,8 +209,11 @@ def _opened(opened: ExitStack, path: Path, refused: Refused | None) -> BinaryIO 
         return None
 
 
-def _open_file(path: Path) -> BinaryIO:
-    """Opens a plain file, or what a compressed one has: a pipe would be waited for."""
+def open_file(path: Path) -> BinaryIO:
+    """Opens a plain file, or what a compressed one has: a pipe would be waited for.
+
+    Raises OSError.
+    """
     if path.is_symlink() and not path.exists():
         raise OSError(errno.ELOOP, "is a link to nothing", str(path))
     if not stat.S_ISREG(path.stat().st_mode):
@@ -216,6 +223,16 @@ def _open_file(path: Path) -> BinaryIO:
 
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
+
+
+def is_named(file: BinaryIO | int, path: Path) -> bool:
+    """Returns True if ``path`` still names this open file."""
+    here = os.fstat(file if isinstance(file, int) else file.fileno())
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
 
 #: The most that one line may have: a record has less than a thousandth of it.
@@ -380,12 +397,7 @@ class EventFile:
 
     def _is_there(self) -> bool:
         """True if the open file still has its name: an older start may have set it aside."""
-        here = os.fstat(self._fd)
-        try:
-            there = self.path.stat()
-        except FileNotFoundError:
-            return False
-        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+        return is_named(self._fd, self.path)
 
     def _report(self, error: OSError) -> None:
         """Tells the other sinks, once until a write succeeds: this file receives the event too."""

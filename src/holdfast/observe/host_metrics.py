@@ -59,7 +59,7 @@ class HostMetrics:
                 length_s = record.get(phase.field, 0.0)
                 if phase.within == "restore":
                     self._add("holdfast_restore_seconds", phase.name, length_s)
-                elif length_s or not phase.within:
+                elif length_s or phase.is_whole:
                     self._histograms.setdefault(phase.name, Histogram()).add(length_s)
             if handle is not None:
                 handle(self, record)

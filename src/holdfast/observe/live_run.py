@@ -20,7 +20,7 @@ import msgspec
 from holdfast import events
 from holdfast.events import AnyEvent, HostSampled
 from holdfast.observe.clocks import OF_CLOCKS, HostClocks
-from holdfast.observe.event_files import UNREADABLE
+from holdfast.observe.event_files import UNREADABLE, is_named
 from holdfast.observe.event_place import event_place
 from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import BY_EVENT
@@ -70,12 +70,7 @@ class _Tail:
 
     def is_at(self, path: Path) -> bool:
         """True if ``path`` still names this file."""
-        here = os.fstat(self.fd)
-        try:
-            there = path.stat()
-        except FileNotFoundError:
-            return False
-        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+        return is_named(self.fd, path)
 
 
 class FileTails:

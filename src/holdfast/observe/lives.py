@@ -19,6 +19,7 @@ from holdfast.observe.ledger import LifeTimes
 from holdfast.observe.records import RecordHead
 from holdfast.observe.reliability import Interrupted
 from holdfast.observe.report import LostTrainer, Start
+from holdfast.observe.rollup_groups import LifeRollup, SaveRollup
 from holdfast.observe.timeline import StartTimeline
 
 #: The records that a trainer makes of itself. Those of a keeper, which outlives it, may be about a
@@ -67,18 +68,17 @@ class _Life:
         if step >= 0:
             self.newest_step = step if self.newest_step is None else max(step, self.newest_step)
 
-    def heard(self, head: RecordHead, at: HostMoment) -> None:
-        """Takes when a host had a record."""
-        host = head.by_host
+    def heard(self, host: str, time_s: float, at: HostMoment) -> None:
+        """Takes when a host had a record, by its wall clock and by its own."""
         first = self.first.get(host)
         if first is None or at < first:
             self.first[host] = at
         moments = self.moments.get(host)
         if moments is None:
-            self.moments[host] = head.time_s, head.time_s
-        elif not moments[0] <= head.time_s <= moments[1]:
+            self.moments[host] = time_s, time_s
+        elif not moments[0] <= time_s <= moments[1]:
             first_s, last_s = moments
-            self.moments[host] = min(first_s, head.time_s), max(last_s, head.time_s)
+            self.moments[host] = min(first_s, time_s), max(last_s, time_s)
 
     def dead(self, common: CommonClock) -> Iterable[LostTrainer]:
         """Yields the ranks that were seen to go away, or found to be gone, and at what."""
@@ -133,7 +133,7 @@ class Lives:
         life.timeline.take(event, at)
         if event.rank not in life.ranks:
             life.seen[event.rank] = head.by_host
-        life.heard(head, at)
+        life.heard(head.by_host, head.time_s, at)
         match event:  # the frequent ones first
             case events.StepsDone():
                 life.done(event.step)
@@ -174,7 +174,23 @@ class Lives:
             life.timeline.take_returned(some, clock, at_s, latest_s)
             life.done(max(event.step for event in some if event.rank >= 0))
             for at in (at_s.index(min(at_s)), at_s.index(max(at_s))):
-                life.heard(heads[at], HostMoment(clock, at_s[at]))
+                head = heads[at]
+                life.heard(head.by_host, head.time_s, HostMoment(clock, at_s[at]))
+
+    def merge(self, of: LifeRollup, host: str, clock: int) -> None:
+        """Adds the signs of life of a host's ranks; ``clock``: theirs, as it is numbered here."""
+        life = self._lives[of.incarnation]
+        for rank, last_s, _ in of.ranks:
+            if rank not in life.ranks:
+                life.seen[rank] = host
+            life.timeline.hear(rank, HostMoment(clock, last_s))
+        life.done(of.newest_step)
+        for time_s, at_s in (of.first, of.last):
+            life.heard(host, time_s, HostMoment(clock, at_s))
+
+    def merge_save(self, of: SaveRollup) -> None:
+        """Adds what a save held the ranks of a host."""
+        self._lives[of.incarnation].timeline.add_blocked(of.step, of.blocked_s)
 
     @staticmethod
     def _take_death(life: _Life, event: AnyEvent, at: HostMoment) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import html
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast.observe.report import Report, Save
-from holdfast.observe.save_view import PHASES, host_by_rank
+from holdfast.observe.phases import OF_SAVES
+from holdfast.observe.report import Report, RunMesh, Save
+from holdfast.observe.save_view import host_by_rank
 from holdfast.observe.spans import RunSpans, Span
 from holdfast.observe.text import on_one_line, printable, seconds_text
 
@@ -22,19 +24,7 @@ MOST_ROWS = 64
 #: Characters of a text from a record.
 MOST_TEXT = 400
 #: What a row of a heat map is of.
-ROWS = ("rank", "host")
-#: Phase of a span -> the sign on its bar, and the class of its colour.
-_BARS = {
-    "held": ("s", "blocking"),
-    "fence": ("f", "stall"),
-    "copy": ("c", "restore"),
-    "pass": ("c", "restore"),
-    "capture": ("C", "waiting"),
-    "protect": ("P", "declared"),
-    "write": ("w", "start_up"),
-    "persist": ("D", "productive"),
-    "restore": ("r", "restart"),
-}
+_ROWS = ("rank", "host", "mesh")
 _NAMES = 150
 #: Cells of a heat map that have a text each; shades of them; the height of a row.
 MOST_TITLED, _LEVELS, _ROW = 1000, 16, 14
@@ -70,26 +60,37 @@ class _Cell(NamedTuple):
 # ── heat maps ────────────────────────────────────────────────────────────────────────────────────
 
 
-def map_style(maps: Sequence[str]) -> str:
+def rows_of(report: Report) -> Sequence[str]:
+    """Returns what the rows of heat maps can be of."""
+    return _ROWS if report.mesh is not None else _ROWS[:-1]
+
+
+def map_style(maps: Sequence[str], of: Sequence[str]) -> str:
     """Returns the rules by which the buttons show one heat map and no other."""
     return "".join(
         f"main:has(#map-{phase}:checked):has(#rows-{rows}:checked) .map-{phase}.rows-{rows}"
         "{display:block}"
         for phase in maps
-        for rows in ROWS
+        for rows in of
     )
 
 
 def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str]) -> str:
-    """Returns the heat maps of all phases, by rank and by host, with their buttons."""
+    """Returns the heat maps of all phases by rank, by host and over the mesh, and their buttons."""
     phases = sorted(maps, key=lambda name: name != "copy_s")
-    buttons = _buttons("map", "phase", {phase: PHASES[phase] for phase in phases})
-    buttons += _buttons("rows", "rows", {rows: f"by {rows}" for rows in ROWS})
+    buttons = _buttons("map", "phase", {phase: OF_SAVES[phase].label for phase in phases})
+    buttons += _buttons("rows", "rows", {rows: f"by {rows}" for rows in rows_of(report)})
     host_of = host_by_rank(report.ranks_by_host)
+
+    def one(phase: str, rows: str) -> str:
+        if rows == "mesh" and report.mesh is not None:
+            return _mesh_map(saves, phase, report.mesh)
+        return _heat_map(saves, phase, rows, host_of)
+
     drawn = "".join(
-        f'<div class="map map-{phase} rows-{rows}">{_heat_map(saves, phase, rows, host_of)}</div>'
+        f'<div class="map map-{phase} rows-{rows}">{one(phase, rows)}</div>'
         for phase in maps
-        for rows in ROWS
+        for rows in rows_of(report)
     )
     note = (
         "Of each save the 16 slowest ranks are known; an empty cell is a rank that was not one. A "
@@ -121,6 +122,8 @@ def _heat_map(saves: Sequence[Save], phase: str, rows: str, host_of: Mapping[int
         name = f"{rank} {host}" if rank >= 0 else host or "?"
         parts.append(f'<text x="0" y="{line * _ROW + 11}">{escaped(name[:18])}</text>')
         who = f"rank {rank}" if rank >= 0 else f"host {host[:_SHORT]}"
+        if OF_SAVES[phase].side == "coordinator":
+            who = "coordinator"
         for at, column in enumerate(columns):
             if row in column:
                 part = math.sqrt(column[row] / largest) if largest > 0 else 0.0
@@ -128,9 +131,47 @@ def _heat_map(saves: Sequence[Save], phase: str, rows: str, host_of: Mapping[int
                 text = f"{who} at {save.incarnation}-{save.step}: {took}"
                 cells.append(_Cell(at, line, round(part * (_LEVELS - 1)), text))
     parts += _cells(cells, (WIDTH - 120) / max(1, len(saves)))
-    label = f"{PHASES[phase]} by {rows} and save; darkest {seconds_text(largest)}"
+    label = f"{OF_SAVES[phase].label} by {rows} and save; darkest {seconds_text(largest)}"
     drawn = svg(max(1, len(slowest)) * _ROW, label, parts)
     return f'<p class="soft">{escaped(label)}</p>{drawn}'
+
+
+def _mesh_map(saves: Sequence[Save], phase: str, mesh: RunMesh) -> str:
+    """Returns a heat map over the coordinates of a mesh: its last axis runs to the right, all other
+    axes downwards. A cell has the mean of the saves in which its rank was among the slowest.
+    """
+    every: dict[int, list[float]] = {}
+    for save in saves:
+        for rank, value in save.phases[phase].slowest if phase in save.phases else ():
+            every.setdefault(rank, []).append(value)
+    where = mesh.coordinates()
+    known = {where[rank]: (rank, statistics.fmean(s)) for rank, s in every.items() if rank in where}
+    lines: dict[tuple[int, ...], float] = {}
+    for at, (_, value) in known.items():
+        lines[at[:-1]] = max(value, lines.get(at[:-1], 0.0))
+    shown = sorted(sorted(lines, key=lambda line: -lines[line])[:MOST_ROWS])
+    largest = max(lines.values(), default=0.0)
+    parts, cells = [], []
+    for n, line in enumerate(shown):
+        name = _axes_text(mesh.names[:-1], line) or "all"
+        parts.append(f'<text x="0" y="{n * _ROW + 11}">{escaped(name[:18])}</text>')
+        for at, (rank, value) in known.items():
+            if at[:-1] == line:
+                part = math.sqrt(value / largest) if largest > 0 else 0.0
+                text = f"{_axes_text(mesh.names, at)}, rank {rank}: {seconds_text(value)}"
+                cells.append(_Cell(at[-1], n, round(part * (_LEVELS - 1)), text))
+    parts += _cells(cells, (WIDTH - 120) / mesh.sizes[-1])
+    label = (
+        f"{OF_SAVES[phase].label} over the mesh, {mesh.names[-1]} to the right; darkest "
+        f"{seconds_text(largest)}"
+    )
+    drawn = svg(max(1, len(shown)) * _ROW, label, parts)
+    return f'<p class="soft">{escaped(label)}</p>{drawn}'
+
+
+def _axes_text(names: Sequence[str], at: Sequence[int]) -> str:
+    """Formats ``dp 3, tp 1``."""
+    return ", ".join(f"{name} {n}" for name, n in zip(names, at, strict=True))
 
 
 def _cells(cells: Sequence[_Cell], width: float) -> Iterator[str]:
@@ -165,7 +206,7 @@ def _column(
     """Returns the seconds of each row in one save: (rank, host), or (-1, host)."""
     column: dict[tuple[int, str], float] = {}
     for rank, value in save.phases[phase].slowest if phase in save.phases else ():
-        host = host_of.get(rank, "")
+        host = host_of.get(rank, "") if rank >= 0 else "coordinator"
         row = (rank, host) if rows == "rank" else (-1, host)
         column[row] = max(value, column.get(row, 0.0))
     return column
@@ -187,8 +228,8 @@ def save_timeline(found: RunSpans) -> str:
         for span in spans:
             parts += _bar(span, _NAMES + (span.start_s - first_s) * scale, line * height, scale)
     label = f"what ranks and keepers did in the {seconds_text(span_s)} of this save"
-    signs = {sign: name for name, (sign, _) in reversed(_BARS.items()) if name != "restore"}
-    key = ", ".join(f"{sign} {name}" for sign, name in sorted(signs.items(), key=lambda e: e[1]))
+    signs = {phase.label: phase.sign for phase in OF_SAVES.values() if phase.sign}
+    key = ", ".join(f"{sign} {label}" for label, sign in sorted(signs.items()))
     note = (
         ""
         if len(lanes) < MOST_ROWS
@@ -208,7 +249,7 @@ def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:
 
 
 def _bar(span: Span, x: float, y: float, scale: float) -> Iterator[str]:
-    sign, style = _BARS[span.name]
+    sign, style = span.phase.sign, span.phase.style
     width = max(1.0, span.length_s * scale)
     title = f"{span.name}: {seconds_text(span.length_s)}"
     within = ", ".join(f"{one.name} {seconds_text(one.length_s)}" for one in span.inner)

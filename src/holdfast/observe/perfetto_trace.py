@@ -20,18 +20,6 @@ from holdfast.observe.text import printable
 
 #: Where the flow of an image passes, from the save to its publication.
 _IN_FLOW = frozenset({"held", "copy", "pass", "write"})
-#: Phases of a rank that lie beside each other in time, each on a track of its own.
-_TRACKS = {
-    "held": "training",
-    "fence": "training",
-    "restore": "training",
-    "copy": "copies",
-    "pass": "copies",
-    "write": "storage",
-    "capture": "captures",
-    "protect": "parity",
-    "persist": "publications",
-}
 #: Counters out of samples: field and unit.
 _COUNTERS = (
     ("arena_bytes", "bytes"),
@@ -187,7 +175,7 @@ class _TraceWriter:
 
     def _track_of(self, span: Span) -> int:
         """Returns the track of a span; one that overlaps the span before gets a lane beside it."""
-        key = (span.host, _who(span.rank), _TRACKS[span.name])
+        key = (span.host, _who(span.rank), span.phase.track)
         lanes = self._lanes.setdefault(key, [])
         for number, free_s in enumerate(lanes):
             if free_s <= span.start_s:

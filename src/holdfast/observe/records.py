@@ -24,9 +24,10 @@ from holdfast.observe.event_files import (
     open_parts,
     parts_of,
     size_bytes,
-    trails,
 )
 from holdfast.observe.event_place import event_place
+from holdfast.observe.rollup_files import Covered, read_rollups, trails_with_rollups
+from holdfast.observe.rollup_groups import Rollup
 
 Progress = Callable[[int, int], None]
 
@@ -74,6 +75,37 @@ _KNOWN = {kind.__name__ for kind in AnyEvent.__args__}
 _TORN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
+class LineDecoder:
+    """Decodes lines one by one, and counts those that are no records: torn, of a newer version, or
+    with a value that cannot be.
+    """
+
+    def __init__(self) -> None:
+        self.torn = self.unknown = self.invalid = 0
+
+    def decode(self, line: bytes) -> Any:
+        """Returns the event of a line, which has the fields of its head, too; None without one."""
+        try:
+            return _whole_decoder().decode(line)
+        except _TORN as error:
+            self.count_refused(line, error)
+        return None
+
+    def count_refused(self, line: bytes, error: Exception) -> None:
+        """Counts a line that could not be decoded."""
+        if not isinstance(error, msgspec.ValidationError):
+            self.torn += 1
+            return
+        try:
+            is_known = _decode_name(line).event in _KNOWN
+        except _TORN:
+            is_known = False
+        if is_known:
+            self.invalid += 1
+        else:
+            self.unknown += 1
+
+
 class RecordCounts(NamedTuple):
     """What was not read of a run, and from how many files the rest is."""
 
@@ -93,7 +125,8 @@ class RecordReader:
 
         ``progress(done_bytes, total_bytes)`` is called now and then.
         """
-        self._writers, self._progress = trails(root), progress
+        self._progress = progress
+        self._writers = trails_with_rollups(root)
         if not self._writers:
             where = f"{root}/events{_why_none(root)}"
             raise NotFound(
@@ -101,45 +134,67 @@ class RecordReader:
                 "is this the directory given to Checkpointer?",
                 root=str(root),
             )
-        self.torn_lines = self.unknown_lines = self.invalid_lines = 0
+        self._total_bytes, self._done_bytes = sum(map(size_bytes, self._writers)), 0
+        self._decoder = LineDecoder()
         self._unreadable: list[str] = []
         self._seen: Counter[str] = Counter()
         self._highest: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
         for block in self._blocks():
-            for line in _lines(block):
+            for line in lines_in(block):
                 try:
                     event, head = _decode_event(line), _decode_head(line)
                 except _TORN as error:
-                    self._count_refused(line, error)
+                    self._decoder.count_refused(line, error)
                 else:
                     self._count_all((head,))
                     yield event, head
 
-    def batches(self) -> Iterator[list[Any]]:
+    def batches(self) -> Iterator[list[Any] | Rollup]:
         """Yields the same, many at a time: each is an event that has the fields of its head, too.
+        Of what was rolled up the roll-ups are yielded in its place.
 
         Half as much work as to decode both.
         """
-        decoder = _whole_decoder()
-        for block in self._blocks():
-            try:
-                found: list[Any] | None = decoder.decode_lines(block)
-            except _TORN:
-                found = None
-            if found is None or len(found) != block.count(b"\n"):
-                found = list(self._one_by_one(block))
-            self._count_all(found)
-            yield found
+        for trail in self._writers:
+            covered = Covered()
+            for rollup in read_rollups(trail, covered, self._decoder):
+                self._count_rollup(rollup)
+                yield rollup
+                yield self._kept(rollup)
+            for block in self._blocks((trail,), covered):
+                found = self._decoded(block)
+                self._count_all(found)
+                yield found
 
-    def _one_by_one(self, block: bytes) -> Iterator[Any]:
-        decode = _whole_decoder().decode
-        for line in _lines(block):
-            try:
-                yield decode(line)
-            except _TORN as error:
-                self._count_refused(line, error)
+    def _decoded(self, block: bytes) -> list[Any]:
+        try:
+            found: list[Any] = _whole_decoder().decode_lines(block)
+        except _TORN:
+            found = []
+        if len(found) == block.count(b"\n"):
+            return found
+        every = map(self._decoder.decode, lines_in(block))
+        return [one for one in every if one is not None]
+
+    def _kept(self, rollup: Rollup) -> list[Any]:
+        """Returns the records that stand in a roll-up as they were."""
+        every = (self._decoder.decode(bytes(raw)) for raw in rollup.kept)
+        return [one for one in every if one is not None]
+
+    def _count_rollup(self, rollup: Rollup) -> None:
+        self._decoder.torn += rollup.torn
+        self._decoder.unknown += rollup.unknown
+        self._decoder.invalid += rollup.invalid
+        for writer, (seen, highest) in rollup.numbers.items():
+            self._seen[writer] += seen
+            self._highest[writer] = max(self._highest.get(writer, -1), highest)
+
+    @property
+    def torn_lines(self) -> int:
+        """Returns the number of lines that are no JSON."""
+        return self._decoder.torn
 
     @property
     def files(self) -> int:
@@ -162,26 +217,32 @@ class RecordReader:
         """Returns all counts as they are now."""
         return RecordCounts(
             self.files,
-            self.torn_lines,
-            self.unknown_lines,
-            self.invalid_lines,
+            self._decoder.torn,
+            self._decoder.unknown,
+            self._decoder.invalid,
             self.lost_records,
             self.unreadable,
         )
 
-    def _blocks(self) -> Iterator[bytes]:
-        total_bytes = sum(map(size_bytes, self._writers))
-        done_bytes = 0
-        for writer in self._writers:
+    def _blocks(
+        self, writers: Iterable[Path] | None = None, covered: Covered | None = None
+    ) -> Iterator[bytes]:
+        """Yields the lines of these writers, or of all, in blocks; not those that are covered."""
+        for writer in self._writers if writers is None else writers:
             for file in open_parts(writer, self._refuse):
                 try:
+                    if covered is not None and covered.skip(file):
+                        continue
                     for block in blocks_in(file):
-                        done_bytes += len(block)
-                        if self._progress:
-                            self._progress(min(done_bytes, total_bytes), total_bytes)
+                        self._advance(len(block))
                         yield block
                 except UNREADABLE as error:  # the others are read
                     self._refuse(Path(file.name), error)
+
+    def _advance(self, size: int) -> None:
+        self._done_bytes += size
+        if self._progress:
+            self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
     def _refuse(self, path: Path, error: Exception) -> None:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -196,24 +257,8 @@ class RecordReader:
             self._seen[writer] += len(some)
             self._highest[writer] = max(self._highest.get(writer, -1), max(some))
 
-    def _count_refused(self, line: bytes, error: Exception) -> None:
-        """Counts a line that is not a record: torn, of a newer version, or with a value that cannot
-        be.
-        """
-        if not isinstance(error, msgspec.ValidationError):
-            self.torn_lines += 1
-            return
-        try:
-            is_known = _decode_name(line).event in _KNOWN
-        except _TORN:
-            is_known = False
-        if is_known:
-            self.invalid_lines += 1
-        else:
-            self.unknown_lines += 1
 
-
-def _lines(block: bytes) -> Iterator[bytes]:
+def lines_in(block: bytes) -> Iterator[bytes]:
     """Yields the lines of a block that are not blank."""
     return (line for line in block.split(b"\n") if line.strip())
 

@@ -7,6 +7,7 @@ prints it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.interference import Interference
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.log import Divergence
+from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.reliability import Reliability
 from holdfast.observe.rollups import PhaseSpread
 
@@ -137,6 +139,22 @@ class Restore:
     read_bytes: int = 0
     received_bytes: int = 0
     phases: dict[str, PhaseSpread] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunMesh:
+    """The device mesh that a run's tensors lie on: ``ranks`` in row-major order of ``sizes``, empty
+    where that is the order of their numbers.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+
+    def coordinates(self) -> dict[int, tuple[int, ...]]:
+        """Returns the coordinates of each rank."""
+        every = itertools.product(*map(range, self.sizes))
+        return dict(zip(self.ranks or range(math.prod(self.sizes)), every, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +347,8 @@ class Report:
     """What a step takes longer behind a copy or a write; None where that cannot be told."""
     links: tuple[LinkFigures, ...] = ()
     """What messages between keepers take."""
+    mesh: RunMesh | None = None
+    """The device mesh of the newest start of which one is known."""
 
     @property
     def misses(self) -> tuple[Save, ...]:
@@ -342,18 +362,11 @@ class Report:
         return {name: _figures(name, values) for name, values in kept.items() if values}
 
 
+#: The phases, and what else each save has one of.
 QUANTITIES = (
-    "held_s",
-    "describe_s",
-    "volatile_s",
-    "wait_previous_s",
-    "fence_s",
-    "copy_s",
+    *OF_SAVES,
     "captured_s",
-    "protect_s",
     "durable_s",
-    "persist_s",
-    "write_s",
     "size_bytes",
     "reused_bytes",
     "throughput_bytes_per_s",
@@ -361,8 +374,16 @@ QUANTITIES = (
 
 
 def _values(saves: Iterable[Save], quantity: str) -> list[tuple[float, Save]]:
-    values = ((getattr(save, quantity), save) for save in saves)
+    values = ((_value(save, quantity), save) for save in saves)
     return [(value, save) for value, save in values if value is not None]
+
+
+def _value(save: Save, quantity: str) -> float | None:
+    """Returns a quantity of a save: of a phase that of the slowest rank; None without one."""
+    spread = save.phases.get(quantity)
+    if spread is not None:
+        return spread.largest_s
+    return getattr(save, quantity, None)
 
 
 def _figures(quantity: str, values: list[tuple[float, Save]]) -> Figures:

@@ -8,6 +8,7 @@ killed thirty times is the one that needs a report.
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never, cast, get_args
 
-import msgspec
-
 from holdfast import events
 from holdfast.events import AnyEvent
+from holdfast.geometry.mesh import MAX_RANKS
 from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.exposure import pace_of
 from holdfast.observe.interference import BackgroundWork
@@ -37,8 +37,10 @@ from holdfast.observe.report import (
     RebuiltImage,
     RefusedAtDoor,
     Report,
+    RunMesh,
 )
 from holdfast.observe.restore_records import RestoreRecords
+from holdfast.observe.rollup_groups import Rollup, SampleRollup, extremes
 from holdfast.observe.save_records import TOGETHER, SaveEvent, SaveRecords
 
 _KeeperEvent = (
@@ -67,7 +69,10 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     with _no_collection():
         fold = _Fold()
         for batch in records.batches():
-            fold.take_all((one, one) for one in batch)
+            if isinstance(batch, Rollup):
+                fold.take_rollup(batch)
+            else:
+                fold.take_all((one, one) for one in batch)
         return fold.report(str(root), records.counts)
 
 
@@ -109,18 +114,15 @@ class _HostSoFar:
 
     def sample(self, one: events.HostSampled) -> None:
         """Takes a sample of the host."""
-        before = self.extreme or one
-        self.samples += 1
-        if one.cpu_pressure >= 0 and one.io_pressure >= 0:
-            self.cpu, self.io = self.cpu + one.cpu_pressure, self.io + one.io_pressure
-            self.told += 1
-        self.extreme = msgspec.structs.replace(
-            one,
-            queued_s=max(one.queued_s, before.queued_s),
-            finish_s=max(one.finish_s, before.finish_s),
-            free_bytes=min(one.free_bytes, before.free_bytes),
-            keeper_bytes=max(one.keeper_bytes, before.keeper_bytes),
-        )
+        is_told = one.cpu_pressure >= 0 and one.io_pressure >= 0
+        pressure = (one.cpu_pressure, one.io_pressure, 1) if is_told else (0.0, 0.0, 0)
+        self.merge(SampleRollup(1, *pressure, one))
+
+    def merge(self, of: SampleRollup) -> None:
+        """Takes many samples of the host."""
+        self.samples += of.samples
+        self.cpu, self.io, self.told = self.cpu + of.cpu, self.io + of.io, self.told + of.told
+        self.extreme = extremes(of.extreme, self.extreme)
 
 
 class _Fold:
@@ -146,6 +148,7 @@ class _Fold:
         self._background = BackgroundWork()
         self._links: dict[tuple[str, str], LinkTrips] = {}
         self._damages: list[tuple[events.DamageFound, HostMoment]] = []
+        self._mesh = events.MeshUsed(names=(), sizes=())
 
     def take_all(self, records: Iterable[tuple[AnyEvent, RecordHead]]) -> None:
         """Takes records. Nearly all are of ``save``: those of a host are taken together, of so few
@@ -164,6 +167,24 @@ class _Fold:
             else:
                 self._take(event, head)
         self._take_groups(returned)
+
+    def take_rollup(self, of: Rollup) -> None:
+        """Takes the roll-up of many records, but for those that stand in it as they were."""
+        clocks = []
+        for one in of.clocks:
+            for time_s, at_s in (one.first, one.last):
+                clock = self._lives.clocks.take(one.host, one.boot, time_s, at_s).clock
+            clocks.append(clock)
+        for life in of.lives:
+            self._lives.merge(life, of.clocks[life.clock].host, clocks[life.clock])
+            for rank, _, saved in life.ranks:
+                if saved >= 0:
+                    self._saves.note_newest(life.incarnation, rank, saved)
+        for save in of.saves:
+            self._saves.merge(save, clocks)
+            self._lives.merge_save(save)
+        for host, samples in of.hosts.items():
+            self._hosts[host].merge(samples)
 
     def _take_groups(self, returned: dict[tuple[Any, ...], list[Any]]) -> None:
         for some in returned.values():
@@ -186,6 +207,8 @@ class _Fold:
         self._lives.take(event, head, at)
         if event.rank == 0:
             self._background.take(event, at)
+        if isinstance(event, events.CheckpointPruned):
+            self._pruned += 1
         if type(event).__name__ in _SAVE_EVENTS:  # nearly all, and the last of the cases below
             self._saves.take(cast(SaveEvent, event), head, at)
         else:
@@ -212,10 +235,12 @@ class _Fold:
                 self._broke.append(f"{event.incarnation}-{event.step}: {event.reason}")
             case events.ProtectionPlanned():
                 self._planned[event.incarnation] = event
+            case events.MeshUsed():
+                self._mesh = max(
+                    self._mesh, event, key=lambda one: (one.incarnation, one.step, one.names)
+                )
             case events.ReplicasDiffer():
                 self._differ[event.leaf].append(event)
-            case events.CheckpointPruned():
-                self._pruned += 1
             case events.Warned():
                 self._warned.append(event.message)
             case events.SinkFailed():
@@ -328,6 +353,7 @@ class _Fold:
             late_hosts=self._saves.late_hosts(),
             interference=self._background.measure(common),
             links=tuple(trips.figures(*of) for of, trips in sorted(self._links.items())),
+            mesh=_mesh(self._mesh),
         )
 
     def _keeper_losses(self, common: CommonClock) -> tuple[KeeperLoss, ...]:
@@ -344,6 +370,16 @@ class _Fold:
                 most[incarnation, host] = losses
         every = (loss for losses in most.values() for loss in losses)
         return tuple(sorted(every, key=lambda loss: loss.time_s))
+
+
+def _mesh(told: events.MeshUsed) -> RunMesh | None:
+    """Returns the mesh of a record; None for one that is none, or too large to be one."""
+    count = math.prod(told.sizes)
+    if len(told.names) != len(told.sizes) or not 1 < count <= MAX_RANKS:
+        return None
+    if told.ranks and len(set(told.ranks)) != count:
+        return None
+    return RunMesh(told.names, told.sizes, told.ranks)
 
 
 def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:

@@ -20,12 +20,14 @@ from holdfast.observe.page_charts import (
     escaped,
     heat_maps,
     map_style,
+    rows_of,
     save_timeline,
     svg,
 )
+from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Report, Save
 from holdfast.observe.restore_view import hosts_at, time_text
-from holdfast.observe.save_view import PHASES, host_by_rank
+from holdfast.observe.save_view import host_by_rank
 from holdfast.observe.spans import RunSpans
 from holdfast.observe.summary import (
     PARTS,
@@ -78,8 +80,8 @@ def render_page(
     report: Report, findings: Sequence[RunFinding], one_save: RunSpans | None = None
 ) -> str:
     """Returns the page. ``one_save``: the spans of a save that is drawn over time."""
-    maps = [phase for phase in PHASES if any(phase in save.phases for save in report.saves)]
-    style = _STYLE + map_style(maps)
+    maps = [phase for phase in OF_SAVES if any(phase in save.phases for save in report.saves)]
+    style = _STYLE + map_style(maps, rows_of(report))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     body = "\n".join(_body(report, findings, maps, one_save))
     return (

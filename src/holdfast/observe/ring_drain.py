@@ -34,6 +34,7 @@ from holdfast.observe.event_ring import (
     RingOwner,
 )
 from holdfast.observe.ring_records import read_moment, unpack
+from holdfast.observe.rollup_writer import RollupWriter
 
 POLL_S = 0.05
 Watch = Callable[[dict[str, Any]], None]
@@ -49,6 +50,8 @@ STALL_S = 1.0
 _IDLE_POLLS = 10
 #: The end of the file that a batch lies within.
 _END_BYTES = 8 << 20
+#: The most that rolling up may take at the end: what is left is for the next keeper.
+_LAST_S = 2.0
 
 
 class _WrittenHead(msgspec.Struct):
@@ -293,10 +296,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class RingDrainer:
-    """Drains on a thread of its own until ``close``."""
+    """Drains on a thread of its own until ``close``; ``rollups``: makes those of the file, too."""
 
-    def __init__(self, drain: RingDrain, *, every_s: float = POLL_S) -> None:
-        self.drain = drain
+    def __init__(
+        self, drain: RingDrain, *, every_s: float = POLL_S, rollups: RollupWriter | None = None
+    ) -> None:
+        self.drain, self._rollups = drain, rollups
         self._every_s = every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="holdfast-drain", daemon=True)
@@ -305,9 +310,11 @@ class RingDrainer:
     def _work(self) -> None:
         while not self._stopping.wait(self._every_s):
             with suppress(Exception):  # whatever it met, the next look may not meet it
-                self.drain.poll()
+                if self.drain.poll() and self._rollups is not None:
+                    self._rollups.poll()
         with suppress(Exception):
-            self.drain.poll()
+            if self.drain.poll() and self._rollups is not None:
+                self._rollups.finish(deadline_s=_LAST_S)
 
     def close(self, *, deadline_s: float = 5.0) -> None:
         """Drains a last time, and stops; gives up after ``deadline_s``."""

@@ -12,15 +12,34 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
+from holdfast.events import Count
 from holdfast.observe.sketch import Sketch
 
 #: How many of the slowest ranks are known by name.
 NAMED = 16
 #: Values that wait until so many can be rolled up at once.
 _WAITING = 512
+
+
+#: Seconds, or seconds a GiB of few bytes; the bucket of a sketch that they are in.
+_Value = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_Bucket = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=4000)]
+
+
+class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A roll-up as it is kept in files: the slowest ranks with their seconds, and of all others how
+    many are in which bucket of the sketch, and the least.
+    """
+
+    ranks: list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]]
+    seconds: list[_Value]
+    others: list[tuple[_Bucket, Count]] = []
+    least_s: _Value = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +77,21 @@ class PhaseRollup:
         if len(self._values) >= _WAITING:
             self._roll_up()
 
-    def merge(self, other: PhaseRollup) -> None:
-        """Adds another roll-up of the same phase, of other ranks."""
-        self._sketch.merge(other.sketch)
-        self._least_s = min(self._least_s, other._least_s)
-        self._keep(other._slowest)
+    def merge(self, other: PhaseValues) -> None:
+        """Adds a roll-up of the same phase, of other ranks."""
+        self.add(other.ranks, other.seconds)
+        if other.others:
+            self._sketch.add_buckets(other.others)
+            self._least_s = min(self._least_s, other.least_s)
+
+    def values(self) -> PhaseValues:
+        """Returns all that it knows, for a file."""
+        named = sorted((-rank, s) for s, rank in self.slowest)
+        ranks, seconds = [rank for rank, _ in named], [_rounded(s) for _, s in named]
+        if self.sketch.count == len(named):
+            return PhaseValues(ranks, seconds)
+        others = self._sketch.buckets_without([s for _, s in named])
+        return PhaseValues(ranks, seconds, others, _rounded(self._least_s))
 
     @property
     def sketch(self) -> Sketch:
@@ -105,11 +134,18 @@ class PhaseRollup:
     def slowest_rank(self) -> int:
         return -max(self.slowest)[1]
 
-    def spread(self) -> PhaseSpread:
-        """Returns its figures; no quantile is beyond the least and the largest value."""
+    def spread(self, times: float = 1.0) -> PhaseSpread:
+        """Returns its figures, all ``times`` as large; no quantile is beyond the least and the
+        largest value.
+        """
         largest_s, sketch = self.largest_s, self.sketch
         p50, p90, p99 = (
-            max(self._least_s, min(largest_s, sketch.quantile(part))) for part in (0.5, 0.9, 0.99)
+            times * max(self._least_s, min(largest_s, sketch.quantile(part)))
+            for part in (0.5, 0.9, 0.99)
         )
-        slowest = tuple((-rank, value) for value, rank in sorted(self.slowest, reverse=True))
-        return PhaseSpread(self.sketch.count, p50, p90, p99, largest_s, slowest)
+        slowest = tuple((-rank, times * s) for s, rank in sorted(self.slowest, reverse=True))
+        return PhaseSpread(self.sketch.count, p50, p90, p99, times * largest_s, slowest)
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.7g}")

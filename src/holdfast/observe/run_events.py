@@ -25,6 +25,7 @@ from holdfast.observe.event_place import EventPlace, event_place
 from holdfast.observe.event_ring import RINGS, EventRing
 from holdfast.observe.metrics_port import require_metrics
 from holdfast.observe.ring_drain import RingDrain, RingDrainer, Watch, end_ring_alone
+from holdfast.observe.rollup_writer import RollupWriter
 from holdfast.observe.sinks import JsonlSink
 from holdfast.observe.telemetry_setting import require_live_telemetry
 from holdfast.observe.text import restart_warning
@@ -96,7 +97,9 @@ def follow_keeper(
     """
     place = event_place(root)
     file = _bounded_file(place, host)
-    drainer = RingDrainer(RingDrain(arena, file, watch=watch))
+    # What is in a spool is uploaded whole, and the bucket gives nothing up.
+    rollups = None if place.is_spool else RollupWriter(file.path, only_beside=file.only_beside)
+    drainer = RingDrainer(RingDrain(arena, file, watch=watch), rollups=rollups)
     sink = _sink(place, arena, "keeper", -1, host)
     stops = [subscribe(sink)]
     if watch is not None and isinstance(sink, JsonlSink):  # what is in no ring is not drained

@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from operator import add
+from operator import add, attrgetter
 from typing import NamedTuple, assert_never, cast, get_args
 
 from holdfast import events
 from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
+from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Save
-from holdfast.observe.rollups import NAMED, PhaseRollup
+from holdfast.observe.rollup_groups import SaveRollup
+from holdfast.observe.rollups import NAMED, PhaseRollup, PhaseSpread
 
 _ImageEvent = events.FenceWaited | events.ImageCaptured | events.ImagePassed | events.ImageDurable
 _GenerationEvent = (
@@ -27,11 +29,18 @@ _GenerationEvent = (
     | events.SnapshotMissed
     | events.CheckpointCached
     | events.CheckpointPublished
+    | events.CheckpointPruned
 )
 SaveEvent = events.SaveReturned | _ImageEvent | _GenerationEvent
 _OF_RANKS = frozenset(kind.__name__ for kind in get_args(_ImageEvent))
 #: The phases of ``SaveReturned``, in the order in which they are kept apart.
-_RETURNED = ("held_s", "describe_s", "volatile_s", "wait_previous_s")
+_RETURNED = tuple(phase.report_name for phase in BY_EVENT["SaveReturned"])
+_returned = attrgetter(*(phase.field for phase in BY_EVENT["SaveReturned"]))
+#: Of what a rank reports several times in one save the longest counts; else it adds up.
+_LONGEST = frozenset({"ImageDurable"})
+#: The phases that grow with the bytes of a rank: those that it copied, or that were written.
+_GROWING = (("copy_s", "image_bytes"), ("write_s", "written_bytes"), ("finish_s", "written_bytes"))
+_GIB = float(1 << 30)
 
 
 class _ReachedState(NamedTuple):
@@ -71,18 +80,12 @@ class _OpenRanks:
         self.written_bytes: dict[int, int] = {}
 
     def even(self) -> dict[str, dict[int, float]]:
-        """Returns the phases that grow with the bytes, as if all ranks had the same."""
+        """Returns what the phases that grow with the bytes take for a GiB."""
         found = {}
-        for phase, sizes in (
-            ("copy_s", self.image_bytes),
-            ("write_s", self.written_bytes),
-            ("finish_s", self.written_bytes),
-        ):
+        for phase, name in _GROWING:
+            sizes = getattr(self, name)
             seconds = self.seconds.get(phase, {})
-            if not (total := sum(sizes.values())):
-                continue
-            usual = total / len(sizes)
-            found[phase] = {r: s * usual / sizes[r] for r, s in seconds.items() if sizes.get(r)}
+            found[phase] = {r: s * _GIB / sizes[r] for r, s in seconds.items() if sizes.get(r)}
         return {phase: ranks for phase, ranks in found.items() if ranks}
 
     def phases(self) -> Iterator[tuple[str, Collection[int], Collection[float]]]:
@@ -96,20 +99,21 @@ class _OpenRanks:
 
     def add_returned(self, of: events.SaveReturned) -> None:
         """What a rank reports several times in one save adds up."""
-        spent: tuple[float, ...] = of.held_s, of.describe_s, of.volatile_s, of.wait_previous_s
+        spent: tuple[float, ...] = _returned(of)
         before = self.returned.get(of.rank)
         self.returned[of.rank] = spent if before is None else tuple(map(add, before, spent))
         self.asked_bytes[of.rank] = of.size_bytes
 
-    def add(self, phase: str, rank: int, elapsed_s: float) -> None:
-        """What a rank reports several times in one save adds up."""
-        ranks = self.seconds.setdefault(phase, {})
-        ranks[rank] = ranks.get(rank, 0.0) + elapsed_s
-
-    def add_longest(self, phase: str, rank: int, elapsed_s: float) -> None:
-        """Of what a rank reports several times in one save the longest counts."""
-        ranks = self.seconds.setdefault(phase, {})
-        ranks[rank] = max(ranks.get(rank, 0.0), elapsed_s)
+    def add(self, event: _ImageEvent) -> None:
+        """Takes the phases of a record."""
+        name = type(event).__name__
+        for phase in BY_EVENT[name]:
+            elapsed_s = getattr(event, phase.field)
+            if elapsed_s > 0 or phase.is_whole:
+                ranks = self.seconds.setdefault(phase.report_name, {})
+                before_s = ranks.get(event.rank, 0.0)
+                is_longest = name in _LONGEST
+                ranks[event.rank] = max(before_s, elapsed_s) if is_longest else before_s + elapsed_s
 
 
 @dataclass(slots=True)
@@ -118,11 +122,15 @@ class _SaveParts:
 
     phases: dict[str, PhaseRollup] = field(default_factory=dict)
     even: dict[str, PhaseRollup] = field(default_factory=dict)
+    #: The phases that the coordinator goes through for all, in seconds.
+    of_all: dict[str, float] = field(default_factory=dict)
     asked_bytes: int = 0
     image_bytes: int = 0
+    written_bytes: int = 0
     open: _OpenRanks | None = None
-    #: Whether a rank's image was captured or passed on.
-    has_images: bool = False
+    #: The images that were captured or passed on, and those that were written.
+    images: int = 0
+    written: int = 0
     #: The first call of ``save`` by each clock, in the order of ``SaveRecords``; infinite if none.
     called_at_s: array[float] = field(default_factory=lambda: array("d"))
     #: The last call by each clock, and the rank that made it.
@@ -139,6 +147,8 @@ class _SaveParts:
     unprotected: list[str] = field(default_factory=list)
     ring_bytes: int = 0
     asked_durable: bool = False
+    #: The ranks that returned, were copied and were written, where they are to be known.
+    seen: tuple[set[int], set[int], set[int]] | None = None
     #: Ranks that returned from ``save`` and whose image was not copied, or not written: a few.
     uncopied: set[int] = field(default_factory=set)
     unwritten: set[int] = field(default_factory=set)
@@ -149,7 +159,7 @@ class _SaveParts:
             time_s=time_s,
             late_s=late_s,
             late_rank=late_rank,
-            even={name: phase.spread() for name, phase in self.even.items()},
+            even={name: phase.spread(self._usual_gib(name)) for name, phase in self.even.items()},
             incarnation=incarnation,
             step=step,
             state=self._state(),
@@ -166,7 +176,7 @@ class _SaveParts:
             persist_s=self.durable.elapsed_s if self.durable else None,
             write_s=self._largest("write_s"),
             slowest={name: phase.slowest_rank for name, phase in self.phases.items()},
-            phases={name: phase.spread() for name, phase in self.phases.items()},
+            phases={name: phase.spread() for name, phase in self.phases.items()} | self._of_all(),
             size_bytes=self._size_bytes(),
             reason=self.missed or "",
             reused_bytes=self.reused_bytes or None,
@@ -175,6 +185,15 @@ class _SaveParts:
             uncopied=() if self.captured or self.durable else tuple(sorted(self.uncopied)),
             unwritten=() if self.durable else tuple(sorted(self.unwritten)),
         )
+
+    def _of_all(self) -> dict[str, PhaseSpread]:
+        return {name: PhaseSpread(1, s, s, s, s, ((-1, s),)) for name, s in self.of_all.items()}
+
+    def _usual_gib(self, phase: str) -> float:
+        """Returns the GiB that a rank has of what a phase grows with, on average over all."""
+        if phase == "copy_s":
+            return self.image_bytes / max(1, self.images) / _GIB
+        return self.written_bytes / max(1, self.written) / _GIB
 
     def _largest(self, quantity: str) -> float | None:
         return self.phases[quantity].largest_s if quantity in self.phases else None
@@ -251,7 +270,7 @@ class _SaveParts:
     def _size_bytes(self) -> int:
         if self.durable_bytes:
             return self.durable_bytes
-        return self.image_bytes if self.has_images else self.asked_bytes
+        return self.image_bytes if self.images else self.asked_bytes
 
     def close_ranks(self) -> None:
         """Rolls up the values of ranks that are kept apart."""
@@ -262,21 +281,69 @@ class _SaveParts:
             _roll_up(self.phases, phase, numbers, seconds)
         for phase, by_rank in ranks.even().items():
             _roll_up(self.even, phase, by_rank.keys(), by_rank.values())
-        self._note_missing(ranks)
+        reached = ranks.asked_bytes.keys(), ranks.image_bytes.keys(), ranks.written_bytes.keys()
+        self._note_missing(*reached)
+        for known, more in zip(self.seen or (), reached, strict=False):
+            known |= more
         self.asked_bytes += sum(ranks.asked_bytes.values())
         self.image_bytes += sum(ranks.image_bytes.values())
-        self.has_images = self.has_images or bool(ranks.image_bytes)
+        self.images += len(ranks.image_bytes)
+        self.written_bytes += sum(ranks.written_bytes.values())
+        self.written += len(ranks.written_bytes)
 
-    def _note_missing(self, ranks: _OpenRanks) -> None:
+    def _note_missing(self, asked: Set[int], copied: Set[int], written: Set[int]) -> None:
         """Notes which ranks are not yet where they are to come; of many only the first."""
-        self.uncopied -= ranks.image_bytes.keys()
-        self.unwritten -= ranks.written_bytes.keys()
+        self.uncopied -= copied
+        self.unwritten -= written
         if len(self.uncopied) < NAMED:
-            missing = ranks.asked_bytes.keys() - ranks.image_bytes.keys()
+            missing = asked - copied
             self.uncopied.update(sorted(missing)[: NAMED - len(self.uncopied)])
         if self.asked_durable and len(self.unwritten) < NAMED:
-            missing = ranks.image_bytes.keys() - ranks.written_bytes.keys()
+            missing = copied - written
             self.unwritten.update(sorted(missing)[: NAMED - len(self.unwritten)])
+
+    def rollup(self, incarnation: int, step: int) -> SaveRollup:
+        """Returns all that is known of its ranks, for a file."""
+        asked, copied, written = map(sorted, self.seen or ((), (), ()))
+        return SaveRollup(
+            incarnation,
+            step,
+            {name: phase.values() for name, phase in self.phases.items()},
+            {name: phase.values() for name, phase in self.even.items()},
+            [
+                (clock, first_s, self.called_last_s[clock], self.called_last_by[clock])
+                for clock, first_s in enumerate(self.called_at_s)
+                if math.isfinite(first_s)
+            ],
+            asked_bytes=self.asked_bytes,
+            image_bytes=self.image_bytes,
+            images=self.images,
+            written_bytes=self.written_bytes,
+            written=self.written,
+            ring_bytes=self.ring_bytes,
+            asked_durable=self.asked_durable,
+            asked=asked,
+            copied=copied,
+            stored=written,
+        )
+
+    def merge(self, of: SaveRollup, clocks: Sequence[int]) -> None:
+        """Adds the ranks of a roll-up; ``clocks``: its clocks, as they are numbered here."""
+        for into, values in ((self.phases, of.phases), (self.even, of.even)):
+            for phase, some in values.items():
+                if phase not in into:
+                    into[phase] = PhaseRollup()
+                into[phase].merge(some)
+        for clock, first_s, last_s, rank in of.calls:
+            self._note_calls(clocks[clock], first_s, last_s, rank, is_own_clock=True)
+        self.asked_bytes += of.asked_bytes
+        self.image_bytes += of.image_bytes
+        self.images += of.images
+        self.written_bytes += of.written_bytes
+        self.written += of.written
+        self.ring_bytes = max(self.ring_bytes, of.ring_bytes)
+        self.asked_durable = self.asked_durable or of.asked_durable
+        self._note_missing(set(of.asked), set(of.copied), set(of.stored))
 
     def take_returned(
         self, calls: Sequence[tuple[events.SaveReturned, float]], clock: int, *, is_own_clock: bool
@@ -297,20 +364,16 @@ class _SaveParts:
     def take_of_rank(self, event: _ImageEvent, clock: int) -> None:
         """Takes a record that is of one rank, but for those of ``save``."""
         ranks = self.open = self.open or _OpenRanks()
+        ranks.add(event)
         match event:
             case events.FenceWaited():
-                ranks.add("fence_s", event.rank, event.held_s)
+                pass
             case events.ImageCaptured():
-                ranks.add("copy_s", event.rank, event.copy_s)
                 ranks.image_bytes[event.rank] = event.size_bytes
             case events.ImagePassed():
-                ranks.add("copy_s", event.rank, event.copy_s)
                 ranks.image_bytes[event.rank] = event.size_bytes
                 self.ring_bytes = max(self.ring_bytes, event.ring_bytes)
             case events.ImageDurable():
-                ranks.add_longest("write_s", event.rank, event.elapsed_s)
-                if event.finish_s > 0:
-                    ranks.add_longest("finish_s", event.rank, event.finish_s)
                 ranks.written_bytes[event.rank] = event.size_bytes
             case _:
                 assert_never(event)
@@ -319,30 +382,54 @@ class _SaveParts:
         """Takes a record that is of all ranks."""
         match event:
             case events.SnapshotCaptured():
-                self.captured = _first(self.captured, _reached(event, head, clock))
+                before = self.captured
+                self.captured = _first(before, _reached(event, head, clock))
+                if self.captured is not before:
+                    self._take_phases(event)
             case events.SnapshotProtected():
-                self.protect_s = max(self.protect_s or 0.0, event.elapsed_s)
+                if self.protect_s is None or event.elapsed_s > self.protect_s:
+                    self.protect_s = event.elapsed_s
+                    self._take_phases(event)
             case events.SnapshotNotProtected():
                 self.unprotected.append(event.reason)
             case events.CheckpointCached():
                 self.is_cached = True
             case events.CheckpointPublished():
-                self.durable = _first(self.durable, _reached(event, head, clock))
+                published = self.durable
+                self.durable = _first(published, _reached(event, head, clock))
+                if self.durable is not published:
+                    self._take_phases(event)
                 self.durable_bytes = max(self.durable_bytes, event.size_bytes)
                 self.reused_bytes = max(self.reused_bytes, event.reused_bytes)
             case events.SnapshotMissed():
                 what = f"overtaken at {event.leaf}: " if event.overtaken and event.leaf else ""
                 self.missed = what + event.reason
                 self.late_hosts.update(event.late_hosts)
+            case events.CheckpointPruned():
+                self.of_all["prune_s"] = self.of_all.get("prune_s", 0.0) + event.elapsed_s
             case _:
                 assert_never(event)
 
+    def _take_phases(self, event: _GenerationEvent) -> None:
+        """Takes what the coordinator spent in the phases of a record."""
+        for phase in BY_EVENT[type(event).__name__]:
+            elapsed_s = getattr(event, phase.field)
+            if elapsed_s > 0 or phase.is_whole:
+                self.of_all[phase.report_name] = elapsed_s
+            else:
+                self.of_all.pop(phase.report_name, None)
+
 
 class SaveRecords:
-    """All saves of a run by their generation. ``clocks``: those that moments are of."""
+    """All saves of a run by their generation. ``clocks``: those that moments are of.
+    ``keeps_ranks``: of each save is known which ranks reached what, for ``rollups``.
+    """
 
-    def __init__(self, clocks: HostClocks | None = None) -> None:
-        self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(_SaveParts)
+    def __init__(self, clocks: HostClocks | None = None, *, keeps_ranks: bool = False) -> None:
+        def made() -> _SaveParts:
+            return _SaveParts(seen=(set(), set(), set()) if keeps_ranks else None)
+
+        self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(made)
         self._clocks = HostClocks() if clocks is None else clocks
         #: Those of which the values of ranks are kept apart, the last that had a record last.
         self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
@@ -357,6 +444,8 @@ class SaveRecords:
             self.take_returned((event,), (head,), at.clock, (at.at_s,))
             return
         key = event.incarnation, event.step
+        if isinstance(event, events.CheckpointPruned) and key not in self._saves:
+            return  # nothing else was read of the save that it went with
         save = self._saves[key]
         if type(event).__name__ in _OF_RANKS:
             self._keep_open(key, save)
@@ -386,7 +475,7 @@ class SaveRecords:
             self._keep_open(key, save)
             save.take_returned(own, clock, is_own_clock=is_own_clock)
         for rank, step in newest.items():
-            self._newest_of[rank] = max(self._newest_of.get(rank, _NONE), (start, step))
+            self.note_newest(start, rank, step)
 
     def _keep_open(self, key: tuple[int, int], save: _SaveParts) -> None:
         if key in self._open:
@@ -398,11 +487,27 @@ class SaveRecords:
 
     def saves(self, common: CommonClock | None = None) -> tuple[Save, ...]:
         """Returns the saves in the order of their generations."""
+        self._close_all()
+        common = self._clocks.solve() if common is None else common
+        return tuple(save.done(*key, common) for key, save in sorted(self._saves.items()))
+
+    def rollups(self) -> Iterator[SaveRollup]:
+        """Yields a roll-up of the ranks of each save."""
+        self._close_all()
+        return (save.rollup(*key) for key, save in self._saves.items())
+
+    def merge(self, of: SaveRollup, clocks: Sequence[int]) -> None:
+        """Adds a roll-up; ``clocks``: its clocks, as they are numbered here."""
+        self._saves[of.incarnation, of.step].merge(of, clocks)
+
+    def note_newest(self, incarnation: int, rank: int, step: int) -> None:
+        """Takes the newest save of a start that a rank returned from."""
+        self._newest_of[rank] = max(self._newest_of.get(rank, _NONE), (incarnation, step))
+
+    def _close_all(self) -> None:
         for save in self._open.values():
             save.close_ranks()
         self._open.clear()
-        common = self._clocks.solve() if common is None else common
-        return tuple(save.done(*key, common) for key, save in sorted(self._saves.items()))
 
     def behind(self, ranks: Collection[int]) -> tuple[int, ...]:
         """Returns those of the ranks that did not return from the newest save of any: the first."""

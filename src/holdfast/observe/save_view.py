@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from holdfast.errors import NotFound
+from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Report, Save
 from holdfast.observe.text import moment_text, rate_text, seconds_text, size_text
 
-#: phase -> its name for people, in the order in which they happen
-PHASES = {
-    "describe_s": "describing",
-    "volatile_s": "volatile leaves",
-    "wait_previous_s": "waiting for the save before",
-    "held_s": "in save, altogether",
-    "copy_s": "copying",
-    "fence_s": "at the fence",
-    "write_s": "writing",
-    "finish_s": "of it, fsync",
-}
 _NAMED_RANKS = 4
 
 
@@ -61,12 +51,12 @@ def render_save(report: Report, save: Save, console: Console) -> None:
     for name in ("ranks", "median", "90 %", "99 %", "largest"):
         table.add_column(name, justify="right")
     table.add_column("slowest")
-    for phase, name in PHASES.items():
+    for phase, of in OF_SAVES.items():
         if (spread := save.phases.get(phase)) is None:
             continue
         figures = (spread.median_s, spread.p90_s, spread.p99_s, spread.largest_s)
         slowest = ", ".join(_name(rank, host_of) for rank, _ in spread.slowest[:_NAMED_RANKS])
-        table.add_row(name, str(spread.ranks), *map(seconds_text, figures), escape(slowest))
+        table.add_row(of.label, str(spread.ranks), *map(seconds_text, figures), escape(slowest))
     console.print(table)
 
 
@@ -92,10 +82,14 @@ def _slowest(save: Save, phase: str, host_of: Mapping[int, str]) -> str:
     if spread is None:
         return ""
     rank, elapsed_s = spread.slowest[0]
-    return f": {_name(rank, host_of)} was last in {PHASES[phase]}, {seconds_text(elapsed_s)}"
+    return (
+        f": {_name(rank, host_of)} was last in {OF_SAVES[phase].label}, {seconds_text(elapsed_s)}"
+    )
 
 
 def _name(rank: int, host_of: Mapping[int, str]) -> str:
+    if rank < 0:
+        return "coordinator"
     host = host_of.get(rank, "")
     return f"rank {rank} on {host}" if host else f"rank {rank}"
 
@@ -105,43 +99,76 @@ def host_by_rank(ranks_by_host: Mapping[str, Sequence[int]]) -> dict[int, str]:
     return {rank: host for host, ranks in ranks_by_host.items() for rank in ranks}
 
 
-def values_by(report: Report, by: str) -> dict[str, dict[str, list[float]]]:
-    """Returns the seconds of each phase by rank or by host, those of the 16 slowest in each save.
+def rows_by(report: Report, by: str) -> Callable[[int], Sequence[str]]:
+    """Returns what tells the rows of a table that a rank belongs to.
 
-    ``by``: "rank" or "host". A host has the time of its slowest rank.
+    ``by``: "rank", "host", or "mesh": of each axis the row of its coordinate there. Raises NotFound
+    where no mesh is known.
     """
     host_of = host_by_rank(report.ranks_by_host)
+    if by == "rank":
+        return lambda rank: (_name(rank, host_of),)
+    if by == "host":
+        return lambda rank: (host_of.get(rank, ""),)
+    if report.mesh is None:
+        raise NotFound(
+            f"no device mesh is known of {report.root}: a run reports one whose state has DTensors "
+            "on it; give --mesh dp=4,tp=2 otherwise, the last running fastest",
+            root=report.root,
+        )
+    names, coordinates = report.mesh.names, report.mesh.coordinates()
+    rows = {
+        rank: tuple(f"{name} {at}" for name, at in zip(names, where, strict=True))
+        for rank, where in coordinates.items()
+    }
+    return lambda rank: rows.get(rank, ("not on the mesh",))
+
+
+def values_by(report: Report, by: str) -> dict[str, dict[str, list[float]]]:
+    """Returns the seconds of each phase by the rows of ``rows_by``, those of the 16 slowest in each
+    save. A host has the time of its slowest rank, a coordinate of a mesh the mean of its ranks.
+    """
+    rows_of = rows_by(report, by)
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for save in report.saves:
         for phase, spread in save.phases.items():
-            seen: dict[str, float] = {}
+            seen: dict[str, list[float]] = defaultdict(list)
             for rank, elapsed_s in spread.slowest:
-                name = _name(rank, host_of) if by == "rank" else host_of.get(rank, "")
-                seen[name] = max(seen.get(name, 0.0), elapsed_s)
-            for name, elapsed_s in seen.items():
-                found[name][phase].append(elapsed_s)
+                if rank < 0:
+                    continue
+                for name in rows_of(rank):
+                    seen[name].append(elapsed_s)
+            for name, each_s in seen.items():
+                found[name][phase].append(statistics.fmean(each_s) if by == "mesh" else max(each_s))
     return {name: dict(phases) for name, phases in found.items()}
 
 
 def render_by(report: Report, by: str, console: Console, *, last: int = 20) -> None:
-    """Prints the saves by rank or host: the slowest first, ``last`` of them, all for 0."""
-    values = values_by(report, by)
-    host_of = host_by_rank(report.ranks_by_host)
+    """Prints the saves by rank, host or axis of the mesh: the slowest first, ``last`` of them, all
+    for 0.
+    """
+    values, rows_of = values_by(report, by), rows_by(report, by)
     times: Counter[str] = Counter()
     for save in report.saves:
         for phase in ("copy_s", "write_s"):
             if spread := save.phases.get(phase):
-                rank = spread.slowest[0][0]
-                times[_name(rank, host_of) if by == "rank" else host_of.get(rank, "")] += 1
-    order = sorted(values, key=lambda name: (-times[name], _work_of(values[name]), name))
+                times.update(rows_of(spread.slowest[0][0]))
+
+    def place(name: str) -> tuple[float, float, str]:
+        # Each rank is in a row of every axis: the slowest one says nothing of which axis it is.
+        work, often = _work_of(values[name]), -times[name]
+        return (work, often, name) if by == "mesh" else (often, work, name)
+
+    order = sorted(values, key=place)
     shown = order[:last] if last else order
     table = Table(title=f"Saves by {by}: medians, where among the 16 slowest", title_justify="left")
     table.add_column(by)
     table.add_column("times slowest", justify="right")
-    for name in PHASES.values():
-        table.add_column(name, justify="right")
+    seen = [phase for phase in OF_SAVES if any(any(one.get(phase, ())) for one in values.values())]
+    for phase in seen:
+        table.add_column(OF_SAVES[phase].label, justify="right")
     for name in shown:
-        cells = [seconds_text(_median(values[name].get(phase))) for phase in PHASES]
+        cells = [seconds_text(_median(values[name].get(phase))) for phase in seen]
         table.add_row(escape(name or "unknown host"), str(times[name]), *cells)
     console.print(table)
     if len(shown) < len(order):

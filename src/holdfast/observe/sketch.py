@@ -8,7 +8,7 @@ of two sets is the sum of their sketches, whatever the order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +43,18 @@ class Sketch:
             buckets[_ZERO] = buckets.get(_ZERO, 0) + len(every) - len(counted)
         self.count += len(every)
 
-    def merge(self, other: Sketch) -> None:
-        """Adds the values of another sketch."""
-        for key, count in other._buckets.items():
+    def add_buckets(self, buckets: Iterable[tuple[int, int]]) -> None:
+        """Adds the values of another sketch, bucket by bucket."""
+        for key, count in buckets:
             self._buckets[key] = self._buckets.get(key, 0) + count
-        self.count += other.count
+            self.count += count
+
+    def buckets_without(self, values: Sequence[float]) -> list[tuple[int, int]]:
+        """Returns how many values are in which bucket, but for ``values``, which it has."""
+        known = Sketch()
+        known.add_all(values)
+        left = ((key, n - known._buckets.get(key, 0)) for key, n in sorted(self._buckets.items()))
+        return [(key, count) for key, count in left if count]
 
     def quantile(self, part: float) -> float:
         """Returns the smallest value that ``part`` of all (from 0 to 1) are not above, to 1 %.

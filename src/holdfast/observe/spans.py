@@ -210,9 +210,9 @@ def spans_of(
     found = RunSpans(clocks=clock.common.offsets)
     for event, head in records:
         host, time_s = _host_of(event, head), clock.place(head)
-        span = _span(event, host, time_s)
-        if span is not None:
-            found.spans.append(span)
+        spans = _spans(event, host, time_s)
+        if spans:
+            found.spans += spans
         elif isinstance(event, events.HostSampled):
             found.samples.append(Instant(event, host, time_s))
         else:
@@ -227,23 +227,26 @@ def _host_of(event: Event, head: RecordHead) -> str:
     return head.by_host or getattr(event, "host", "")
 
 
-def _span(event: Event, host: str, end_s: float) -> Span | None:
-    """Returns the phase that a record ends, with those within it: they lie behind each other at its
-    beginning, but what finishes it at its end.
+def _spans(event: Event, host: str, end_s: float) -> list[Span]:
+    """Returns the phase that a record ends, with those within it, and those before it; none where
+    it ends none.
     """
     phases = BY_EVENT.get(type(event).__name__)
     if phases is None:
-        return None
+        return []
     fields = msgspec.structs.asdict(event)
     facts = {name: value for name, value in fields.items() if name not in _PLACE}
     of = (host, event.incarnation, event.step, event.rank)
-    outer, *within = phases
+    outer, *others = phases
     length_s = float(fields[outer.field])
-    start_s, inner = end_s - length_s, list[Span]()
-    for phase in within:
-        inner_s = min(float(fields[phase.field]), end_s - start_s)
-        if inner_s > 0:
-            is_last = phase.name == "finish"
-            inner.append(Span(phase, *of, end_s - inner_s if is_last else start_s, inner_s, {}))
-            start_s += 0 if is_last else inner_s
-    return Span(outer, *of, end_s - length_s, length_s, facts, tuple(inner))
+    first_s = start_s = end_s - length_s
+    inner, before = list[Span](), list[Span]()
+    for phase in others:
+        own_s = float(fields[phase.field])
+        if phase.place == "before" and own_s > 0:
+            before.append(Span(phase, *of, first_s - own_s, own_s, {}))
+        elif phase.within and (own_s := min(own_s, end_s - start_s)) > 0:
+            is_last = phase.place == "end"
+            inner.append(Span(phase, *of, end_s - own_s if is_last else start_s, own_s, {}))
+            start_s += 0 if is_last else own_s
+    return [*before, Span(outer, *of, first_s, length_s, facts, tuple(inner))]

@@ -5,7 +5,7 @@ These are of strings, never ``Text``: a command's console makes only strings pri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from holdfast.observe.findings import find
 from holdfast.observe.log import lines_of
+from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
 from holdfast.observe.restore_view import restore_lines
 from holdfast.observe.summary import (
@@ -209,18 +210,10 @@ def _of_rank(save: Save, quantity: str) -> str:
 
 
 #: quantity -> (its name for people, the format of its values)
-_SHOWN = {
-    "held_s": ("host time in save", seconds_text),
-    "describe_s": ("of it, describing", seconds_text),
-    "volatile_s": ("of it, volatile leaves", seconds_text),
-    "wait_previous_s": ("of it, for the save before", seconds_text),
-    "fence_s": ("fence wait", seconds_text),
-    "copy_s": ("copying, a rank", seconds_text),
+_SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    **{name: (phase.label, seconds_text) for name, phase in OF_SAVES.items()},
     "captured_s": ("time to captured", seconds_text),
-    "protect_s": ("making parity", seconds_text),
     "durable_s": ("time to durable", seconds_text),
-    "persist_s": ("of it, writing", seconds_text),
-    "write_s": ("writing, an image", seconds_text),
     "size_bytes": ("size", size_text),
     "reused_bytes": ("of it, not written again", size_text),
     "throughput_bytes_per_s": ("throughput to storage", rate_text),

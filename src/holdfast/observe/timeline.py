@@ -69,7 +69,7 @@ class StartTimeline:
     ) -> None:
         """Takes records by one clock, with their moments; ``latest_s``: the last of each rank."""
         for number, last_s in latest_s.items():
-            self._hear(number, HostMoment(clock, last_s))
+            self.hear(number, HostMoment(clock, last_s))
         blocked_s = self._blocked_s
         for event, moment_s in zip(some, at_s, strict=True):
             if event.rank == 0:
@@ -79,7 +79,7 @@ class StartTimeline:
             elif event.held_s > 0 and event.rank > 0:
                 blocked_s[event.step] += event.held_s
 
-    def _hear(self, number: int, at: HostMoment) -> _RankMoments:
+    def hear(self, number: int, at: HostMoment) -> _RankMoments:
         """Takes a sign of life of a rank."""
         rank = self._ranks[number]
         # A rank's moments are of one host; what another boot of it says is later.
@@ -89,7 +89,7 @@ class StartTimeline:
 
     def take(self, event: AnyEvent, at: HostMoment) -> None:
         """Takes a record that a trainer made of itself, but for those of ``save``."""
-        rank = self._hear(event.rank, at)
+        rank = self.hear(event.rank, at)
         match event:  # the frequent ones first
             case events.ImageCaptured() | events.ImagePassed():
                 pass
@@ -127,6 +127,11 @@ class StartTimeline:
             self._blocked_s[step] += elapsed_s
             if rank == 0:
                 self._blocked.append((at, elapsed_s))
+
+    def add_blocked(self, step: int, elapsed_s: float) -> None:
+        """Takes what ranks but 0 were held over a step, together."""
+        if elapsed_s > 0:
+            self._blocked_s[step] += elapsed_s
 
     def take_death(self, rank: int, at: HostMoment) -> None:
         """Takes that a rank was seen to be gone; of several such moments the last counts."""

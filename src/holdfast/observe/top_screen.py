@@ -27,6 +27,8 @@ _MOST_FINDINGS, _MOST_OF_ONE = 8, 3
 _TROUBLE_S = 900.0
 #: Phases of restores that are shown.
 _RESTORE_PARTS = 3
+#: Phases that are shown however small the screen is.
+_LEAST_PHASES = 3
 
 
 def findings_of(run: LiveRun, now_s: float) -> list[str]:
@@ -50,8 +52,9 @@ def screen_lines(
 ) -> list[str]:
     """Returns the lines of the screen: never more than ``height``, never wider than ``width``."""
     troubles = list(islice(_wrapped(findings(run, now_s), width), _MOST_FINDINGS))
-    head = [*_head(root, run, now_s), "", *_phases(run)]
+    head = [*_head(root, run, now_s), ""]
     tail = ["", *(troubles or ["no trouble in the last 15 minutes"])]
+    head += _phases(run, max(_LEAST_PHASES, height - len(head) - len(tail) - 1))
     room = height - len(head) - len(tail)
     hosts = _hosts(run, room - 1)
     lines = head + (["", *hosts] if hosts and room > 2 else []) + tail
@@ -124,10 +127,13 @@ def _age(now_s: float, time_s: float) -> str:
     return f"{seconds_text(max(0.0, now_s - time_s))} ago"
 
 
-def _phases(run: LiveRun) -> Iterator[str]:
+def _phases(run: LiveRun, most: int) -> Iterator[str]:
+    """Yields the phases, those that took longest where there is room for so few."""
     yield f"{'phase':<15}{'median':>10}{'99 %':>10}{'largest':>10}  rank"
-    for name, (count, median_s, high_s, largest_s, rank) in phase_figures(run).items():
-        if count and largest_s:
+    figures = phase_figures(run)
+    longest = sorted(figures, key=lambda name: -figures[name][3])[:most]
+    for name, (count, median_s, high_s, largest_s, rank) in figures.items():
+        if count and largest_s and name in longest:
             who = str(rank) if rank >= 0 else "-"
             shown = "".join(f"{seconds_text(v):>10}" for v in (median_s, high_s, largest_s))
             yield f"{name:<15}{shown}  {who}"

@@ -82,18 +82,11 @@ def tell_save(
 
     for rank, host in ranks.items():
         held_s = took("held_s", rank, 0.01)
-        told(
-            of(events.SaveReturned, number, rank, step=step, held_s=held_s, size_bytes=1_000_000),
-            at_s + held_s,
-            host,
-        )
-        image = {"step": step, "size_bytes": 1_000_000}
-        copy_s = took("copy_s", rank, 0.2)
-        told(
-            of(events.ImageCaptured, number, rank, elapsed_s=copy_s, copy_s=copy_s, **image),
-            at_s + copy_s,
-            host,
-        )
+        image = {"step": step, "size_bytes": int(took("size_bytes", rank, 1_000_000))}
+        told(of(events.SaveReturned, number, rank, held_s=held_s, **image), at_s + held_s, host)
+        copy_s, grant_s = took("copy_s", rank, 0.2), took("grant_s", rank, 0.0)
+        parts = {"elapsed_s": copy_s + grant_s, "copy_s": copy_s, "grant_s": grant_s}
+        told(of(events.ImageCaptured, number, rank, **parts, **image), at_s + copy_s, host)
         write_s = took("write_s", rank, 0.3)
         if durable:
             told(

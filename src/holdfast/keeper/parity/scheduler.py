@@ -83,7 +83,7 @@ class ParityScheduler:
         """Attempts that may still have earlier shards when they are protected again."""
         self._dropping: _Dropping | None = None
         """The report of protection that waits until earlier shards are deleted."""
-        self._began_s = self._again_s = 0.0
+        self._began_s = self._ready_s = self._encode_s = self._again_s = 0.0
 
     # ── choosing a generation ────────────────────────────────────────────────────────────────────
 
@@ -345,6 +345,7 @@ class ParityScheduler:
                 self._fail(f"{', '.join(hosts)} do not make parity of the same images")
                 return
         self._pacer.on_begin(self._largest_bytes)
+        self._ready_s = time.monotonic()
         assert self._state is not None
         self._broadcast(messages.BeginParity(round_id=self._state.round_id))
 
@@ -370,19 +371,21 @@ class ParityScheduler:
             return
         self._change(state)
         self._pacer.on_end(is_made=True)
+        self._encode_s = time.monotonic() - self._ready_s
         self._dropping = None
         if cover.captured.attempt in self._recoded:
-            self._drop_stale_shards(state, self._began_s)
+            self._drop_stale_shards(state)
         else:
-            self._announce(cover.captured, self._began_s)
+            self._announce(cover.captured, self._began_s, self._encode_s)
         self._go_on()
 
-    def _drop_stale_shards(self, state: Protection, began_s: float) -> None:
+    def _drop_stale_shards(self, state: Protection) -> None:
         """Order all hosts to delete the shards in the buffer that is written next."""
         assert state.protected is not None
         captured, members = state.protected.captured, set(state.protected.members)
         order = messages.DropShards(round_id=state.round_id, half=1 - state.half)
-        self._dropping = _Dropping(captured, began_s, members, order)
+        times = self._began_s, self._encode_s
+        self._dropping = _Dropping(captured, *times, members, order)
         self._broadcast(order)
 
     def _dropped(self, round_id: int, host: str) -> None:
@@ -395,9 +398,9 @@ class ParityScheduler:
         dropping.hosts.discard(host)
         if not dropping.hosts:
             self._dropping = None
-            self._announce(dropping.captured, dropping.began_s)
+            self._announce(dropping.captured, dropping.began_s, dropping.encode_s)
 
-    def _announce(self, captured: CaptureDone, began_s: float) -> None:
+    def _announce(self, captured: CaptureDone, began_s: float, encode_s: float) -> None:
         generation, attempt = captured
         self._coordinator.attempts.pinned = None  # all hosts have an equally good copy
         emit(
@@ -406,6 +409,7 @@ class ParityScheduler:
                 step=generation.step,
                 survives=self._survives,
                 elapsed_s=time.monotonic() - began_s,
+                encode_s=encode_s,
             )
         )
         if generation.incarnation == self._coordinator.incarnation:
@@ -442,6 +446,7 @@ class _Dropping:
 
     captured: CaptureDone
     began_s: float
+    encode_s: float
     hosts: set[str]
     """Hosts that have not reported the deletion yet."""
     order: messages.DropShards

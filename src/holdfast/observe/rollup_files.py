@@ -1,0 +1,119 @@
+"""Reads the roll-ups of event files, which say what these said after they were given up.
+
+The keeper of a host appends them to ``events/rollups/<name>.jsonl`` while ``events/<name>.jsonl``
+grows. They are never given up; one that was torn covers nothing, and what it was of is read where
+it still is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import msgspec
+import xxhash
+
+from holdfast.observe.event_files import UNREADABLE, blocks_in, open_parts, trails, trails_in
+from holdfast.observe.event_place import event_place
+from holdfast.observe.rollup_groups import Rollup
+
+ROLLUPS = "rollups"
+#: The most that the first line of a file has; a record has less.
+_FIRST_BYTES = 64 << 10
+
+_decode = msgspec.json.Decoder(Rollup).decode
+
+
+class TornCounter(Protocol):
+    """Counts lines that could not be read: ``holdfast.observe.records.LineDecoder``."""
+
+    torn: int
+
+
+class FileEnd(msgspec.Struct):
+    """How far an event file was rolled up; ``is_end``: nothing comes behind that."""
+
+    file: str
+    start: int
+    end: int
+    is_end: bool = False
+
+
+_decode_end = msgspec.json.Decoder(FileEnd).decode
+
+
+def rollup_path(trail: Path) -> Path:
+    """Returns the file of the roll-ups of a writer's files."""
+    return trail.parent / ROLLUPS / trail.name
+
+
+def trails_with_rollups(root: str | Path) -> list[Path]:
+    """Returns the newest file of every writer, also of those of which only roll-ups are left."""
+    found = set(trails(root))
+    directory = next(iter(found)).parent if found else event_place(root).directory
+    return sorted(found | {directory / one.name for one in trails_in(directory / ROLLUPS)})
+
+
+def name_of(file: BinaryIO) -> str:
+    """Returns what names an event file for good, as files are renamed: the checksum of its first
+    line; "" without one. Leaves the file behind that line.
+    """
+    first = file.readline(_FIRST_BYTES)
+    return f"{xxhash.xxh3_64_intdigest(first):016x}" if first.endswith(b"\n") else ""
+
+
+@dataclass(slots=True)
+class Covered:
+    """How far each event file of a writer is rolled up, by its ``name_of``."""
+
+    ends: dict[str, FileEnd] = field(default_factory=dict)
+
+    def take(self, one: Rollup | FileEnd) -> bool:
+        """Takes that a part is rolled up; False if that was taken already."""
+        known = self.ends.get(one.file)
+        if known is not None and (known.is_end or one.start < known.end or one.end < one.start):
+            return False
+        self.ends[one.file] = FileEnd(one.file, one.start, one.end, one.is_end)
+        return True
+
+    def skip(self, file: BinaryIO) -> bool:
+        """Goes to what of a file is not rolled up; returns True if nothing is."""
+        end = self.ends.get(name_of(file))
+        if end is not None and end.is_end:
+            return True
+        file.seek(0 if end is None else end.end)
+        return False
+
+
+def read_rollups(trail: Path, covered: Covered, counter: TornCounter) -> Iterator[Rollup]:
+    """Yields the roll-ups of a writer, oldest first, and notes what they cover."""
+    for line in _lines(trail):
+        try:
+            found = _decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            counter.torn += 1
+            continue
+        if covered.take(found):
+            yield found
+
+
+def read_ends(trail: Path) -> Covered:
+    """Returns how far the files of a writer are rolled up."""
+    covered = Covered()
+    for line in _lines(trail):
+        try:
+            covered.take(_decode_end(line))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return covered
+
+
+def _lines(trail: Path) -> Iterator[bytes]:
+    for file in open_parts(rollup_path(trail), lambda *_: None):
+        try:
+            for block in blocks_in(file):
+                yield from (line for line in block.split(b"\n") if line.strip())
+        except UNREADABLE:  # the others are read
+            continue

@@ -1,0 +1,122 @@
+"""PURE. Defines a roll-up: what a report says of a part of an event file, in far less room.
+
+Records that every rank makes of every save are one entry for each save in it; all others, and those
+of rank 0, stand in it as they were. ``docs/format/events-v1.md`` describes it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from holdfast.events import Bytes, Count, HostSampled, Seconds
+from holdfast.events.fields import StepOrNone
+from holdfast.observe.rollups import PhaseValues
+
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Wall = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
+
+
+class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One save over the ranks of a host but 0.
+
+    ``calls``: clock, first call, last call, and the rank that made it. ``blocked_s``: what held
+    these ranks together. ``asked``, ``copied``, ``stored``: the ranks that returned from it, and
+    those whose image was copied, and written.
+    """
+
+    incarnation: Count
+    step: StepOrNone
+    phases: dict[str, PhaseValues]
+    even: dict[str, PhaseValues]
+    calls: list[tuple[Count, float, float, int]]
+    blocked_s: Seconds = 0.0
+    asked_bytes: Bytes = 0
+    image_bytes: Bytes = 0
+    images: Count = 0
+    written_bytes: Bytes = 0
+    written: Count = 0
+    ring_bytes: Bytes = 0
+    asked_durable: bool = False
+    asked: list[Rank] = []
+    copied: list[Rank] = []
+    stored: list[Rank] = []
+
+
+class LifeRollup(msgspec.Struct, array_like=True):
+    """The signs of life of the ranks of a host but 0 in one start, by one clock.
+
+    ``first``, ``last``: wall clock and own clock. ``newest_step``: -1 for none. ``ranks``: each
+    rank, its last moment, and the newest save that it returned from (-1: none).
+    """
+
+    incarnation: Count
+    clock: Count
+    first: tuple[Wall, Seconds]
+    last: tuple[Wall, Seconds]
+    newest_step: StepOrNone
+    ranks: list[tuple[Rank, Seconds, StepOrNone]]
+
+
+class ClockRollup(msgspec.Struct, array_like=True):
+    """A clock, with its first and last moment: wall clock and own clock."""
+
+    host: str
+    boot: str
+    first: tuple[Wall, Seconds]
+    last: tuple[Wall, Seconds]
+
+
+class SampleRollup(msgspec.Struct, array_like=True):
+    """The samples of a host: how many, the sums of the pressure that was told and how often it was,
+    and the extremes as one sample.
+    """
+
+    samples: Count
+    cpu: Seconds
+    io: Seconds
+    told: Count
+    extreme: HostSampled
+
+
+class Rollup(msgspec.Struct, omit_defaults=True):
+    """What the bytes ``start`` to ``end`` of an event file say.
+
+    ``file``: the checksum of its first line, as it has several names in its life. ``is_end``:
+    nothing comes behind them. ``numbers``: how many records of a writer, and the highest number.
+    """
+
+    file: str
+    start: Count
+    end: Count
+    is_end: bool = False
+    saves: list[SaveRollup] = []
+    lives: list[LifeRollup] = []
+    clocks: list[ClockRollup] = []
+    hosts: dict[str, SampleRollup] = {}
+    numbers: dict[str, tuple[Count, Count]] = {}
+    torn: Count = 0
+    unknown: Count = 0
+    invalid: Count = 0
+    kept: list[msgspec.Raw] = []
+
+    def __post_init__(self) -> None:
+        clocks = [life.clock for life in self.lives]
+        for save in self.saves:
+            clocks += [call[0] for call in save.calls]
+            for some in (*save.phases.values(), *save.even.values()):
+                if len(some.ranks) != len(some.seconds):
+                    raise ValueError("a phase has as many ranks as seconds")
+        if clocks and max(clocks) >= len(self.clocks):
+            raise ValueError("a moment is by a clock that is known")
+
+
+def extremes(one: HostSampled, other: HostSampled | None) -> HostSampled:
+    """Returns the extremes of two samples, else like the first."""
+    before = other or one
+    values = {name: getattr(one, name) for name in HostSampled.__struct_fields__}
+    for name in ("queued_s", "finish_s", "keeper_bytes"):
+        values[name] = max(values[name], getattr(before, name))
+    values["free_bytes"] = min(one.free_bytes, before.free_bytes)
+    return HostSampled(**values)

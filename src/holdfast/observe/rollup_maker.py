@@ -1,0 +1,155 @@
+"""Makes the roll-up of a part of an event file, by the code that makes those of a report."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from holdfast.observe.clocks import HostClocks, HostMoment
+from holdfast.observe.records import LineDecoder, lines_in
+from holdfast.observe.rollup_groups import (
+    ClockRollup,
+    LifeRollup,
+    Rollup,
+    SampleRollup,
+    SaveRollup,
+    extremes,
+)
+from holdfast.observe.save_records import SaveRecords
+
+#: Records of which each rank but 0 makes many; of the last two a report has sums of rank 0 alone.
+_OF_SAVES = frozenset({"SaveReturned", "FenceWaited", "ImageCaptured", "ImagePassed"})
+_ROLLED = _OF_SAVES | {"ImageDurable", "StepsDone", "PhaseEnded"}
+_BLOCKING = frozenset({"SaveReturned", "FenceWaited"})
+
+
+class _Life:
+    """The signs of life of one start by one clock while records come in."""
+
+    def __init__(self) -> None:
+        self.first = self.last = 0.0, 0.0
+        self.newest_step = -1
+        self.ranks: dict[int, tuple[float, int]] = {}
+
+    def take(self, event: Any) -> None:
+        """Takes a record of a rank."""
+        at = event.time_s, event.mono_s
+        self.first = min(self.first, at, key=_own) if self.ranks else at
+        self.last = max(self.last, at, key=_own) if self.ranks else at
+        last_s, saved = self.ranks.get(event.rank, (0.0, -1))
+        name = type(event).__name__
+        if name in ("SaveReturned", "StepsDone"):
+            self.newest_step = max(self.newest_step, event.step)
+        if name == "SaveReturned":
+            saved = max(saved, event.step)
+        self.ranks[event.rank] = max(last_s, event.mono_s), saved
+
+
+def _own(at: tuple[float, float]) -> float:
+    return at[1]
+
+
+def roll_up(data: bytes, file: str, start: int, *, is_end: bool = False) -> Rollup:
+    """Returns the roll-up of whole lines of an event file, which begin at ``start``."""
+    maker = _RollupMaker()
+    for line in lines_in(data):
+        maker.take(line)
+    return maker.made(file, start, start + len(data), is_end=is_end)
+
+
+class _RollupMaker:
+    def __init__(self) -> None:
+        self._decoder = LineDecoder()
+        self._clocks = HostClocks()
+        self._saves = SaveRecords(self._clocks, keeps_ranks=True)
+        self._ends: dict[int, ClockRollup] = {}
+        self._lives: dict[tuple[int, int], _Life] = defaultdict(_Life)
+        self._hosts: dict[str, SampleRollup] = {}
+        self._blocked_s: dict[tuple[int, int], float] = defaultdict(float)
+        self._numbers: dict[str, tuple[int, int]] = {}
+        self._kept: list[msgspec.Raw] = []
+
+    def take(self, line: bytes) -> None:
+        """Takes a line of an event file."""
+        event = self._decoder.decode(line)
+        if event is None:
+            return
+        if event.number is not None and event.writer:
+            seen, highest = self._numbers.get(event.writer, (0, 0))
+            self._numbers[event.writer] = seen + 1, max(highest, event.number)
+        name = type(event).__name__
+        is_sample = name == "HostSampled"
+        is_of_many = name in _ROLLED and event.rank > 0 and event.incarnation > 0
+        if event.mono_s is None or not (is_sample or is_of_many):
+            self._kept.append(msgspec.Raw(line.strip()))
+            return
+        at = self._clocks.take(event.by_host, event.boot, event.time_s, event.mono_s)
+        self._note_clock(event, at)
+        if is_sample:
+            self._sample(event)
+        else:
+            self._take_of_rank(event, name, at)
+
+    def _note_clock(self, event: Any, at: HostMoment) -> None:
+        moment = event.time_s, event.mono_s
+        ends = self._ends.get(at.clock)  # in the order of their numbers
+        if ends is None:
+            self._ends[at.clock] = ClockRollup(event.by_host, event.boot, moment, moment)
+        elif moment[1] < ends.first[1]:
+            ends.first = moment
+        elif moment[1] > ends.last[1]:
+            ends.last = moment
+
+    def _sample(self, event: Any) -> None:
+        host = self._hosts.get(event.host)
+        if host is None:
+            host = self._hosts[event.host] = SampleRollup(0, 0.0, 0.0, 0, extremes(event, None))
+        host.samples += 1
+        if event.cpu_pressure >= 0 and event.io_pressure >= 0:
+            host.cpu, host.io = host.cpu + event.cpu_pressure, host.io + event.io_pressure
+            host.told += 1
+        host.extreme = extremes(event, host.extreme)
+
+    def _take_of_rank(self, event: Any, name: str, at: HostMoment) -> None:
+        if name in _OF_SAVES or name == "ImageDurable":
+            self._saves.take(event, event, at)
+        if name in _BLOCKING:
+            self._blocked_s[event.incarnation, event.step] += event.held_s
+        if name != "ImageDurable":  # of a keeper
+            self._lives[event.incarnation, at.clock].take(event)
+
+    def made(self, file: str, start: int, end: int, *, is_end: bool) -> Rollup:
+        """Returns the roll-up of all that was taken."""
+        return Rollup(
+            file=file,
+            start=start,
+            end=end,
+            is_end=is_end,
+            saves=list(self._save_rollups()),
+            lives=[
+                LifeRollup(
+                    number,
+                    clock,
+                    life.first,
+                    life.last,
+                    life.newest_step,
+                    [(rank, *of) for rank, of in sorted(life.ranks.items())],
+                )
+                for (number, clock), life in self._lives.items()
+            ],
+            clocks=list(self._ends.values()),
+            hosts=self._hosts,
+            numbers=self._numbers,
+            torn=self._decoder.torn,
+            unknown=self._decoder.unknown,
+            invalid=self._decoder.invalid,
+            kept=self._kept,
+        )
+
+    def _save_rollups(self) -> Iterator[SaveRollup]:
+        for save in self._saves.rollups():
+            save.blocked_s = self._blocked_s.get((save.incarnation, save.step), 0.0)
+            yield save

@@ -1,0 +1,163 @@
+"""Rolls up the event file of a host while it grows, for the keeper of the host.
+
+What a roll-up covers is read from the file itself: whatever a keeper did not come to, the next one
+does. A roll-up is a line that is appended by one call, so that a kill leaves it whole or torn.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from holdfast.observe.event_files import (
+    LINE_BYTES,
+    SEGMENT_BYTES,
+    UNREADABLE,
+    EventFile,
+    closed_files,
+    is_named,
+    open_file,
+)
+from holdfast.observe.rollup_files import Covered, name_of, read_ends, rollup_path
+from holdfast.observe.rollup_maker import roll_up
+
+#: What is rolled up at once, and after how many seconds less than that is: a roll-up has less bytes
+#: than a line may, and takes a hundredth of a second.
+CHUNK_BYTES, EVERY_S = 256 << 10, 60.0
+#: Seconds between two looks for something to roll up.
+_LOOK_S = 1.0
+#: Roll-ups are never given up.
+_NO_BUDGET = 1 << 62
+
+
+@dataclass(slots=True)
+class _Reading:
+    """An event file, and how far it was rolled up."""
+
+    file: BinaryIO
+    name: str
+    at: int
+    since_s: float
+    left: bytes = b""
+    """What was read of a line that was not whole yet."""
+
+    def is_waiting(self) -> bool:
+        """True if something may have been appended; of a compressed file always."""
+        if self.file.name.endswith(".gz"):
+            return True
+        return os.fstat(self.file.fileno()).st_size > self.at + len(self.left)
+
+    def take(self) -> bytes:
+        """Returns the next whole lines; of one that is longer than any record, its beginning."""
+        data = self.left + self.file.read(CHUNK_BYTES)
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) >= LINE_BYTES:
+            end = len(data)
+        self.left = data[end:]
+        return data[:end]
+
+
+class RollupWriter:
+    """Rolls up ``trail``, the event file of a host. Used by one thread, which holds its lock."""
+
+    def __init__(
+        self,
+        trail: Path,
+        *,
+        only_beside: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trail, self._clock = trail, clock
+        self._file = EventFile(
+            rollup_path(trail),
+            only_beside=only_beside,
+            part_bytes=SEGMENT_BYTES,
+            budget_bytes=_NO_BUDGET,
+            is_compressing=True,
+        )
+        self._covered: Covered | None = None
+        self._reading: _Reading | None = None
+        self._next_s = 0.0
+
+    def poll(self, *, is_last: bool = False) -> bool:
+        """Rolls up a chunk, if one is due; True if more may be. ``is_last``: however little it is.
+
+        Raises OSError where a file cannot be read.
+        """
+        now_s = self._clock()
+        if now_s < self._next_s and not is_last:
+            return False
+        one = self._reading = self._reading or self._open_next(now_s)
+        if one is None:
+            self._next_s = now_s + _LOOK_S
+            return False
+        is_over = not is_named(one.file, self._trail)  # before: what is appended later is elsewhere
+        is_due = is_over or is_last or now_s >= one.since_s + EVERY_S or self._has_chunk(one)
+        if not is_due or not (is_over or one.is_waiting()):
+            self._next_s = now_s + _LOOK_S
+            return False
+        return self._roll_up(one, now_s, is_over=is_over)
+
+    def _has_chunk(self, one: _Reading) -> bool:
+        return os.fstat(one.file.fileno()).st_size >= one.at + CHUNK_BYTES
+
+    def _roll_up(self, one: _Reading, now_s: float, *, is_over: bool) -> bool:
+        data, is_read = one.take(), False
+        if is_over:
+            following = one.file.read(1)
+            is_read, one.left = not following, one.left + following
+        if is_read:  # what is left is torn for good
+            data, one.left = data + one.left, b""
+        if not data and not is_read:
+            return False
+        made = roll_up(data, one.name, one.at, is_end=is_read)
+        if self._file.append([msgspec.json.encode(made) + b"\n"]) != 1:
+            self.close()  # what could not be written is read again
+            self._next_s = now_s + EVERY_S
+            return False
+        assert self._covered is not None
+        self._covered.take(made)
+        one.at, one.since_s = one.at + len(data), now_s
+        if is_read:
+            one.file.close()
+            self._reading = None
+        return True
+
+    def _open_next(self, now_s: float) -> _Reading | None:
+        """Opens the oldest file that is not wholly rolled up."""
+        if self._covered is None:
+            self._covered = read_ends(self._trail)
+        for path in [*closed_files(self._trail), self._trail]:
+            with suppress(*UNREADABLE):  # the others are rolled up
+                file = open_file(path)
+                name = name_of(file)
+                end = self._covered.ends.get(name)
+                if not name or (end is not None and end.is_end):
+                    file.close()
+                    continue
+                at = 0 if end is None else end.end
+                file.seek(at)
+                return _Reading(file, name, at, now_s)
+        return None
+
+    def finish(self, *, deadline_s: float) -> None:
+        """Rolls up what is there; gives up after ``deadline_s``."""
+        until_s = self._clock() + deadline_s
+        with suppress(*UNREADABLE):
+            while self._clock() < until_s and self.poll(is_last=True):
+                pass
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files."""
+        if self._reading is not None:
+            self._reading.file.close()
+            self._reading = None
+        self._file.close()

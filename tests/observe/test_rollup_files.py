@@ -1,0 +1,311 @@
+"""Roll-ups in files say what the records said that they are of, whatever became of these."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast import events
+from holdfast.observe import rollup_writer
+from holdfast.observe.event_files import EventFile, closed_files, compress, give_up, set_aside
+from holdfast.observe.findings import find
+from holdfast.observe.report import to_json
+from holdfast.observe.report_builder import read_report
+from holdfast.observe.rollup_files import read_ends, rollup_path
+from holdfast.observe.rollup_writer import RollupWriter
+from support.runs.told import Told, of, tell_death, tell_save, tell_start
+
+RANKS = {rank: "ab"[rank // 3] for rank in range(6)}
+#: As many ranks on a host that not all of them are among the slowest.
+MANY = {rank: "ab"[rank // 40] for rank in range(80)}
+
+
+def tell_run(root: Path, ranks: dict[int, str], saves: int = 12) -> Path:
+    """Two starts of two hosts, whose clocks are an hour apart; b's disk is slow in the second."""
+    told = Told(root, {"b": 3600.0})
+
+    def each(usual_s: float) -> dict[int, float]:
+        return {rank: usual_s * (1 + rank / 1000) for rank in ranks}
+
+    tell_start(told, 1, 10.0, ranks)
+    for step in range(saves):
+        usual = {name: each(s) for name, s in (("held_s", 0.01), ("copy_s", 0.2), ("write_s", 0.3))}
+        usual["copy_s"][1] += step / 100
+        tell_save(told, 1, step, 15.0 + 10 * step, ranks, **usual)
+    tell_death(told, 1, 20.0 + 10 * saves, ranks, "")
+    tell_start(told, 2, 50.0 + 10 * saves, ranks, (1, saves - 1))
+    slow = each(0.3) | {rank: 2.0 + rank / 1000 for rank, host in ranks.items() if host == "b"}
+    for step in range(saves, 2 * saves):
+        at_s = 60.0 + 10 * step
+        usual = {name: each(s) for name, s in (("held_s", 0.02), ("copy_s", 0.2))}
+        tell_save(told, 2, step, at_s, ranks, write_s=slow, grant_s=each(0.05), **usual)
+        for rank, host in ranks.items():
+            fenced = of(events.FenceWaited, 2, rank, step=step, held_s=0.001 * (rank + 1))
+            told(fenced, at_s + 0.1, host)
+            if rank % 3 == 0:
+                done = of(events.StepsDone, 2, rank, step=step, steps=10, elapsed_s=9.0)
+                told(done, at_s + 8, host)
+        for host in ("a", "b"):
+            sample = of(
+                events.HostSampled, 2, -1, host=host, queued_s=step / 10, free_bytes=1000 - step,
+                cpu_pressure=0.1, io_pressure=0.4 if host == "b" else -1.0, keeper_bytes=step,
+            )  # fmt: skip
+            told(sample, at_s + 5, host)
+    for rank, host in ranks.items():
+        told(of(events.RunEnded, 2, rank, outcome="closed"), 80.0 + 20 * saves, host)
+    return told.write()
+
+
+def said(root: Path) -> dict[str, Any]:
+    """The report as plain values, without what is of files."""
+    report = read_report(root)
+    document: dict[str, Any] = json.loads(json.dumps(to_json(report)))
+    document["findings"] = [re.sub(r"[\d.]+ m?s", "#", one.evidence) for one in find(report)]
+    for name in ("files", "root"):
+        del document[name]
+    return document
+
+
+def assert_alike(found: Any, expected: Any, where: str = "report") -> None:
+    """Equal, but for numbers: these to 7 digits, and quantiles to the error of the sketch."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name, value in expected.items():
+            assert_alike(found[name], value, f"{where}.{name}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for at, value in enumerate(expected):
+            assert_alike(found[at], value, f"{where}[{at}]")
+    elif isinstance(expected, float):
+        part = 0.0201 if where.endswith(("median_s", "p90_s", "p99_s")) else 1e-6
+        assert found == pytest.approx(expected, rel=part, abs=1e-6), where
+    else:
+        assert found == expected, where
+
+
+def trails_of(root: Path) -> list[Path]:
+    return sorted((root / "events").glob("*.jsonl"))
+
+
+def roll_up_all(root: Path) -> None:
+    for trail in trails_of(root):
+        RollupWriter(trail).finish(deadline_s=60)
+
+
+@pytest.mark.parametrize("ranks", [RANKS, MANY], ids=["few", "many"])
+def test_a_report_of_roll_ups_alone_says_what_that_of_all_records_says(
+    ranks: dict[int, str], tmp_path: Path
+) -> None:
+    root = tell_run(tmp_path, ranks)
+    expected = said(root)
+    assert len(expected["saves"]) == 24 and any(" on b" in f for f in expected["findings"])
+    roll_up_all(root)
+    assert_alike(said(root), expected, "beside the records")
+    for trail in trails_of(root):
+        trail.unlink()
+    found = said(root)
+    assert_alike(found, expected, "report")
+    assert found["saves"][20]["phases"]["copy_s"]["ranks"] == len(ranks)
+
+
+def test_roll_ups_take_far_less_room(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, MANY, saves=40)
+    before = sum(trail.stat().st_size for trail in trails_of(root))
+    roll_up_all(root)
+    after = sum(rollup_path(trail).stat().st_size for trail in trails_of(root))
+    assert after < before / 8
+
+
+def test_what_is_not_rolled_up_yet_is_read_once(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    for trail in trails_of(root):
+        whole = trail.read_bytes()
+        writer, lines = RollupWriter(trail), whole.splitlines(keepends=True)
+        third = len(lines) // 3
+        trail.write_bytes(b"".join(lines[:third]) + lines[third][:20])
+        assert writer.poll(is_last=True)
+        with trail.open("ab") as file:
+            file.write(lines[third][20:] + b"".join(lines[third + 1 : 2 * third]))
+        assert writer.poll(is_last=True)
+        writer.close()
+        with trail.open("ab") as file:
+            file.write(b"".join(lines[2 * third :]))
+        assert 0 < next(iter(read_ends(trail).ends.values())).end < len(whole)
+    assert_alike(said(root), expected)
+
+
+def test_a_file_that_is_set_aside_and_given_up_stays_in_the_report(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    (trail, other) = trails_of(root)
+    lines = trail.read_bytes().splitlines(keepends=True)
+    trail.unlink()
+    writer = RollupWriter(trail)
+    for at in range(0, len(lines), 40):
+        with trail.open("ab") as file:
+            file.write(b"".join(lines[at : at + 40]))
+        while writer.poll(is_last=True):
+            pass
+        with trail.open("ab") as file:  # it is not rolled up when the file is set aside
+            file.write(b'{"torn')
+        compress(set_aside(trail))
+    writer.finish(deadline_s=60)
+    assert len(closed_files(trail)) > 3
+    found = said(root)
+    assert found.pop("torn_lines") == len(closed_files(trail))
+    gone = give_up(trail, 0)
+    assert len(gone) == len(closed_files(trail)) + len(gone) - 1
+    shutil.copy(other, tmp_path / "other")
+    del expected["torn_lines"]
+    assert_alike(found, expected)
+    found = said(root)
+    del found["torn_lines"]
+    assert_alike(found, expected, "after most was given up")
+
+
+def test_the_next_keeper_goes_on_where_one_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    for trail in trails_of(root):
+        for _ in range(3):
+            writer = RollupWriter(trail)
+            for _ in range(2):
+                assert writer.poll()
+            writer.close()
+            path = rollup_path(trail)
+            os.truncate(path, path.stat().st_size - 30)  # the last one was torn
+    found = said(root)
+    assert found.pop("torn_lines") == 6
+    del expected["torn_lines"]
+    assert_alike(found, expected)
+    roll_up_all(root)
+    for trail in trails_of(root):
+        trail.unlink()
+    found = said(root)
+    assert found.pop("torn_lines") == 6
+    assert_alike(found, expected, "rolled up by another")
+
+
+@given(st.lists(st.integers(0, 1000), max_size=6), st.randoms(use_true_random=False))
+@settings(max_examples=25)
+def test_it_does_not_matter_where_a_file_is_cut(cuts: list[int], rng: Any) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        root = tell_run(Path(directory), RANKS, saves=4)
+        expected = said(root)
+        for trail in trails_of(root):
+            data = trail.read_bytes()
+            trail.write_bytes(b"")
+            writer, at = RollupWriter(trail), 0
+            for cut in [*sorted(cuts), 1000]:
+                end = len(data) * cut // 1000
+                with trail.open("ab") as file:
+                    file.write(data[at:end])
+                at = end
+                if rng.random() < 0.7:
+                    writer.poll(is_last=True)
+            writer.close()
+            if rng.random() < 0.5:
+                RollupWriter(trail).finish(deadline_s=60)
+                trail.unlink()
+        assert_alike(said(root), expected)
+
+
+def damaged(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    def damage(line: bytes) -> bytes:
+        document = msgspec.json.decode(line)
+        change(document)
+        return msgspec.json.encode(document)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line[:100],
+        lambda line: b"\0" * len(line),
+        lambda line: b'{"file": 3}',
+        damaged(lambda d: d["saves"][0][4].append([7, 1.0, 1.0, 1])),
+        damaged(lambda d: d["saves"][0][2]["held_s"][1].pop()),
+        damaged(lambda d: d["saves"][0][2]["held_s"].__setitem__(2, [[1 << 40, 3]])),
+        damaged(lambda d: d["lives"][0].__setitem__(1, 9)),
+        damaged(lambda d: d.__setitem__("end", -5)),
+    ],
+)
+def test_a_roll_up_that_cannot_be_is_counted_and_its_records_are_read(
+    damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    roll_up_all(root)
+    for trail in trails_of(root):
+        path = rollup_path(trail)
+        path.write_bytes(b"\n".join(map(damage, path.read_bytes().splitlines())) + b"\n")
+    found = said(root)
+    assert found.pop("torn_lines") == 2
+    del expected["torn_lines"]
+    assert_alike(found, expected)
+
+
+def test_a_roll_up_that_the_disk_did_not_take_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    (trail, _) = trails_of(root)
+    writer, write, calls = RollupWriter(trail, clock=lambda: 0.0), os.write, []
+
+    def full(fd: int, data: bytes) -> int:
+        calls.append(fd)
+        if len(calls) > 2:
+            return write(fd, data)
+        if len(calls) == 1:
+            return write(fd, data[:50])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    assert not writer.poll(is_last=True) and len(calls) == 2
+    assert writer.poll(is_last=True)
+    monkeypatch.undo()
+    writer.close()
+    trail.unlink()
+    found = said(root)
+    assert found.pop("torn_lines") == 1
+    del expected["torn_lines"]
+    assert_alike(found, expected)
+
+
+def test_little_is_rolled_up_once_a_minute_and_nothing_makes_no_file(tmp_path: Path) -> None:
+    now_s = [100.0]
+    trail = tmp_path / "host-a.jsonl"
+    writer = RollupWriter(trail, clock=lambda: now_s[0])
+    assert not writer.poll()
+    file = EventFile(trail)
+    line = msgspec.json.encode(events.to_record(events.Warned(message="m"), 1e9)) + b"\n"
+    file.append([line])
+    polls = []
+    for _ in range(200):
+        now_s[0] += 1.0
+        polls.append(writer.poll())
+        if now_s[0] == 250.0:
+            file.append([line])
+    assert polls.count(True) == 2
+    assert len(rollup_path(trail).read_bytes().splitlines()) == 2
+    writer.close()
+    file.close()
