@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from observe.test_restore_view import restored_run
 from support.runs.told import tell_sick_run
 
 MISSING = "make browser, with chromium installed: it takes playwright and axe-playwright-python"
-CHROMIUM = shutil.which("chromium")
+CHROMIUM, FIREFOX = shutil.which("chromium"), shutil.which("firefox-esr")
 pytestmark = pytest.mark.slow
 sync_api = pytest.importorskip("playwright.sync_api", reason=MISSING)
 axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason=MISSING)
@@ -126,6 +127,25 @@ def test_the_heat_map_is_chosen_by_keyboard(browser: Any, page_file: Path) -> No
     page.keyboard.press("ArrowRight")
     assert len(shown()) == 1 and "rows-host" in shown()[0]
     page.context.close()
+
+
+@pytest.mark.skipif(FIREFOX is None, reason="apt install firefox-esr")
+def test_firefox_draws_it_too_and_nothing_beyond_the_margin(
+    page_file: Path, tmp_path: Path
+) -> None:
+    shot = tmp_path / "shot.png"
+    options = ["--headless", "--profile", tmp_path / "profile", "--window-size=1040,3000"]
+    (tmp_path / "profile").mkdir()
+    subprocess.run(
+        [str(FIREFOX), *options, "--screenshot", shot, page_file.as_uri()], check=True, timeout=240
+    )
+    with Image.open(shot) as picture:
+        drawn = picture.convert("RGB")
+    width, height = drawn.size
+    counts = sorted(n for n, _ in drawn.getcolors(1 << 24) or [])
+    assert len(counts) > 100 and sum(counts[:-1]) > 0.03 * sum(counts)
+    margin = drawn.crop((width - 20, 0, width, height))
+    assert len(margin.getcolors(1 << 24) or []) == 1
 
 
 @pytest.mark.parametrize("width", [360, 1040])

@@ -64,7 +64,7 @@ svg text.sign{fill:#fff;font-weight:700}
 font-weight:600}.scroll{overflow-x:auto}.grid{stroke:var(--line)}.axis{stroke:var(--soft)}
 .a{stroke:var(--a);fill:var(--a)}.b{stroke:var(--b);fill:var(--b)}.cell{fill:rgb(var(--h))}
 .none{fill:none;stroke:var(--line)}.map{display:none}fieldset{border:1px solid var(--line);
-margin:0 0 8px;padding:4px 8px}label{margin-right:12px;white-space:nowrap}
+margin:0 0 8px;padding:4px 8px;min-width:0}label{margin-right:12px;display:inline-block}
 :focus-visible{outline:2px solid var(--a);outline-offset:2px}
 .productive{fill:#2da44e}.blocking{fill:#8250df}.first_step{fill:#b8860b}.stall{fill:#cf222e}
 .declared{fill:#0598bc}.lost_work{fill:#e16f24}.detection{fill:#bf3989}.restart{fill:#6e7781}
