@@ -292,6 +292,10 @@ class CommonClock:
         if knots:
             self._knots[clock] = knots
 
+    def host_of(self, clock: int) -> str:
+        """Returns the host of a clock."""
+        return self._hosts[clock]
+
     def is_placed(self, clock: int) -> bool:
         """Returns True if a clock was compared with the others."""
         return clock in self._errors_s

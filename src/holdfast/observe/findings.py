@@ -16,6 +16,15 @@ from holdfast.observe.blame import HostPressure, find_slow, pressure_text
 from holdfast.observe.links import slow_links
 from holdfast.observe.report import Report, Save, Start
 from holdfast.observe.restore_view import complaints, hosts_at
+from holdfast.observe.save_calls import UNSURE_S
+from holdfast.observe.stuck_saves import (
+    SILENT_S,
+    SILENT_STEPS,
+    find_stuck,
+    lacking_text,
+    newest_saves,
+    ranks_text_of,
+)
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
 
 #: Distances of saves, or medians of a step, after which a thing is missing.
@@ -28,13 +37,8 @@ DOWN = 0.7
 APART_S = 1.0
 #: What steps may take longer behind a copy or a write.
 INTERFERES = 0.05
-#: What a clock may be wrong that was compared once, when ranks came back from a start.
-UNSURE_S = 0.25
-#: Seconds without a record after which a run that did not close is silent.
-SILENT_S, SILENT_STEPS = 60.0, 10
 #: Starts of a keeper that are more than chance, and starts without progress.
 KEEPERS, LOOPS, DEATHS = 3, 3, 2
-_NAMED_RANKS = 4
 
 
 class Evidence(NamedTuple):
@@ -87,12 +91,6 @@ def to_plain(findings: Sequence[RunFinding]) -> list[dict[str, Any]]:
     return [asdict(one) for one in findings]
 
 
-def _newest(report: Report) -> list[Save]:
-    """Returns the saves of the newest start."""
-    saves = report.saves
-    return [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
-
-
 def _overdue(saves: list[Save], state: set[str], what: str) -> Iterator[Evidence]:
     """Yields that no save has reached a state for several times the usual distance."""
     reached = [save for save in saves if save.state in state]
@@ -110,66 +108,24 @@ def _overdue(saves: list[Save], state: set[str], what: str) -> Iterator[Evidence
 
 
 def _not_durable(report: Report, now_s: float | None) -> Iterator[Evidence]:
-    found = list(_overdue(_newest(report), {"durable"}, "durable"))
-    stuck = _stuck(report, now_s)
+    found = list(_overdue(newest_saves(report), {"durable"}, "durable"))
+    stuck = find_stuck(report, now_s)
     if found and stuck is not None:
         text, since_s = found[0]
-        yield Evidence(f"{text}; {_lacking(report, stuck[0])}", since_s)
+        yield Evidence(f"{text}; {lacking_text(report, stuck[0])}", since_s)
     elif stuck is not None:
         save, waited_s = stuck
         yield Evidence(
             f"save {save.incarnation}-{save.step} was to be durable, and is not after "
-            f"{seconds_text(waited_s)}; {_lacking(report, save)}",
+            f"{seconds_text(waited_s)}; {lacking_text(report, save)}",
             save.time_s,
         )
     else:
         yield from found
 
 
-def _stuck(report: Report, now_s: float | None) -> tuple[Save, float] | None:
-    """Returns the oldest save that is on its way to storage for far longer than usual, and for how
-    long; None where there is none, or the start that it is of is over.
-    """
-    saves = _newest(report)
-    start = report.starts[-1] if report.starts else None
-    is_over = start is not None and (
-        start.ended != "open" or not saves or saves[-1].incarnation != start.incarnation
-    )
-    if is_over:
-        return None
-    durable = [at for at, save in enumerate(saves) if save.state == "durable"]
-    usual_s = statistics.median([save.durable_s or 0.0 for save in report.saves
-                                 if save.state == "durable"] or [0.0])  # fmt: skip
-    for save in saves[durable[-1] + 1 if durable else 0 :]:
-        is_under_way = save.state in ("captured", "protected", "unfinished")
-        if save.asked_durable and is_under_way and save.time_s is not None:
-            waited_s = (report.last_s if now_s is None else now_s) - save.time_s
-            limit_s = max(SILENT_S, SILENT_STEPS * usual_s)
-            return (save, waited_s) if waited_s > limit_s else None
-    return None
-
-
-def _lacking(report: Report, save: Save) -> str:
-    """Returns what a save has not that it takes to be durable, by ranks and hosts."""
-    if save.uncopied:
-        return f"no image was copied of {_ranks_text(report, save.uncopied)}"
-    if save.state == "unfinished" and report.behind:
-        return f"{_ranks_text(report, report.behind)} did not return from save"
-    if save.unwritten:
-        return f"no image was written of {_ranks_text(report, save.unwritten)}"
-    return "all images that are known of were written, and no manifest was published"
-
-
-def _ranks_text(report: Report, ranks: Sequence[int]) -> str:
-    """Formats ``rank 3 on b, rank 4 on c and more``."""
-    host_of = {rank: host for host, own in report.ranks_by_host.items() for rank in own}
-    named = [f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
-             for rank in ranks[:_NAMED_RANKS]]  # fmt: skip
-    return ", ".join(named) + (" and more" if len(ranks) > _NAMED_RANKS else "")
-
-
 def _not_protected(report: Report, _: float | None) -> Iterator[Evidence]:
-    saves = _newest(report)
+    saves = newest_saves(report)
     if saves and any(
         one.parity > 0 and one.incarnation == saves[-1].incarnation for one in report.protection
     ):
@@ -178,7 +134,7 @@ def _not_protected(report: Report, _: float | None) -> Iterator[Evidence]:
 
 def _missed(report: Report, _: float | None) -> Iterator[Evidence]:
     row: list[Save] = []
-    for save in reversed(_newest(report)):
+    for save in reversed(newest_saves(report)):
         if save.state == "missed":
             row.append(save)
         elif save.state != "unfinished":
@@ -192,7 +148,7 @@ def _missed(report: Report, _: float | None) -> Iterator[Evidence]:
 def _storage_slow(report: Report, _: float | None) -> Iterator[Evidence]:
     durable = [
         (save.durable_s, save.time_s)
-        for save in _newest(report)
+        for save in newest_saves(report)
         if save.durable_s is not None and save.time_s is not None
     ]
     gaps = [
@@ -337,7 +293,7 @@ def _who_is_missing(report: Report, start: Start) -> str:
     if report.behind and report.saves:
         newest = report.saves[-1]
         return (
-            f": {_ranks_text(report, report.behind)} did not return from save "
+            f": {ranks_text_of(report, report.behind)} did not return from save "
             f"{newest.incarnation}-{newest.step} as others did"
         )
     return ""
@@ -348,6 +304,19 @@ def _clocks_apart(report: Report, _: float | None) -> Iterator[Evidence]:
         if abs(one.ahead_s) > max(APART_S, 3 * (one.error_s or 0.0)):
             side = "ahead" if one.ahead_s > 0 else "behind"
             yield Evidence(f"clock of host {one.host} is {seconds_text(abs(one.ahead_s))} {side}")
+
+
+def _clocks_wrong(report: Report, _: float | None) -> Iterator[Evidence]:
+    since = {f"{save.incarnation}-{save.step}": save.time_s for save in report.saves}
+    for one in report.wrong_clocks:
+        if one.saves < ROW:
+            continue
+        side = "ahead" if one.ahead_s > 0 else "behind"
+        text = (
+            f"clock of host {one.host} is at least {seconds_text(abs(one.ahead_s))} {side} of what "
+            f"is known of it, in {count_text(one.saves, 'save')} since {one.since}"
+        )
+        yield Evidence(text, since.get(one.since))
 
 
 def _corrupt(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -384,7 +353,7 @@ def _storage_trouble(report: Report, _: float | None) -> Iterator[Evidence]:
 
 
 def _no_room(report: Report, _: float | None) -> Iterator[Evidence]:
-    saves = _newest(report)
+    saves = newest_saves(report)
     if saves and saves[-1].ring_bytes:
         yield Evidence(
             "shared memory had no room for whole images: saves are durable or nothing",
@@ -579,6 +548,15 @@ RULES = (
         "the clock of a host differs by more than a second from the first host's",
         "Let the host follow a time server; the report has taken the difference out.",
         _clocks_apart,
+    ),
+    RunRule(
+        "clocks_wrong",
+        "warning",
+        "by its clock a host called three saves after all ranks had been given a place for them, or "
+        "copied before that",
+        "Let the host follow a time server, and look what sets its clock; who was late is not told "
+        "by it, and what lies between hosts in a trace is not to be believed.",
+        _clocks_wrong,
     ),
     RunRule(
         "no_room",

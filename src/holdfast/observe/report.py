@@ -142,6 +142,21 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class WrongClock:
+    """A host whose clock contradicts what must have been: a rank of it called ``save`` after all
+    had been given a place for that save, or copied before.
+
+    ``ahead_s``: how far it is ahead at least (below zero: behind), of what it was compared to.
+    ``saves``: in how many of them, the first of which is ``since``.
+    """
+
+    host: str
+    ahead_s: float
+    saves: int
+    since: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunMesh:
     """The device mesh that a run's tensors lie on: ``ranks`` in row-major order of ``sizes``, empty
     where that is the order of their numbers.
@@ -347,6 +362,8 @@ class Report:
     """What a step takes longer behind a copy or a write; None where that cannot be told."""
     links: tuple[LinkFigures, ...] = ()
     """What messages between keepers take."""
+    wrong_clocks: tuple[WrongClock, ...] = ()
+    """Clocks that contradict what must have been: nothing is said of who was late by them."""
     mesh: RunMesh | None = None
     """The device mesh of the newest start of which one is known."""
 

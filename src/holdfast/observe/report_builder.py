@@ -325,6 +325,7 @@ class _Fold:
                 pace_of(saves, self._lives.step_s(common), last_s),
             ),
             clocks=common.offsets,
+            wrong_clocks=self._saves.wrong_clocks,
             unplaced_hosts=tuple(host for host in common.unknown if host),
             ranks_by_host=ranks_by_host,
             behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),

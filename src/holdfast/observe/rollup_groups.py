@@ -21,7 +21,8 @@ Wall = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
     """One save over the ranks of a host but 0.
 
-    ``calls``: clock, first call, last call, and the rank that made it. ``blocked_s``: what held
+    ``calls``: clock, first call, last call, and the rank that made it. ``copies``: clock, and when
+    the first rank began to copy. ``blocked_s``: what held
     these ranks together. ``asked``, ``copied``, ``stored``: the ranks that returned from it, and
     those whose image was copied, and written.
     """
@@ -31,6 +32,7 @@ class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
     phases: dict[str, PhaseValues]
     even: dict[str, PhaseValues]
     calls: list[tuple[Count, float, float, int]]
+    copies: list[tuple[Count, float]]
     blocked_s: Seconds = 0.0
     asked_bytes: Bytes = 0
     image_bytes: Bytes = 0
@@ -104,7 +106,7 @@ class Rollup(msgspec.Struct, omit_defaults=True):
     def __post_init__(self) -> None:
         clocks = [life.clock for life in self.lives]
         for save in self.saves:
-            clocks += [call[0] for call in save.calls]
+            clocks += [one[0] for one in (*save.calls, *save.copies)]
             for some in (*save.phases.values(), *save.even.values()):
                 if len(some.ranks) != len(some.seconds):
                     raise ValueError("a phase has as many ranks as seconds")

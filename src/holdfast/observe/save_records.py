@@ -6,10 +6,9 @@ Moments are compared by the clock of one host alone, which never goes back: cloc
 from __future__ import annotations
 
 import math
-from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from operator import add, attrgetter
 from typing import NamedTuple, assert_never, cast, get_args
 
@@ -17,9 +16,10 @@ from holdfast import events
 from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.records import RecordHead
-from holdfast.observe.report import Save
+from holdfast.observe.report import Save, WrongClock
 from holdfast.observe.rollup_groups import SaveRollup
 from holdfast.observe.rollups import NAMED, PhaseRollup, PhaseSpread
+from holdfast.observe.save_calls import SaveCalls
 
 _ImageEvent = events.FenceWaited | events.ImageCaptured | events.ImagePassed | events.ImageDurable
 _GenerationEvent = (
@@ -131,11 +131,7 @@ class _SaveParts:
     #: The images that were captured or passed on, and those that were written.
     images: int = 0
     written: int = 0
-    #: The first call of ``save`` by each clock, in the order of ``SaveRecords``; infinite if none.
-    called_at_s: array[float] = field(default_factory=lambda: array("d"))
-    #: The last call by each clock, and the rank that made it.
-    called_last_s: array[float] = field(default_factory=lambda: array("d"))
-    called_last_by: array[int] = field(default_factory=lambda: array("q"))
+    calls: SaveCalls = field(default_factory=SaveCalls)
     captured: _ReachedState | None = None
     protect_s: float | None = None
     is_cached: bool = False
@@ -153,12 +149,14 @@ class _SaveParts:
     uncopied: set[int] = field(default_factory=set)
     unwritten: set[int] = field(default_factory=set)
 
-    def done(self, incarnation: int, step: int, common: CommonClock) -> Save:
-        time_s, late_s, late_rank = self._calls(common)
+    def done(
+        self, incarnation: int, step: int, common: CommonClock, wrong: Mapping[int, float]
+    ) -> Save:
+        last = self.calls.last(common, wrong)
         return Save(
-            time_s=time_s,
-            late_s=late_s,
-            late_rank=late_rank,
+            time_s=last.time_s,
+            late_s=last.late_s,
+            late_rank=last.rank,
             even={name: phase.spread(self._usual_gib(name)) for name, phase in self.even.items()},
             incarnation=incarnation,
             step=step,
@@ -195,6 +193,13 @@ class _SaveParts:
             return self.image_bytes / max(1, self.images) / _GIB
         return self.written_bytes / max(1, self.written) / _GIB
 
+    def wrong_clocks(self, common: CommonClock) -> dict[int, float]:
+        """Returns the clocks that contradict the coordinator's, and how far each is ahead."""
+        captured = self.captured
+        if captured is None or captured.mono_s is None:
+            return {}
+        return self.calls.wrong(common, captured.clock)
+
     def _largest(self, quantity: str) -> float | None:
         return self.phases[quantity].largest_s if quantity in self.phases else None
 
@@ -209,51 +214,11 @@ class _SaveParts:
             return None
         # Only trainers know when `save` was called: those of the reporter's own host have its
         # clock. Without any, the keeper's measurement from the first request stands.
-        called_at_s = self._called_at_s(reached.clock)
+        called_at_s = self.calls.first_of(reached.clock)
         if math.isinf(called_at_s) or reached.mono_s is None:
             return reached.elapsed_s
         since_call_s = round(reached.mono_s - called_at_s, 6)
         return since_call_s if since_call_s > 0 else reached.elapsed_s
-
-    def _called_at_s(self, clock: int) -> float:
-        return self.called_at_s[clock] if clock < len(self.called_at_s) else math.inf
-
-    def _note_calls(
-        self, clock: int, first_s: float, last_s: float, rank: int, *, is_own_clock: bool
-    ) -> None:
-        calls = self.called_at_s
-        if clock >= len(calls):
-            more = clock + 1 - len(calls)
-            calls.extend([math.inf] * more)
-            self.called_last_s.extend([-math.inf] * more)
-            self.called_last_by.extend([-1] * more)
-        calls[clock] = min(calls[clock], first_s)
-        # Older records may be by the wall clocks of any hosts.
-        if is_own_clock and last_s > self.called_last_s[clock]:
-            self.called_last_s[clock], self.called_last_by[clock] = last_s, rank
-
-    def _calls(self, common: CommonClock) -> tuple[float | None, float | None, int]:
-        """Returns when ``save`` was first called, how much later it was last, and by which rank."""
-        clocks = [c for c, at_s in enumerate(self.called_at_s) if math.isfinite(at_s)]
-        if not clocks:
-            return None, None, -1
-        first_us = min(common.micros(HostMoment(c, self.called_at_s[c])) for c in clocks)
-        # A clock that was compared with no other says nothing of who was late.
-        own = [c for c in clocks if math.isfinite(self.called_last_s[c]) and common.is_placed(c)]
-        first_us = min(
-            (common.micros(HostMoment(c, self.called_at_s[c])) for c in own), default=first_us
-        )
-        last_us, rank = max(
-            (
-                (common.micros(HostMoment(c, self.called_last_s[c])), self.called_last_by[c])
-                for c in own
-            ),
-            default=(first_us, -1),
-        )
-        time_s = max(0, first_us) / 1e6
-        if len(own) < 2 and last_us == first_us:
-            return time_s, None, -1  # one rank alone
-        return time_s, (last_us - first_us) / 1e6, rank
 
     def _state(self) -> str:
         # The manifest decides: a durable generation was captured, even if a record says missed.
@@ -310,11 +275,8 @@ class _SaveParts:
             step,
             {name: phase.values() for name, phase in self.phases.items()},
             {name: phase.values() for name, phase in self.even.items()},
-            [
-                (clock, first_s, self.called_last_s[clock], self.called_last_by[clock])
-                for clock, first_s in enumerate(self.called_at_s)
-                if math.isfinite(first_s)
-            ],
+            list(self.calls.values()),
+            list(self.calls.copies()),
             asked_bytes=self.asked_bytes,
             image_bytes=self.image_bytes,
             images=self.images,
@@ -335,7 +297,9 @@ class _SaveParts:
                     into[phase] = PhaseRollup()
                 into[phase].merge(some)
         for clock, first_s, last_s, rank in of.calls:
-            self._note_calls(clocks[clock], first_s, last_s, rank, is_own_clock=True)
+            self.calls.note(clocks[clock], first_s, last_s, rank)
+        for clock, began_s in of.copies:
+            self.calls.note_copy(clocks[clock], began_s)
         self.asked_bytes += of.asked_bytes
         self.image_bytes += of.image_bytes
         self.images += of.images
@@ -359,20 +323,21 @@ class _SaveParts:
                 last_s, last_rank = called_s, event.rank
             if event.durable:
                 self.asked_durable = True
-        self._note_calls(clock, first_s, last_s, last_rank, is_own_clock=is_own_clock)
+        self.calls.note(clock, first_s, last_s, last_rank, is_own_clock=is_own_clock)
 
-    def take_of_rank(self, event: _ImageEvent, clock: int) -> None:
+    def take_of_rank(self, event: _ImageEvent, at: HostMoment, *, is_own_clock: bool) -> None:
         """Takes a record that is of one rank, but for those of ``save``."""
         ranks = self.open = self.open or _OpenRanks()
         ranks.add(event)
         match event:
             case events.FenceWaited():
                 pass
-            case events.ImageCaptured():
+            case events.ImageCaptured() | events.ImagePassed():
                 ranks.image_bytes[event.rank] = event.size_bytes
-            case events.ImagePassed():
-                ranks.image_bytes[event.rank] = event.size_bytes
-                self.ring_bytes = max(self.ring_bytes, event.ring_bytes)
+                if is_own_clock:
+                    self.calls.note_copy(at.clock, at.at_s - event.copy_s)
+                if isinstance(event, events.ImagePassed):
+                    self.ring_bytes = max(self.ring_bytes, event.ring_bytes)
             case events.ImageDurable():
                 ranks.written_bytes[event.rank] = event.size_bytes
             case _:
@@ -435,6 +400,7 @@ class SaveRecords:
         self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
         #: The newest generation of which a rank returned from ``save``.
         self._newest_of: dict[int, tuple[int, int]] = {}
+        self._wrong: dict[str, WrongClock] = {}
 
     def take(self, event: SaveEvent, head: RecordHead, at: HostMoment | None = None) -> None:
         """Takes a record of a save; ``at``: its moment, where that is known already."""
@@ -449,7 +415,8 @@ class SaveRecords:
         save = self._saves[key]
         if type(event).__name__ in _OF_RANKS:
             self._keep_open(key, save)
-            save.take_of_rank(cast(_ImageEvent, event), at.clock)
+            own = head.mono_s is not None
+            save.take_of_rank(cast(_ImageEvent, event), at, is_own_clock=own)
         else:
             save.take_of_all(cast(_GenerationEvent, event), head, at.clock)
 
@@ -489,7 +456,26 @@ class SaveRecords:
         """Returns the saves in the order of their generations."""
         self._close_all()
         common = self._clocks.solve() if common is None else common
-        return tuple(save.done(*key, common) for key, save in sorted(self._saves.items()))
+        self._wrong.clear()
+        done = []
+        for (number, step), save in sorted(self._saves.items()):
+            wrong = save.wrong_clocks(common)
+            for clock, ahead_s in wrong.items():
+                self._note_wrong(common.host_of(clock), ahead_s, f"{number}-{step}")
+            done.append(save.done(number, step, common, wrong))
+        return tuple(done)
+
+    @property
+    def wrong_clocks(self) -> tuple[WrongClock, ...]:
+        """Returns the hosts whose clocks contradict what must have been, each with its worst; known
+        when ``saves`` was called.
+        """
+        return tuple(one for _, one in sorted(self._wrong.items()))
+
+    def _note_wrong(self, host: str, ahead_s: float, generation: str) -> None:
+        before = self._wrong.get(host, WrongClock(host, 0.0, 0, generation))
+        worst_s = max(before.ahead_s, ahead_s, key=abs)
+        self._wrong[host] = replace(before, ahead_s=worst_s, saves=before.saves + 1)
 
     def rollups(self) -> Iterator[SaveRollup]:
         """Yields a roll-up of the ranks of each save."""

@@ -190,7 +190,8 @@ class ParityScheduler:
         if has_stale_shards(
             takeover.state, shards
         ):  # an earlier coordinator ended before reporting
-            self._drop_stale_shards(takeover.state, time.monotonic())
+            self._began_s, self._encode_s = time.monotonic(), 0.0
+            self._drop_stale_shards(takeover.state)
         self._replace_lost()
 
     def _all_shards(self) -> dict[str, tuple[messages.ParityShards, ...]]:

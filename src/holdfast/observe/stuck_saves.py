@@ -1,0 +1,62 @@
+"""PURE. Finds the save that is on its way to storage for far longer than usual, and what is lacking
+for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from holdfast.observe.report import Report, Save
+
+#: Seconds without a record after which a run that did not close is silent.
+SILENT_S, SILENT_STEPS = 60.0, 10
+_NAMED_RANKS = 4
+
+
+def newest_saves(report: Report) -> list[Save]:
+    """Returns the saves of the newest start."""
+    saves = report.saves
+    return [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
+
+
+def find_stuck(report: Report, now_s: float | None) -> tuple[Save, float] | None:
+    """Returns the oldest save that is on its way to storage for far longer than usual, and for how
+    long; None where there is none, or the start that it is of is over.
+    """
+    saves = newest_saves(report)
+    start = report.starts[-1] if report.starts else None
+    is_over = start is not None and (
+        start.ended != "open" or not saves or saves[-1].incarnation != start.incarnation
+    )
+    if is_over:
+        return None
+    durable = [at for at, save in enumerate(saves) if save.state == "durable"]
+    usual_s = statistics.median([save.durable_s or 0.0 for save in report.saves
+                                 if save.state == "durable"] or [0.0])  # fmt: skip
+    for save in saves[durable[-1] + 1 if durable else 0 :]:
+        is_under_way = save.state in ("captured", "protected", "unfinished")
+        if save.asked_durable and is_under_way and save.time_s is not None:
+            waited_s = (report.last_s if now_s is None else now_s) - save.time_s
+            limit_s = max(SILENT_S, SILENT_STEPS * usual_s)
+            return (save, waited_s) if waited_s > limit_s else None
+    return None
+
+
+def lacking_text(report: Report, save: Save) -> str:
+    """Returns what a save has not that it takes to be durable, by ranks and hosts."""
+    if save.uncopied:
+        return f"no image was copied of {ranks_text_of(report, save.uncopied)}"
+    if save.state == "unfinished" and report.behind:
+        return f"{ranks_text_of(report, report.behind)} did not return from save"
+    if save.unwritten:
+        return f"no image was written of {ranks_text_of(report, save.unwritten)}"
+    return "all images that are known of were written, and no manifest was published"
+
+
+def ranks_text_of(report: Report, ranks: Sequence[int]) -> str:
+    """Formats ``rank 3 on b, rank 4 on c and more``."""
+    host_of = {rank: host for host, own in report.ranks_by_host.items() for rank in own}
+    named = [f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
+             for rank in ranks[:_NAMED_RANKS]]  # fmt: skip
+    return ", ".join(named) + (" and more" if len(ranks) > _NAMED_RANKS else "")
