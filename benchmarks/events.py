@@ -1,7 +1,8 @@
 """Measures what an event costs its thread, and the time and memory of the report of a large run.
 
 One record for each rank and save, in one file a host, as keepers write them; clocks of hosts are
-apart by up to an hour, and three faults are hidden, which the report is to find. What is
+apart by up to an hour, and three faults are hidden, which the report is to find. With ``--rollups``
+the records are rolled up and given up before. What is
 measured: seconds, records a second of a processor, bytes a record on disk, and memory. The cost of
 an event is that of 10,000 after 3,000, between which the thread computes as training does.
 """
@@ -109,6 +110,19 @@ def write(root: Path, hosts: int, per_host: int, saves: int, seed: int) -> int:
     return count
 
 
+def roll_up(root: Path) -> dict[str, Any]:
+    """Rolls up all records, as keepers do while they come, and gives the records up."""
+    from holdfast.observe.rollup_files import rollup_path
+    from holdfast.observe.rollup_writer import RollupWriter
+
+    size_bytes, cpu_s = 0, time.process_time()
+    for trail in sorted((root / "events").glob("*.jsonl")):
+        RollupWriter(trail).finish(deadline_s=3600)
+        size_bytes += rollup_path(trail).stat().st_size
+        trail.unlink()
+    return {"rolling_up_cpu_s": time.process_time() - cpu_s, "rollup_bytes": size_bytes}
+
+
 def read(root: Path) -> dict[str, Any]:
     """Reads the report in this process; returns its time, the memory that it took, and findings."""
     from holdfast.observe.findings import find
@@ -171,6 +185,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--per-host", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--put", action="store_true", help="only what an event costs its thread")
+    parser.add_argument(
+        "--rollups", action="store_true", help="the report is of roll-ups, and no record is left"
+    )
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.read:
@@ -186,6 +203,7 @@ def main(arguments: Sequence[str]) -> int:
         root = Path(directory, "run")
         count = write(root, options.hosts, options.per_host, options.saves, options.seed)
         size_bytes = sum(path.stat().st_size for path in (root / "events").iterdir())
+        rolled = roll_up(root) if options.rollups else {}
         command = [sys.executable, "-m", "benchmarks", "events", "--read", str(root)]
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     faults = hidden(options.hosts, options.per_host, options.seed)
@@ -201,6 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         "memory_bytes": int(found["grown_bytes"]),
         "memory_bytes_a_rank_and_save": round(found["grown_bytes"] / of_ranks, 2),
         "page_bytes": found["page_bytes"],
+        **{name: round(value, 2) for name, value in rolled.items()},
         "hidden": [
             f"rank {faults.busy_rank} on h{faults.busy_rank // options.per_host}",
             f"host h{faults.slow_host}",

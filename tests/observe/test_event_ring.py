@@ -291,7 +291,7 @@ def test_no_record_that_was_put_is_lost_when_trainer_and_keeper_are_killed(
     put = set(range(newest + 1))
     dropped = mapped_drops(tmp_path)
     assert len(put - set(found)) <= dropped
-    assert reader.torn_lines <= 3
+    assert reader.counts.torn_lines <= 3
     assert not list((arena / RINGS).glob("*.ring")), "a ring is removed when its writer is dead"
 
 

@@ -118,7 +118,7 @@ def test_files_that_are_set_aside_while_they_are_read_are_read_once(
         path.write_bytes(text)
         compress(set_aside(path))
     path.write_bytes(b"c")
-    real, opened = event_files._open_file, list[str]()
+    real, opened = event_files.open_file, list[str]()
 
     def open_and_rotate(each: Path) -> Any:
         file = real(each)
@@ -129,7 +129,7 @@ def test_files_that_are_set_aside_while_they_are_read_are_read_once(
         return file
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_files, "_open_file", open_and_rotate)
+        patch.setattr(event_files, "open_file", open_and_rotate)
         assert [file.read() for file in open_parts(path)] == [b"a", b"b", b"c", b"d"]
 
 

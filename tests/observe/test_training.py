@@ -189,7 +189,7 @@ def test_a_run_tells_its_steps_phases_and_tokens(tmp_path: Path) -> None:
     ledger = read_report(tmp_path).ledger
     assert ledger is not None
     assert 0.3 < ledger.declared_s["evaluation"] < 3
-    text = b"".join(path.read_bytes() for path in (tmp_path / "events").iterdir())
+    text = b"".join(path.read_bytes() for path in (tmp_path / "events").glob("*.jsonl"))
     records = [msgspec.json.decode(line) for line in text.splitlines()]
     steps = [one for one in records if one["event"] == "StepsDone"]
     assert sum(one["steps"] for one in steps) == 3 and sum(one["tokens"] for one in steps) == 21

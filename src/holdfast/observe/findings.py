@@ -552,8 +552,8 @@ RULES = (
     RunRule(
         "clocks_wrong",
         "warning",
-        "by its clock a host called three saves after all ranks had been given a place for them, or "
-        "copied before that",
+        "by its clock a host called three saves after all ranks had been given a place for them, "
+        "or copied before that",
         "Let the host follow a time server, and look what sets its clock; who was late is not told "
         "by it, and what lies between hosts in a trace is not to be believed.",
         _clocks_wrong,

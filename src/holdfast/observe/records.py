@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Union
@@ -169,12 +170,10 @@ class RecordReader:
                 yield found
 
     def _decoded(self, block: bytes) -> list[Any]:
-        try:
+        with suppress(*_TORN):
             found: list[Any] = _whole_decoder().decode_lines(block)
-        except _TORN:
-            found = []
-        if len(found) == block.count(b"\n"):
-            return found
+            if len(found) == block.count(b"\n"):
+                return found
         every = map(self._decoder.decode, lines_in(block))
         return [one for one in every if one is not None]
 
@@ -190,11 +189,6 @@ class RecordReader:
         for writer, (seen, highest) in rollup.numbers.items():
             self._seen[writer] += seen
             self._highest[writer] = max(self._highest.get(writer, -1), highest)
-
-    @property
-    def torn_lines(self) -> int:
-        """Returns the number of lines that are no JSON."""
-        return self._decoder.torn
 
     @property
     def files(self) -> int:

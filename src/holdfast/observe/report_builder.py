@@ -376,7 +376,7 @@ class _Fold:
 def _mesh(told: events.MeshUsed) -> RunMesh | None:
     """Returns the mesh of a record; None for one that is none, or too large to be one."""
     count = math.prod(told.sizes)
-    if len(told.names) != len(told.sizes) or not 1 < count <= MAX_RANKS:
+    if not told.names or len(told.names) != len(told.sizes) or not 0 < count <= MAX_RANKS:
         return None
     if told.ranks and len(set(told.ranks)) != count:
         return None
