@@ -134,11 +134,11 @@ def test_firefox_draws_it_too_and_nothing_beyond_the_margin(
     page_file: Path, tmp_path: Path
 ) -> None:
     shot = tmp_path / "shot.png"
-    options = ["--headless", "--profile", tmp_path / "profile", "--window-size=1040,3000"]
-    (tmp_path / "profile").mkdir()
-    subprocess.run(
-        [str(FIREFOX), *options, "--screenshot", shot, page_file.as_uri()], check=True, timeout=240
-    )
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    options = ["--headless", "--profile", str(profile), "--window-size=1040,3000"]
+    command = [str(FIREFOX), *options, "--screenshot", str(shot), page_file.as_uri()]
+    subprocess.run(command, check=True, timeout=240)
     with Image.open(shot) as picture:
         drawn = picture.convert("RGB")
     width, height = drawn.size

@@ -14,9 +14,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import holdfast
 from holdfast import events
 from holdfast.observe import rollup_writer
 from holdfast.observe.event_files import EventFile, closed_files, compress, give_up, set_aside
@@ -25,6 +27,7 @@ from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollup_files import read_ends, rollup_path
 from holdfast.observe.rollup_writer import RollupWriter
+from observe.test_trails import wait_until
 from support.runs.told import Told, of, tell_death, tell_save, tell_start
 
 RANKS = {rank: "ab"[rank // 3] for rank in range(6)}
@@ -40,6 +43,7 @@ def tell_run(root: Path, ranks: dict[int, str], saves: int = 12) -> Path:
         return {rank: usual_s * (1 + rank / 1000) for rank in ranks}
 
     tell_start(told, 1, 10.0, ranks)
+    usual: dict[str, Any]
     for step in range(saves):
         usual = {name: each(s) for name, s in (("held_s", 0.01), ("copy_s", 0.2), ("write_s", 0.3))}
         usual["copy_s"][1] += step / 100
@@ -311,3 +315,21 @@ def test_little_is_rolled_up_once_a_minute_and_nothing_makes_no_file(tmp_path: P
     assert len(rollup_path(trail).read_bytes().splitlines()) == 2
     writer.close()
     file.close()
+
+
+def test_the_keeper_of_a_run_rolls_up_its_host(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, {"model": torch.nn.Linear(64, 64)}, storage=None) as ckpt:
+        for step in range(5):
+            ckpt.save(step).wait_captured()
+            ckpt.step(step)
+    (trail,) = trails_of(tmp_path)
+
+    def is_rolled_up() -> bool:
+        ends = read_ends(trail).ends.values()
+        return [one.end for one in ends] == [trail.stat().st_size]
+
+    wait_until(is_rolled_up)
+    expected = said(tmp_path)
+    assert [save["state"] for save in expected["saves"]] == ["captured"] * 5
+    trail.unlink()
+    assert_alike(said(tmp_path), expected)

@@ -17,7 +17,8 @@ from holdfast.observe import save_records
 from holdfast.observe.clocks import HostClocks
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report_builder import read_report
-from holdfast.observe.rollups import NAMED, PhaseRollup, PhaseValues
+from holdfast.observe.rollup_groups import PhaseValues
+from holdfast.observe.rollups import NAMED, PhaseRollup
 from holdfast.observe.save_records import SaveRecords
 from holdfast.observe.sketch import LEAST, RELATIVE_ERROR, Sketch
 from support.runs.told import Told, of, tell_start

@@ -14,6 +14,7 @@ import pytest
 from holdfast import events
 from holdfast.cli import main
 from holdfast.observe.host_metrics import HostMetrics
+from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.summary import PARTS
 from holdfast.observe.text import seconds_text
 from observe.test_export import receiver
@@ -23,8 +24,9 @@ from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_start
 
 #: Phase -> how often it was, and how many seconds in all.
 Sums = dict[str, tuple[int, float]]
-#: The phases of which the report has every value, with the name that it has there.
-PHASES = {"held": "held_s", "copy": "copy_s", "write": "write_s"}
+#: The phases that are in the run below, with the name that each has in the report.
+PHASES = {phase.name: name for name, phase in OF_SAVES.items()}
+TOLD = {"held", "fence", "copy", "grant", "capture", "write", "persist", "receipt", "prune"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "write_s": {0: 0.3, 1: 0.35, 2: 0.4, 3: 0.5},
         }
         persist_s = 0.6 + step / 100
+        seconds |= {"grant_s": {1: 0.03}, "receipt_s": 0.4}
         tell_save(told, 1, step, 15.0 + 10 * step, RANKS, persist_s=persist_s, **seconds)
+        told(of(events.FenceWaited, 1, 2, step=step, held_s=0.07), 16.0 + 10 * step, "b")
+        pruned = of(events.CheckpointPruned, 1, -1, step=step, elapsed_s=0.2)
+        told(pruned, 17.0 + 10 * step)
     tell_death(told, 1, 140.0, RANKS, "")
     tell_start(told, 2, 160.0, RANKS, (1, 11))
     for step in range(12, 20):
@@ -67,12 +73,13 @@ def of_json(document: dict[str, Any]) -> Sums:
     found: Sums = {}
     saves = document["saves"]
     for phase, name in PHASES.items():
-        values = [
-            s for save in saves for _, s in save["phases"].get(name, {"slowest": ()})["slowest"]
-        ]
-        found[phase] = len(values), sum(values)
+        every = [save["phases"][name]["slowest"] for save in saves if name in save["phases"]]
+        values = [s for slowest in every for _, s in slowest if s > 0]
+        if values:
+            found[phase] = len(values), sum(values)
     persisted = [save["persist_s"] for save in saves if save["persist_s"] is not None]
-    return found | {"persist": (len(persisted), sum(persisted))}
+    assert found["persist"] == (len(persisted), pytest.approx(sum(persisted)))
+    return found
 
 
 def summed(values: dict[str, list[float]]) -> Sums:
@@ -141,6 +148,8 @@ def test_every_view_has_as_many_of_each_phase_and_as_long(
 ) -> None:
     expected = of_json(document)
     assert expected["persist"][0] == 16 and expected["held"][0] == 80
+    assert expected["prune"] == (12, pytest.approx(2.4)) and expected["grant"][0] == 12
+    assert expected.keys() == TOLD
     views = {
         "trace": of_trace(run, tmp_path),
         "OpenTelemetry": of_telemetry(run),

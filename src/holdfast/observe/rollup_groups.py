@@ -12,10 +12,25 @@ import msgspec
 
 from holdfast.events import Bytes, Count, HostSampled, Seconds
 from holdfast.events.fields import StepOrNone
-from holdfast.observe.rollups import PhaseValues
 
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Wall = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
+
+
+#: Seconds, or seconds a GiB of few bytes; the bucket of a sketch that they are in.
+_Value = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_Bucket = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=4000)]
+
+
+class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A roll-up as it is kept in files: the slowest ranks with their seconds, and of all others how
+    many are in which bucket of the sketch, and the least.
+    """
+
+    ranks: list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]]
+    seconds: list[_Value]
+    others: list[tuple[_Bucket, Count]] = []
+    least_s: _Value = 0.0
 
 
 class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -106,7 +121,8 @@ class Rollup(msgspec.Struct, omit_defaults=True):
     def __post_init__(self) -> None:
         clocks = [life.clock for life in self.lives]
         for save in self.saves:
-            clocks += [one[0] for one in (*save.calls, *save.copies)]
+            clocks += [call[0] for call in save.calls]
+            clocks += [copy[0] for copy in save.copies]
             for some in (*save.phases.values(), *save.even.values()):
                 if len(some.ranks) != len(some.seconds):
                     raise ValueError("a phase has as many ranks as seconds")

@@ -26,7 +26,6 @@ from holdfast.observe.event_files import (
     open_file,
 )
 from holdfast.observe.rollup_files import Covered, name_of, read_ends, rollup_path
-from holdfast.observe.rollup_maker import roll_up
 
 #: What is rolled up at once, and after how many seconds less than that is: a roll-up has less bytes
 #: than a line may, and takes a hundredth of a second.
@@ -117,6 +116,8 @@ class RollupWriter:
             data, one.left = data + one.left, b""
         if not data and not is_read:
             return False
+        from holdfast.observe.rollup_maker import roll_up  # with numpy, which a start waits for
+
         made = roll_up(data, one.name, one.at, is_end=is_read)
         if self._file.append([msgspec.json.encode(made) + b"\n"]) != 1:
             self.close()  # what could not be written is read again

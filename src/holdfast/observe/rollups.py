@@ -12,34 +12,16 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import msgspec
 import numpy as np
 
-from holdfast.events import Count
+from holdfast.observe.rollup_groups import PhaseValues
 from holdfast.observe.sketch import Sketch
 
 #: How many of the slowest ranks are known by name.
 NAMED = 16
 #: Values that wait until so many can be rolled up at once.
 _WAITING = 512
-
-
-#: Seconds, or seconds a GiB of few bytes; the bucket of a sketch that they are in.
-_Value = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
-_Bucket = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=4000)]
-
-
-class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A roll-up as it is kept in files: the slowest ranks with their seconds, and of all others how
-    many are in which bucket of the sketch, and the least.
-    """
-
-    ranks: list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]]
-    seconds: list[_Value]
-    others: list[tuple[_Bucket, Count]] = []
-    least_s: _Value = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ def tell_save(
             -1,
             step=step,
             elapsed_s=persist_s,
+            receipt_s=seconds.get("receipt_s", 0.0),
             size_bytes=world * 1_000_000,
             images=world,
         )
