@@ -127,7 +127,7 @@ def test_a_report_of_roll_ups_alone_says_what_that_of_all_records_says(
 
 
 def test_roll_ups_take_far_less_room(tmp_path: Path) -> None:
-    root = tell_run(tmp_path, MANY, saves=40)
+    root = tell_run(tmp_path, MANY, saves=6)
     before = sum(trail.stat().st_size for trail in trails_of(root))
     roll_up_all(root)
     after = sum(rollup_path(trail).stat().st_size for trail in trails_of(root))

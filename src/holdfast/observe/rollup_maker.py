@@ -26,7 +26,7 @@ _ROLLED = _OF_SAVES | {"ImageDurable", "StepsDone", "PhaseEnded"}
 _BLOCKING = frozenset({"SaveReturned", "FenceWaited"})
 
 
-class _Life:
+class _LifeSigns:
     """The signs of life of one start by one clock while records come in."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _RollupMaker:
         self._clocks = HostClocks()
         self._saves = SaveRecords(self._clocks, keeps_ranks=True)
         self._ends: dict[int, ClockRollup] = {}
-        self._lives: dict[tuple[int, int], _Life] = defaultdict(_Life)
+        self._lives: dict[tuple[int, int], _LifeSigns] = defaultdict(_LifeSigns)
         self._hosts: dict[str, SampleRollup] = {}
         self._blocked_s: dict[tuple[int, int], float] = defaultdict(float)
         self._numbers: dict[str, tuple[int, int]] = {}

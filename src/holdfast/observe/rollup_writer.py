@@ -37,7 +37,7 @@ _NO_BUDGET = 1 << 62
 
 
 @dataclass(slots=True)
-class _Reading:
+class _OpenFile:
     """An event file, and how far it was rolled up."""
 
     file: BinaryIO
@@ -82,7 +82,7 @@ class RollupWriter:
             is_compressing=True,
         )
         self._covered: Covered | None = None
-        self._reading: _Reading | None = None
+        self._reading: _OpenFile | None = None
         self._next_s = 0.0
 
     def poll(self, *, is_last: bool = False) -> bool:
@@ -104,10 +104,10 @@ class RollupWriter:
             return False
         return self._roll_up(one, now_s, is_over=is_over)
 
-    def _has_chunk(self, one: _Reading) -> bool:
+    def _has_chunk(self, one: _OpenFile) -> bool:
         return os.fstat(one.file.fileno()).st_size >= one.at + CHUNK_BYTES
 
-    def _roll_up(self, one: _Reading, now_s: float, *, is_over: bool) -> bool:
+    def _roll_up(self, one: _OpenFile, now_s: float, *, is_over: bool) -> bool:
         data, is_read = one.take(), False
         if is_over:
             following = one.file.read(1)
@@ -131,7 +131,7 @@ class RollupWriter:
             self._reading = None
         return True
 
-    def _open_next(self, now_s: float) -> _Reading | None:
+    def _open_next(self, now_s: float) -> _OpenFile | None:
         """Opens the oldest file that is not wholly rolled up."""
         if self._covered is None:
             self._covered = read_ends(self._trail)
@@ -145,7 +145,7 @@ class RollupWriter:
                     continue
                 at = 0 if end is None else end.end
                 file.seek(at)
-                return _Reading(file, name, at, now_s)
+                return _OpenFile(file, name, at, now_s)
         return None
 
     def finish(self, *, deadline_s: float) -> None:
