@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+import holdfast
 from holdfast.cli import main
 from holdfast.observe.host_metrics import HostMetrics
 from holdfast.observe.phases import OF_SAVES, PHASES, Phase
@@ -97,3 +99,18 @@ def test_every_phase_has_what_the_views_need() -> None:
         assert phase.field in phase.event.__struct_fields__
     tracks = {(phase.side, phase.track) for phase in PHASES if not phase.within}
     assert len({track for _, track in tracks}) == len(tracks), "one side, one track"
+
+
+def test_a_run_records_what_it_waited_for(tmp_path: Path) -> None:
+    state = {"model": torch.nn.Linear(64, 64)}
+    with holdfast.Checkpointer(tmp_path, state, keep=holdfast.Keep(last=1)) as ckpt:
+        for step in range(3):
+            ckpt.save(step, durable=True).wait_durable(60)
+    saves = read_report(tmp_path).saves
+    assert [save.state for save in saves] == ["durable"] * 3
+    for save in saves:
+        for name in ("grant_s", "queue_s", "receipt_s", "publish_s"):
+            assert save.phases[name].largest_s > 0, name
+        whole, parts = save.phases["persist_s"].largest_s, ("receipt_s", "publish_s")
+        assert sum(save.phases[part].largest_s for part in parts) <= whole
+    assert saves[1].phases["prune_s"].largest_s > 0
