@@ -134,6 +134,7 @@ def test_roll_ups_take_far_less_room(tmp_path: Path) -> None:
     assert after < before / 8
 
 
+@pytest.mark.promise
 def test_what_is_not_rolled_up_yet_is_read_once(tmp_path: Path) -> None:
     root = tell_run(tmp_path, RANKS)
     expected = said(root)

@@ -41,6 +41,7 @@ def told_run(root: Path, ahead_s: float, *, late_s: float = 0.0) -> Report:
     return read_report(told.write())
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(("ahead_s", "side"), [(3.2, "ahead"), (-3.2, "behind"), (900.0, "ahead")])
 def test_a_clock_that_went_wrong_is_named_and_nobody_is_late_by_it(
     ahead_s: float, side: str, tmp_path: Path
