@@ -14,7 +14,7 @@ from rich.console import Console
 from holdfast import events
 from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import RULES, find, to_plain
-from holdfast.observe.report import KeeperLoss, Report, to_json
+from holdfast.observe.report import KeeperLoss, Report, WrongClock, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
 from holdfast.observe.summary import MOST_OF_CAUSE, finding_lines
@@ -203,6 +203,18 @@ def test_clocks_within_their_error_are_no_finding(tmp_path: Path) -> None:
         offsets = (ClockOffset("b", 2.0, error_s),)
         found = causes(dataclasses.replace(report, clocks=offsets))
         assert ("clocks_apart" in found) == is_found
+
+
+@pytest.mark.parametrize(("saves", "is_found"), [(2, False), (3, True)])
+def test_a_clock_that_is_wrong_at_three_saves_is_a_finding(
+    saves: int, is_found: bool, tmp_path: Path
+) -> None:
+    report = read_report(healthy(tmp_path).write())
+    wrong = (WrongClock("b", -3.2, saves, "1-2"),)
+    found = causes(dataclasses.replace(report, wrong_clocks=wrong))
+    assert ("clocks_wrong" in found) == is_found
+    if is_found:
+        assert found["clocks_wrong"].startswith("clock of host b is at least 3.20 s behind")
 
 
 def test_the_hosts_of_a_healthy_run_are_brought_to_one_clock(tmp_path: Path) -> None:
