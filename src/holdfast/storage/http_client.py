@@ -7,6 +7,7 @@ into the caller's memory.
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import ipaddress
 import os
@@ -14,6 +15,7 @@ import select
 import socket
 import ssl
 import struct
+import termios
 import threading
 import time
 import weakref
@@ -205,11 +207,14 @@ def _close_all(connections: list[_Kept]) -> None:
 
 def _is_quiet(connection: http.client.HTTPConnection) -> bool:
     """True unless the server has ended the connection, or sent what nobody asked for."""
-    if connection.sock is None:
-        return False
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN | select.POLLHUP | select.POLLERR)
-    return not poll.poll(0)
+    return connection.sock is not None and not _is_readable(connection.sock, 0.0)
+
+
+def _is_readable(sock: socket.socket, within_s: float) -> bool:
+    """True if there is something to read, or the connection has ended, within that time."""
+    poll = select.poll()  # not select, which knows no descriptor above 1023
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
 
 
 @cache
@@ -246,58 +251,117 @@ class PlainConnection(http.client.HTTPConnection):
 def send_request(connection: http.client.HTTPConnection, body: Body) -> OSError | None:
     """Sends the body of a request, and before it the head that a plain connection has kept. Returns
     what cut it off: a server that refuses at once closes before it has read it all.
+
+    Of a large body it returns when the server has it, or answers. TimeoutError when the server took
+    nothing for as long as the connection waits for an answer, however little it takes meanwhile.
     """
     sock = connection.sock
     assert sock is not None
     pieces = [memoryview(piece) for piece in body if len(piece)]
+    uptake, timeout_s = _Uptake(sock), sock.gettimeout()
     try:
         if isinstance(connection, PlainConnection):
             head, connection.head = connection.head, b""
-            _send_whole(sock, [memoryview(head), *pieces])
+            _send_whole(sock, [memoryview(head), *pieces], uptake)
         else:
-            _send_slices(sock, pieces)
+            _send_slices(sock, pieces, uptake)
+        if uptake.given_bytes > _LARGE_BYTES:
+            uptake.wait()
     except TimeoutError:
         raise
     except OSError as error:
         return error
+    finally:
+        sock.settimeout(timeout_s)
     return None
 
 
-def _send_slices(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
+class _Uptake:
+    """What the other end has taken of a body: what the system was given, less what it has yet to
+    send. A slow line needs minutes for what fills the system's buffer, while nothing is wrong.
+
+    ``given_bytes``: what the system was given so far. ``look_s``: for so long a call may wait.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._timeout_s = sock, sock.gettimeout() or 0.0
+        self.look_s = self._timeout_s / 4
+        self.given_bytes = self._taken_bytes = 0
+        self._since_s = time.monotonic()
+
+    def require(self) -> int:
+        """Returns the bytes that are not taken yet; TimeoutError where for too long none were."""
+        unsent_bytes, now_s = _unsent_bytes(self._sock), time.monotonic()
+        if self.given_bytes - unsent_bytes > self._taken_bytes:
+            self._taken_bytes, self._since_s = self.given_bytes - unsent_bytes, now_s
+        elif now_s - self._since_s >= self._timeout_s:
+            raise TimeoutError("the server takes no more of the request")
+        return unsent_bytes
+
+    def wait(self) -> None:
+        """Returns when all is taken, or the server takes no more and has said something: what comes
+        while it takes more may be a message of TLS.
+        """
+        pause_s, longest_s = 0.001, min(1.0, self._timeout_s / 8)
+        unsent_bytes = self.require()
+        while unsent_bytes:
+            if is_answered := _is_readable(self._sock, pause_s):
+                time.sleep(pause_s)
+            before_bytes, unsent_bytes = unsent_bytes, self.require()
+            if is_answered and unsent_bytes == before_bytes and pause_s == longest_s:
+                return
+            pause_s = min(2 * pause_s, longest_s)
+
+
+def _unsent_bytes(sock: socket.socket) -> int:
+    """Returns what the other end has not said it has; 0 where the system does not say that."""
+    try:
+        return int(struct.unpack("@i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
+    except (OSError, ValueError):
+        return 0
+
+
+def _send_slices(sock: socket.socket, pieces: Sequence[memoryview], uptake: _Uptake) -> None:
     """Sends by TLS, which takes all that it is given within one timeout: in slices, so that a slow
     line has that long for each of them.
     """
+    sock.settimeout(uptake.look_s)
     for view in pieces:
         while len(view):
-            view = view[sock.send(view[:_TLS_SLICE_BYTES]) :]
+            try:
+                count = sock.send(view[:_TLS_SLICE_BYTES])
+            except TimeoutError:
+                uptake.require()
+                continue  # with the same bytes, as TLS wants it
+            view = view[count:]
+            uptake.given_bytes += count
 
 
-def _send_whole(sock: socket.socket, pieces: list[memoryview]) -> None:
+def _send_whole(sock: socket.socket, pieces: list[memoryview], uptake: _Uptake) -> None:
     """Sends as much at once as the system takes, and waits there for room: a fifth to a third less
     of the processor than by a socket that does not block, after each wait of which Python goes on.
     """
-    timeout_s, at = sock.gettimeout() or 0.0, 0
+    at = 0
     if sum(map(len, pieces)) > _LARGE_BYTES and (room := _send_buffer_bytes()):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
-    # Half of it: after a call that took something and then waited comes one that only waits.
-    seconds, part = divmod(timeout_s / 2, 1)
+    seconds, part = divmod(uptake.look_s, 1)
     limit = struct.pack("@ll", int(seconds), int(part * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     # Not in the main thread: after each signal that comes there the wait would begin anew.
-    if threading.current_thread() is not threading.main_thread():
-        sock.settimeout(None)
-    try:
-        while at < len(pieces):
+    is_main = threading.current_thread() is threading.main_thread()
+    sock.settimeout(uptake.look_s if is_main else None)
+    while at < len(pieces):
+        try:
             count = sock.sendmsg(pieces[at : at + _PIECES])
-            while at < len(pieces) and count >= len(pieces[at]):
-                count -= len(pieces[at])
-                at += 1
-            if count:
-                pieces[at] = pieces[at][count:]
-    except BlockingIOError:
-        raise TimeoutError("the server takes no more of the request") from None
-    finally:
-        sock.settimeout(timeout_s)
+        except (BlockingIOError, TimeoutError):
+            uptake.require()
+            continue
+        uptake.given_bytes += count
+        while at < len(pieces) and count >= len(pieces[at]):
+            count -= len(pieces[at])
+            at += 1
+        if count:
+            pieces[at] = pieces[at][count:]
 
 
 @cache
