@@ -44,6 +44,8 @@ _TLS_SLICE_BYTES = 256 << 10
 _LARGE_BYTES, _SEND_BUFFER_BYTES = 1 << 20, 4 << 20
 #: The most pieces of memory that one call of the system takes.
 _PIECES = 512
+#: The most fields of an answer's head, and bytes of one of them.
+_MOST_FIELDS, _LONGEST_LINE = 100, 64 << 10
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 
 
@@ -187,7 +189,7 @@ class Connections:
     def _new(self) -> http.client.HTTPConnection:
         server = self.server
         if server.is_secure:
-            return http.client.HTTPSConnection(
+            return _SecretConnection(
                 server.host, server.port, timeout=CONNECT_S, context=_tls(self._ca_file)
             )
         return PlainConnection(server.host, server.port, timeout=CONNECT_S)
@@ -239,13 +241,68 @@ def _put_headers(connection: http.client.HTTPConnection, headers: Mapping[str, s
         raise error from None
 
 
+class _Response(http.client.HTTPResponse):
+    """An answer, whose head is taken apart by its lines: by the parser of mail, as is usual, that
+    takes as much of the processor as to sign the request and write its head.
+
+    ``headers``: by their names in lower case.
+    """
+
+    def begin(self) -> None:
+        """Reads the head."""
+        version, status, reason, fields = self._read_head()
+        while status == 100:
+            version, status, reason, fields = self._read_head()
+        if not version.startswith("HTTP/1."):
+            raise http.client.UnknownProtocol(version)
+        self.version = 10 if version == "HTTP/1.0" else 11
+        self.code = self.status = status
+        self.reason = reason.strip()
+        self.headers = self.msg = fields  # type: ignore[assignment]
+        self.chunked = fields.get("transfer-encoding", "").lower() == "chunked"
+        self.chunk_left = None
+        self.will_close = self._check_close()  # type: ignore[attr-defined]
+        length = fields.get("content-length", "")
+        self.length = int(length) if length.isdecimal() and not self.chunked else None
+        if status in (204, 304) or status < 200 or self._method == "HEAD":  # type: ignore[attr-defined]
+            self.length = 0
+        if self.length is None and not self.chunked:
+            self.will_close = True
+
+    def _read_head(self) -> tuple[str, int, str, dict[str, str]]:
+        version, status, reason = self._read_status()  # type: ignore[attr-defined]
+        fields, name = dict[str, str](), ""
+        for _ in range(_MOST_FIELDS):
+            line = self.fp.readline(_LONGEST_LINE + 1).decode("latin-1")
+            if not line.endswith("\n"):
+                raise http.client.HTTPException("an answer whose head is cut off, or without end")
+            if not line.strip():
+                return version, status, reason, fields
+            if line[0] in " \t":  # it goes on with the one before
+                fields[name] = f"{fields.get(name, '')} {line.strip()}"
+                continue
+            name, colon, value = line.partition(":")
+            if not colon:
+                raise http.client.HTTPException(
+                    "an answer with a line in its head that is no field"
+                )
+            name = name.lower()
+            fields[name] = value.strip()
+        raise http.client.HTTPException("an answer with too many fields in its head")
+
+
 class PlainConnection(http.client.HTTPConnection):
     """A connection without TLS. The head of a request is kept, and goes with its body."""
 
+    response_class = _Response
     head = b""
 
     def send(self, data: Any) -> None:
         self.head += data
+
+
+class _SecretConnection(http.client.HTTPSConnection):
+    response_class = _Response
 
 
 def send_request(connection: http.client.HTTPConnection, body: Body) -> OSError | None:
@@ -393,7 +450,7 @@ def _exchange(
     response = connection.getresponse()
     if cut_by is not None and response.status < 300:
         raise cut_by  # no success of a body that it does not have
-    found = {name.lower(): value for name, value in response.getheaders()}
+    found = dict(response.getheaders())
     has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
     if not has_none and not found.keys() & _LENGTHS:
         # A head that was cut off looks whole, and its body empty.
