@@ -209,10 +209,12 @@ class GoodFile:
         return next((a, b) for _, a, b in blocks(number, number + 1, self._parsed.table.offset))
 
     def _buffer(self, size_bytes: int) -> memoryview:
-        """Returns memory of this thread, aligned for direct reads and writes."""
+        """Returns memory of this thread, aligned for direct reads and writes: in large pages, of
+        which the system has fewer to hold in their place meanwhile.
+        """
         have = getattr(self._thread, "buffer", None)
         if have is None or len(have) < size_bytes:
-            have = self._thread.buffer = mmap.mmap(-1, max(size_bytes, CHUNK_BYTES))
+            have = self._thread.buffer = aligned_memory(max(size_bytes, CHUNK_BYTES))
         return memoryview(have)[:size_bytes]
 
     def _find_header(self) -> tuple[bytes, Header]:
