@@ -362,12 +362,13 @@ class _Uptake:
         pause_s, longest_s = 0.001, min(1.0, self._timeout_s / 8)
         unsent_bytes = self.require()
         while unsent_bytes:
-            if is_answered := _is_readable(self._sock, pause_s):
-                time.sleep(pause_s)
+            is_answered = _is_readable(self._sock, longest_s)
             before_bytes, unsent_bytes = unsent_bytes, self.require()
-            if is_answered and unsent_bytes == before_bytes and pause_s == longest_s:
-                return
-            pause_s = min(2 * pause_s, longest_s)
+            if is_answered and unsent_bytes:
+                if unsent_bytes == before_bytes and pause_s == longest_s:
+                    return
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
 
 
 def _unsent_bytes(sock: socket.socket) -> int:
