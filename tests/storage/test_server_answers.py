@@ -359,6 +359,25 @@ def test_by_tls_the_same_is_given_again_while_a_slow_line_takes_any_of_what_it_h
     assert line.given == [256 << 10] * 4 and line.taken == body[: 512 << 10]
 
 
+def test_what_comes_by_tls_while_a_slow_line_takes_more_is_no_answer_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TLS sends messages of its own, after each beginning of a connection."""
+
+    class SlowLine(SecretLine):
+        def gettimeout(self) -> float:
+            return 60.0
+
+    left = iter([300_000, 200_000, 200_000, 0])
+    monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: next(left))
+    monkeypatch.setattr(http_client, "_is_readable", lambda *_: True)
+    connection = http.client.HTTPConnection("127.0.0.1", 1)
+    connection.sock = SlowLine()
+    assert send_request(connection, [bytes(2 << 20)]) is None
+    connection.sock = None
+    assert next(left, None) is None
+
+
 @pytest.fixture
 def plain() -> Iterator[tuple[PlainConnection, socket.socket]]:
     """A plain connection that waits for half a second, and what is at its other end."""

@@ -356,16 +356,14 @@ class _Uptake:
         return unsent_bytes
 
     def wait(self) -> None:
-        """Returns when all is taken, or the server takes no more and has said something: what comes
-        while it takes more may be a message of TLS.
+        """Returns when all is taken, or the server says something. What comes by TLS may be a
+        message of its own: it is read when the server has taken nothing for half of the time.
         """
-        pause_s, longest_s = 0.001, min(1.0, self._timeout_s / 8)
-        unsent_bytes = self.require()
-        while unsent_bytes:
-            is_answered = _is_readable(self._sock, longest_s)
-            before_bytes, unsent_bytes = unsent_bytes, self.require()
-            if is_answered and unsent_bytes:
-                if unsent_bytes == before_bytes and pause_s == longest_s:
+        is_plain, pause_s = not isinstance(self._sock, ssl.SSLSocket), 0.001
+        longest_s = min(1.0, self._timeout_s / 8)
+        while self.require():
+            if _is_readable(self._sock, longest_s):
+                if is_plain or time.monotonic() - self._since_s > self._timeout_s / 2:
                     return
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
