@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.runs.leftovers import end_keepers
+from support.servers.object_servers import ObjectServer, free_ports
 
 
 @contextmanager
@@ -50,3 +51,22 @@ def test_a_keeper_of_another_arena_and_other_processes_are_left_alone(
 def test_settings_of_the_outer_environment_do_not_reach_a_test(arena_dir: Path) -> None:
     settings = {name: value for name, value in os.environ.items() if name.startswith("HOLDFAST_")}
     assert settings == {"HOLDFAST_ARENA_DIR": str(arena_dir)}
+
+
+#: Answers, and has started a process that left its group, as the servers of Swift do.
+_SERVER = """
+import http.server, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+address = "127.0.0.1", int(sys.argv[1])
+http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+
+
+def test_of_a_server_of_objects_that_is_killed_no_process_is_left(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-c", _SERVER, str(port)]
+    server = ObjectServer("a server", command, port, tmp_path)
+    server.start()
+    assert len(server.processes()) == 2
+    server.kill()
+    assert server.processes() == []

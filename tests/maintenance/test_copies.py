@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,19 +14,22 @@ from msgspec.structs import replace
 import holdfast
 from holdfast.catalogue import COPIES, LOCK, MANIFESTS, ROOT, catalogue, manifest_path
 from holdfast.errors import FormatError, HoldfastError, RootBusy, StorageError, UsageError
+from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, seal
+from holdfast.maintenance import good_bytes
 from holdfast.maintenance.copies import CopyReport, copy, plan_copy
-from holdfast.maintenance.good_bytes import GoodFile
+from holdfast.maintenance.good_bytes import GoodFile, copy_good
 from holdfast.maintenance.tier_copy import TierCopy
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, read_pins
 from holdfast.persist.removal import plan, remove
 from holdfast.persist.writer import CHUNK_BYTES
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store
+from holdfast.restore.reading.read import READERS
+from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingSink, PassingStore, Stopped
 from support.checkpoints.keeper_roots import all_contents, change, paths_in, save_steps
 from support.checkpoints.roots import whole
 from support.servers.bucket_model import World, model_store
@@ -502,6 +506,52 @@ def test_a_root_is_not_copied_to_itself_nor_while_a_run_writes_there() -> None:
     another_attempt(source, target)
     with pytest.raises(FormatError, match="is another checkpoint"):
         plan_copy(source, target, None)
+
+
+class ReadsSeen(PassingStore):
+    """Counts the reads of data that were begun."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.changed, self.begun = threading.Condition(), 0
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        with self.changed:
+            self.begun += 1
+            self.changed.notify_all()
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
+
+
+class PatientSink(PassingSink):
+    """Ends no write before there are as many more reads under way as a verification has."""
+
+    def __init__(self, inner: ImageSink, source: ReadsSeen, chunks: int) -> None:
+        super().__init__(inner)
+        self._source, self._chunks, self._ended = source, chunks, 0
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        super().write(offset_bytes, data)
+        changed = self._source.changed
+        with changed:
+            least = min(self._chunks, self._ended + READERS + 1) if offset_bytes else 0
+            assert changed.wait_for(lambda: self._source.begun >= least, 10), "nothing is read"
+            self._ended += bool(offset_bytes)
+
+
+def test_while_chunks_are_written_as_many_are_read_as_while_none_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(good_bytes, "CHUNK_BYTES", BLOCK_BYTES)
+    holdfast.save(tmp_path, {"w": torch.arange(2 << 20)}, step=1)
+    source, target = LocalStore(tmp_path), MemoryStore()
+    (ref,) = catalogue(source).manifests[0].images
+    seen = ReadsSeen(source)
+    good = GoodFile(ref, [seen])
+    assert good.blocks > 3 * READERS
+    copy_good(PatientSink(target.create(ref.path, ref.size_bytes), seen, good.blocks), good)
+    assert target.read(ref.path) == source.read(ref.path)
 
 
 class UncheckedFile(GoodFile):

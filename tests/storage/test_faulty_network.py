@@ -57,9 +57,11 @@ def proxy(seaweedfs_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> It
         yield made
 
 
-def store_at(prefix: str, total_s: float = 20.0) -> ObjectStore:
+def store_at(prefix: str, total_s: float = 20.0, answer_s: float = 60.0) -> ObjectStore:
     patience = Patience(total_s, 0.05, 0.3)
-    return ObjectStore(BUCKET, prefix, least_part_bytes=PART, lease=TIMES, patience=patience)
+    return ObjectStore(
+        BUCKET, prefix, least_part_bytes=PART, lease=TIMES, patience=patience, answer_s=answer_s
+    )
 
 
 def named(rule: RequestRule) -> str:
@@ -100,6 +102,17 @@ def test_what_is_met_twice_is_stored_and_read_whole(proxy: FaultyProxy, rule: Re
         is_untold = method == "POST" and rule.fault is RequestFault.CUT_ANSWER
         assert is_untold or not store.bucket.uploads(prefix)
     assert met >= 4
+
+
+def test_a_part_that_a_slow_line_takes_longer_for_than_an_answer_may_is_sent_once(
+    proxy: FaultyProxy,
+) -> None:
+    prefix = f"network/{uuid.uuid4().hex}"
+    number = proxy.add(RequestRule(RequestFault.THROTTLE, 2.5e6, "PUT", "live-00000?partNumber=1"))
+    store = store_at(prefix, answer_s=1.0)
+    write(store)
+    assert proxy.met(number) == 1
+    check(store)
 
 
 LASTING = [

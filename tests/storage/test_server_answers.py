@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from holdfast.errors import StorageError, UsageError
+from holdfast.storage import http_client
 from holdfast.storage.azure import AzureContainer
 from holdfast.storage.bucket import Part, Upload
 from holdfast.storage.credentials import CredentialSource
@@ -313,6 +314,12 @@ class SecretLine(ssl.SSLSocket):
         self.given: list[int] = []
         self.taken = bytearray()
 
+    def gettimeout(self) -> float:
+        return 0.0
+
+    def settimeout(self, _: float | None) -> None:
+        """Waits for nothing."""
+
     def send(self, data: memoryview, flags: int = 0) -> int:  # type: ignore[override]
         self.given.append(len(data))
         self.taken += data
@@ -329,6 +336,46 @@ def test_a_body_is_sent_in_slices_where_one_timeout_is_for_all_of_a_call() -> No
     assert send_request(connection, [body[: 1 << 20], body[1 << 20 :]]) is None
     connection.sock = None
     assert line.taken == body and max(line.given) == 256 << 10
+
+
+def test_by_tls_the_same_is_given_again_while_a_slow_line_takes_any_of_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class SlowLine(SecretLine):
+        def send(self, data: memoryview, flags: int = 0) -> int:  # type: ignore[override]
+            if len(self.given) % 2:
+                self.given.append(len(data))
+                raise TimeoutError
+            return super().send(data)
+
+    left = iter([0, 256 << 10])  # at each time-out: the second slice is not taken
+    monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: next(left))
+    body, line = os.urandom(1 << 20), SlowLine()
+    connection = http.client.HTTPConnection("127.0.0.1", 1)
+    connection.sock = line
+    with pytest.raises(TimeoutError):
+        send_request(connection, [body])
+    connection.sock = None
+    assert line.given == [256 << 10] * 4 and line.taken == body[: 512 << 10]
+
+
+def test_what_comes_by_tls_while_a_slow_line_takes_more_is_no_answer_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TLS sends messages of its own, after each beginning of a connection."""
+
+    class SlowLine(SecretLine):
+        def gettimeout(self) -> float:
+            return 60.0
+
+    left = iter([300_000, 200_000, 200_000, 0])
+    monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: next(left))
+    monkeypatch.setattr(http_client, "_is_readable", lambda *_: True)
+    connection = http.client.HTTPConnection("127.0.0.1", 1)
+    connection.sock = SlowLine()
+    assert send_request(connection, [bytes(2 << 20)]) is None
+    connection.sock = None
+    assert next(left, None) is None
 
 
 @pytest.fixture
@@ -362,6 +409,34 @@ def test_head_and_body_arrive_whole_however_many_pieces_they_are_and_slowly_they
     reader.join(30)
     assert found == wanted and connection.sock is not None
     assert connection.sock.gettimeout() == 0.5 and not connection.head
+
+
+def test_a_line_that_takes_little_at_a_time_is_waited_for_until_it_has_taken_all(
+    plain: tuple[PlainConnection, socket.socket],
+) -> None:
+    connection, theirs = plain
+    body, found = os.urandom(10 << 20), bytearray()
+
+    def read() -> None:
+        while len(found) < len(body):
+            time.sleep(0.004)
+            found.extend(theirs.recv(64 << 10))
+
+    reader = threading.Thread(target=read)
+    began_s = time.monotonic()
+    reader.start()
+    assert send_request(connection, [body]) is None
+    assert time.monotonic() - began_s > 0.5 and len(found) > len(body) - (1 << 20)
+    reader.join(30)
+    assert found == body
+
+
+def test_what_a_server_says_that_reads_no_further_is_listened_to(
+    plain: tuple[PlainConnection, socket.socket],
+) -> None:
+    connection, theirs = plain
+    theirs.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+    assert send_request(connection, [bytes(2 << 20)]) is None
 
 
 def test_a_server_that_takes_nothing_more_is_waited_for_as_long_as_is_said_and_no_longer(

@@ -47,7 +47,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.leases import LeaseWatch, ReadLease
-from holdfast.maintenance.good_bytes import GoodFile, write_good
+from holdfast.maintenance.good_bytes import GoodFile, copy_good
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pin, read_pins
 from holdfast.restore.reading.images import StoredImage, decode_layout, read_head
@@ -238,13 +238,13 @@ class _Copying:
             good = GoodFile(ref, [self._source, self._target])
             aside = note.name_aside(ref.path)
             try:
-                write_good(self._target.create(ref.path, ref.size_bytes, aside=aside), good)
+                copy_good(self._target.create(ref.path, ref.size_bytes, aside=aside), good)
             except ChecksumMismatch:  # so nothing took its place: a bucket has it twice
                 self._target.remove(aside)
                 raise
         else:
             good = GoodFile(ref, [self._source])
-            write_good(self._target.create(ref.path, ref.size_bytes), good)
+            copy_good(self._target.create(ref.path, ref.size_bytes), good)
 
     def _is_there(self, ref: ImageRef, note: _Note) -> bool:
         """True if the target has the file, durable and as it is named."""

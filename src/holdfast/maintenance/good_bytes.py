@@ -10,7 +10,7 @@ import errno
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from holdfast.errors import (
@@ -32,9 +32,10 @@ from holdfast.format.checksum import (
 )
 from holdfast.format.image import Header, header_size, parse_header
 from holdfast.format.manifest import ImageRef
-from holdfast.persist.writer import CHUNK_BYTES, Arrival, write_image
+from holdfast.persist.writer import CHUNK_BYTES, WRITERS, Arrival, ImageSource, write_image
 from holdfast.restore.reading.read import READERS
 from holdfast.storage.base import ImageSink
+from holdfast.storage.direct import aligned_memory
 
 
 class ByteSource(Protocol):
@@ -106,6 +107,11 @@ class GoodFile:
     def chunk(self, start: int, stop: int) -> memoryview:
         """See ``ImageSource``: the bytes are valid until this thread asks for others."""
         view = self._buffer(stop - start)
+        self.fill(start, stop, view)
+        return view
+
+    def fill(self, start: int, stop: int, view: memoryview) -> None:
+        """Fills ``view`` with the bytes of a chunk; ChecksumMismatch for a block nobody has."""
         begin, end = self._parsed.data_start, self._parsed.table.offset
         first, last = start - begin, min(stop - begin, end)
         if first < last:
@@ -113,7 +119,6 @@ class GoodFile:
         if (stop_at := stop - begin) > end:  # it runs on into the table
             at = max(first, end)
             view[at - first :] = self.table[at - end : stop_at - end]
-        return view
 
     def stored(self, start: int, stop: int) -> None:
         """See ``ImageSource``."""
@@ -204,10 +209,12 @@ class GoodFile:
         return next((a, b) for _, a, b in blocks(number, number + 1, self._parsed.table.offset))
 
     def _buffer(self, size_bytes: int) -> memoryview:
-        """Returns memory of this thread, aligned for direct reads and writes."""
+        """Returns memory of this thread, aligned for direct reads and writes: in large pages, of
+        which the system has fewer to hold in their place meanwhile.
+        """
         have = getattr(self._thread, "buffer", None)
         if have is None or len(have) < size_bytes:
-            have = self._thread.buffer = mmap.mmap(-1, max(size_bytes, CHUNK_BYTES))
+            have = self._thread.buffer = aligned_memory(max(size_bytes, CHUNK_BYTES))
         return memoryview(have)[:size_bytes]
 
     def _find_header(self) -> tuple[bytes, Header]:
@@ -270,15 +277,64 @@ def table_in(store: ByteSource, ref: ImageRef, header: Header) -> bytes | None:
     return raw if text(checksum(raw)) == ref.table_xxh3 else None
 
 
-def write_good(sink: ImageSink, good: GoodFile) -> None:
+class _ReadAhead:
+    """Reads the chunks of a file before they are asked for: while chunks are written as many reads
+    are under way as while none is, for a bucket gives its rate only to several at once.
+    """
+
+    is_checked = True
+
+    def __init__(self, good: GoodFile, pool: ThreadPoolExecutor) -> None:
+        self.size_bytes, self.header = good.size_bytes, good.header
+        self.head, self.kept, self.release = good.head, good.kept, good.release
+        self._good, self._pool = good, pool
+        self._starts = iter(range(len(good.raw), good.size_bytes, CHUNK_BYTES))
+        self._reads: dict[int, tuple[mmap.mmap, Future[None]]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, header: Header) -> None:
+        """See ``ImageSource``."""
+        for _ in range(READERS + WRITERS):
+            self._read_next(aligned_memory(CHUNK_BYTES))
+
+    def chunk(self, start: int, stop: int) -> memoryview:
+        """See ``ImageSource``."""
+        memory, read = self._reads[start]
+        read.result()
+        return memoryview(memory)[: stop - start]
+
+    def stored(self, start: int, stop: int) -> None:
+        """See ``ImageSource``: the memory is for another chunk."""
+        self._read_next(self._reads.pop(start)[0])
+
+    def _read_next(self, memory: mmap.mmap) -> None:
+        with self._lock:
+            start = next(self._starts, None)
+            if start is not None:
+                stop = min(start + CHUNK_BYTES, self.size_bytes)
+                view = memoryview(memory)[: stop - start]
+                self._reads[start] = memory, self._pool.submit(self._good.fill, start, stop, view)
+
+
+def copy_good(sink: ImageSink, good: GoodFile) -> None:
+    """As ``write_good``, at the rate at which the file can be read while nothing is written."""
+    pool = ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-read")
+    try:
+        write_good(sink, good, _ReadAhead(good, pool))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def write_good(sink: ImageSink, good: GoodFile, source: ImageSource | None = None) -> None:
     """Writes the file to a new place and makes it durable; what was written is what is named.
 
-    After an error the sink is gone. ChecksumMismatch for bytes that nobody has.
+    ``source``: gives the bytes, if not the file itself. After an error the sink is gone.
+    ChecksumMismatch for bytes that nobody has.
     """
     arrival = Arrival()
     arrival.copied(good.size_bytes)
     try:
-        written = write_image(sink, good, arrival, good.ref.path)
+        written = write_image(sink, source or good, arrival, good.ref.path, chunk_bytes=CHUNK_BYTES)
         if (written.header_xxh3, written.table_xxh3) != (good.ref.header_xxh3, good.ref.table_xxh3):
             raise ChecksumMismatch(
                 f"{good.ref.path} changed in memory while it was written: it is not used. Have the "

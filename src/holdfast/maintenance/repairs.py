@@ -56,10 +56,10 @@ from holdfast.geometry.layout import Layout, table_hash
 from holdfast.maintenance.good_bytes import (
     ByteSource,
     GoodFile,
+    copy_good,
     header_in,
     require_damage,
     table_in,
-    write_good,
 )
 from holdfast.maintenance.leased_roots import gone_since, leased, pruned_text
 from holdfast.persist.pins import read_pins
@@ -259,7 +259,7 @@ class _Repair:
     def _write(self, damage: Damage, aside: str) -> None:
         assert isinstance(damage, FileDamage)
         good = GoodFile(damage.ref, self._stores, self._elsewhere.find)
-        write_good(self._store.create(damage.path, good.size_bytes, aside=aside), good)
+        copy_good(self._store.create(damage.path, good.size_bytes, aside=aside), good)
 
     def _put(self, damage: Damage, aside: str) -> None:
         assert isinstance(damage, DocumentDamage) and damage.data is not None

@@ -295,6 +295,8 @@ class Bucket(ABC):
                 is_renewed = True
             elif not last.may_be_tried_again:
                 break
+        if is_first and last.is_done:
+            return last
         is_known = last.status and last.status not in BUSY
         return with_(last, status=last.status if is_known else 0, is_first_try=is_first)
 
@@ -356,7 +358,9 @@ class Bucket(ABC):
         self.traffic.count(kind, size_bytes, answer.size_bytes + len(answer.body))
         outcome = self._outcome(kind, answer)
         may_have_effect = not outcome.status or outcome.status >= 500
-        return with_(outcome, message=signed.hidden_in(outcome.message)), may_have_effect
+        if outcome.message:
+            outcome = with_(outcome, message=signed.hidden_in(outcome.message))
+        return outcome, may_have_effect
 
     def require_allowed(self, method: str) -> None:
         """Raises what ``guard`` raises, for a request that changes something."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import threading
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from holdfast.storage.signing import Credentials
 from holdfast.storage.wrap import renew_in_child
 
 _DEFAULT_REGION = "us-east-1"
+_CAN_BE_SENT = re.compile("[!-~]*").fullmatch
 EXTRA = "pip install 'holdfast[cloud]'"
 
 
@@ -65,7 +67,7 @@ def _from_environment() -> Credentials | None:
 def _checked(*found: str) -> Credentials:
     """Returns credentials without white space around them; StorageError where one can't be sent."""
     stripped = [one.strip() for one in found]
-    if any(not "!" <= letter <= "~" for one in stripped for letter in one):
+    if not all(map(_CAN_BE_SENT, stripped)):
         error = StorageError(
             "the credentials for object stores have a character in them that none has: white "
             "space, a line's end or a letter beyond ASCII. Set them anew."

@@ -7,6 +7,7 @@ into the caller's memory.
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import ipaddress
 import os
@@ -14,6 +15,7 @@ import select
 import socket
 import ssl
 import struct
+import termios
 import threading
 import time
 import weakref
@@ -42,6 +44,8 @@ _TLS_SLICE_BYTES = 256 << 10
 _LARGE_BYTES, _SEND_BUFFER_BYTES = 1 << 20, 4 << 20
 #: The most pieces of memory that one call of the system takes.
 _PIECES = 512
+#: The most fields of an answer's head, and bytes of one of them.
+_MOST_FIELDS, _LONGEST_LINE = 100, 64 << 10
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 
 
@@ -185,7 +189,7 @@ class Connections:
     def _new(self) -> http.client.HTTPConnection:
         server = self.server
         if server.is_secure:
-            return http.client.HTTPSConnection(
+            return _SecretConnection(
                 server.host, server.port, timeout=CONNECT_S, context=_tls(self._ca_file)
             )
         return PlainConnection(server.host, server.port, timeout=CONNECT_S)
@@ -205,11 +209,14 @@ def _close_all(connections: list[_Kept]) -> None:
 
 def _is_quiet(connection: http.client.HTTPConnection) -> bool:
     """True unless the server has ended the connection, or sent what nobody asked for."""
-    if connection.sock is None:
-        return False
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN | select.POLLHUP | select.POLLERR)
-    return not poll.poll(0)
+    return connection.sock is not None and not _is_readable(connection.sock, 0.0)
+
+
+def _is_readable(sock: socket.socket, within_s: float) -> bool:
+    """True if there is something to read, or the connection has ended, within that time."""
+    poll = select.poll()  # not select, which knows no descriptor above 1023
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
 
 
 @cache
@@ -234,70 +241,183 @@ def _put_headers(connection: http.client.HTTPConnection, headers: Mapping[str, s
         raise error from None
 
 
+class _Response(http.client.HTTPResponse):
+    """An answer, whose head is taken apart by its lines: by the parser of mail, as is usual, that
+    takes as much of the processor as to sign the request and write its head.
+
+    ``headers``: by their names in lower case.
+    """
+
+    def begin(self) -> None:
+        """Reads the head."""
+        version, status, reason, fields = self._read_head()
+        while status == 100:
+            version, status, reason, fields = self._read_head()
+        if not version.startswith("HTTP/1."):
+            raise http.client.UnknownProtocol(version)
+        self.version = 10 if version == "HTTP/1.0" else 11
+        self.code = self.status = status
+        self.reason = reason.strip()
+        self.headers = self.msg = fields  # type: ignore[assignment]
+        self.chunked = fields.get("transfer-encoding", "").lower() == "chunked"
+        self.chunk_left = None
+        self.will_close = self._check_close()  # type: ignore[attr-defined]
+        length = fields.get("content-length", "")
+        self.length = int(length) if length.isdecimal() and not self.chunked else None
+        if status in (204, 304) or status < 200 or self._method == "HEAD":  # type: ignore[attr-defined]
+            self.length = 0
+        if self.length is None and not self.chunked:
+            self.will_close = True
+
+    def _read_head(self) -> tuple[str, int, str, dict[str, str]]:
+        version, status, reason = self._read_status()  # type: ignore[attr-defined]
+        fields, name = dict[str, str](), ""
+        for _ in range(_MOST_FIELDS):
+            line = self.fp.readline(_LONGEST_LINE + 1).decode("latin-1")
+            if not line.endswith("\n"):
+                raise http.client.HTTPException("an answer whose head is cut off, or without end")
+            if not line.strip():
+                return version, status, reason, fields
+            if line[0] in " \t":  # it goes on with the one before
+                fields[name] = f"{fields.get(name, '')} {line.strip()}"
+                continue
+            name, colon, value = line.partition(":")
+            if not colon:
+                raise http.client.HTTPException(
+                    "an answer with a line in its head that is no field"
+                )
+            name = name.lower()
+            fields[name] = value.strip()
+        raise http.client.HTTPException("an answer with too many fields in its head")
+
+
 class PlainConnection(http.client.HTTPConnection):
     """A connection without TLS. The head of a request is kept, and goes with its body."""
 
+    response_class = _Response
     head = b""
 
     def send(self, data: Any) -> None:
         self.head += data
 
 
+class _SecretConnection(http.client.HTTPSConnection):
+    response_class = _Response
+
+
 def send_request(connection: http.client.HTTPConnection, body: Body) -> OSError | None:
     """Sends the body of a request, and before it the head that a plain connection has kept. Returns
     what cut it off: a server that refuses at once closes before it has read it all.
+
+    Of a large body it returns when the server has it, or answers. TimeoutError when the server took
+    nothing for as long as the connection waits for an answer, however little it takes meanwhile.
     """
     sock = connection.sock
     assert sock is not None
     pieces = [memoryview(piece) for piece in body if len(piece)]
+    uptake, timeout_s = _Uptake(sock), sock.gettimeout()
     try:
         if isinstance(connection, PlainConnection):
             head, connection.head = connection.head, b""
-            _send_whole(sock, [memoryview(head), *pieces])
+            _send_whole(sock, [memoryview(head), *pieces], uptake)
         else:
-            _send_slices(sock, pieces)
+            _send_slices(sock, pieces, uptake)
+        if uptake.given_bytes > _LARGE_BYTES:
+            uptake.wait()
     except TimeoutError:
         raise
     except OSError as error:
         return error
+    finally:
+        sock.settimeout(timeout_s)
     return None
 
 
-def _send_slices(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
+class _Uptake:
+    """What the other end has taken of a body: what the system was given, less what it has yet to
+    send. A slow line needs minutes for what fills the system's buffer, while nothing is wrong.
+
+    ``given_bytes``: what the system was given so far. ``look_s``: for so long a call may wait.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._timeout_s = sock, sock.gettimeout() or 0.0
+        self.look_s = self._timeout_s / 4
+        self.given_bytes = self._taken_bytes = 0
+        self._since_s = time.monotonic()
+
+    def require(self) -> int:
+        """Returns the bytes that are not taken yet; TimeoutError where for too long none were."""
+        unsent_bytes, now_s = _unsent_bytes(self._sock), time.monotonic()
+        if self.given_bytes - unsent_bytes > self._taken_bytes:
+            self._taken_bytes, self._since_s = self.given_bytes - unsent_bytes, now_s
+        elif now_s - self._since_s >= self._timeout_s:
+            raise TimeoutError("the server takes no more of the request")
+        return unsent_bytes
+
+    def wait(self) -> None:
+        """Returns when all is taken, or the server says something. What comes by TLS may be a
+        message of its own: it is read when the server has taken nothing for half of the time.
+        """
+        is_plain, pause_s = not isinstance(self._sock, ssl.SSLSocket), 0.001
+        longest_s = min(1.0, self._timeout_s / 8)
+        while self.require():
+            if _is_readable(self._sock, longest_s):
+                if is_plain or time.monotonic() - self._since_s > self._timeout_s / 2:
+                    return
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_s)
+
+
+def _unsent_bytes(sock: socket.socket) -> int:
+    """Returns what the other end has not said it has; 0 where the system does not say that."""
+    try:
+        return int(struct.unpack("@i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
+    except (OSError, ValueError):
+        return 0
+
+
+def _send_slices(sock: socket.socket, pieces: Sequence[memoryview], uptake: _Uptake) -> None:
     """Sends by TLS, which takes all that it is given within one timeout: in slices, so that a slow
     line has that long for each of them.
     """
+    sock.settimeout(uptake.look_s)
     for view in pieces:
         while len(view):
-            view = view[sock.send(view[:_TLS_SLICE_BYTES]) :]
+            try:
+                count = sock.send(view[:_TLS_SLICE_BYTES])
+            except TimeoutError:
+                uptake.require()
+                continue  # with the same bytes, as TLS wants it
+            view = view[count:]
+            uptake.given_bytes += count
 
 
-def _send_whole(sock: socket.socket, pieces: list[memoryview]) -> None:
+def _send_whole(sock: socket.socket, pieces: list[memoryview], uptake: _Uptake) -> None:
     """Sends as much at once as the system takes, and waits there for room: a fifth to a third less
     of the processor than by a socket that does not block, after each wait of which Python goes on.
     """
-    timeout_s, at = sock.gettimeout() or 0.0, 0
+    at = 0
     if sum(map(len, pieces)) > _LARGE_BYTES and (room := _send_buffer_bytes()):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
-    # Half of it: after a call that took something and then waited comes one that only waits.
-    seconds, part = divmod(timeout_s / 2, 1)
+    seconds, part = divmod(uptake.look_s, 1)
     limit = struct.pack("@ll", int(seconds), int(part * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     # Not in the main thread: after each signal that comes there the wait would begin anew.
-    if threading.current_thread() is not threading.main_thread():
-        sock.settimeout(None)
-    try:
-        while at < len(pieces):
+    is_main = threading.current_thread() is threading.main_thread()
+    sock.settimeout(uptake.look_s if is_main else None)
+    while at < len(pieces):
+        try:
             count = sock.sendmsg(pieces[at : at + _PIECES])
-            while at < len(pieces) and count >= len(pieces[at]):
-                count -= len(pieces[at])
-                at += 1
-            if count:
-                pieces[at] = pieces[at][count:]
-    except BlockingIOError:
-        raise TimeoutError("the server takes no more of the request") from None
-    finally:
-        sock.settimeout(timeout_s)
+        except (BlockingIOError, TimeoutError):
+            uptake.require()
+            continue
+        uptake.given_bytes += count
+        while at < len(pieces) and count >= len(pieces[at]):
+            count -= len(pieces[at])
+            at += 1
+        if count:
+            pieces[at] = pieces[at][count:]
 
 
 @cache
@@ -329,7 +449,7 @@ def _exchange(
     response = connection.getresponse()
     if cut_by is not None and response.status < 300:
         raise cut_by  # no success of a body that it does not have
-    found = {name.lower(): value for name, value in response.getheaders()}
+    found = dict(response.getheaders())
     has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
     if not has_none and not found.keys() & _LENGTHS:
         # A head that was cut off looks whole, and its body empty.

@@ -73,7 +73,7 @@ class S3Bucket(XmlBucket):
         credentials = self._credentials.current()
         if credentials.token:
             refuse_plain(self._address, "A session token")
-        path = self._before + key
+        path, asked = encoded_path(self._before + key), encoded_query(query)
         payload = UNSIGNED if self._is_unsigned and any(map(len, body)) else sha256(body)
         signed = signed_headers(
             credentials,
@@ -81,11 +81,11 @@ class S3Bucket(XmlBucket):
             time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()),
             method,
             path,
-            query,
+            asked,
             {"host": self.server, **headers},
             payload,
         )
-        target = encoded_path(path) + (f"?{encoded_query(query)}" if query else "")
+        target = f"{path}?{asked}" if asked else path
         return Signed(target, signed, credentials.hidden_in)
 
     def _is_expired(self, outcome: Outcome) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import quote
 
 from holdfast.storage.checksums import Body
@@ -61,13 +62,14 @@ def signed_headers(
     time: str,
     method: str,
     path: str,
-    query: Mapping[str, str],
+    query: str,
     headers: Mapping[str, str],
     payload: str,
 ) -> dict[str, str]:
     """Returns all headers of the request, signed. ``headers`` has the host; names in lower case.
 
-    ``time``: as ``20260102T030405Z``. ``payload``: the hash of the body, or UNSIGNED.
+    ``path``, ``query``: as they are sent. ``time``: as ``20260102T030405Z``. ``payload``: the hash
+    of the body, or UNSIGNED.
     """
     all_ = {**headers, "x-amz-date": time, "x-amz-content-sha256": payload}
     if credentials.token:
@@ -76,8 +78,8 @@ def signed_headers(
     canonical = "\n".join(
         (
             method,
-            encoded_path(path),
-            encoded_query(query),
+            path,
+            query,
             *(f"{name}:{' '.join(all_[name].split())}" for name in names),
             "",
             ";".join(names),
@@ -96,6 +98,7 @@ def signed_headers(
     return all_
 
 
+@lru_cache(maxsize=8)  # it is one for a day
 def _signing_key(secret: str, day: str, region: str) -> bytes:
     key = b"AWS4" + secret.encode()
     for part in (day, region, _SERVICE, "aws4_request"):

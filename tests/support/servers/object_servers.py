@@ -1,7 +1,8 @@
 """Starts real servers of object stores, each in a folder and on a port of its own, and kills them.
 
-A server ends by SIGKILL, as one of them ignores SIGTERM. Where a server's package is missing the
-test is skipped, and says what to install.
+A server ends by SIGKILL, as one of them ignores SIGTERM, and with it all that it started: what left
+its process group, as the servers of Swift do, is known by its environment. Where a server's package
+is missing the test is skipped, and says what to install.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import base64
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +26,7 @@ from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
 from holdfast.storage.providers import open_bucket
 from holdfast.storage.wrap import Patience
+from holdfast.testing.runs.processes import find, kill
 from support.servers import google_shim
 from support.servers.google_shim import make_key
 
@@ -36,6 +37,8 @@ ACCOUNT, ACCOUNT_KEY = "holdfasttests", base64.b64encode(b"canary-ACCOUNT-KEY-c0
 #: Where `make azurite` puts it.
 AZURITE = Path(__file__).parents[3] / ".azurite/node_modules/.bin/azurite-blob"
 _READY_S = 60.0
+#: Names a server's folder in the environment of all its processes.
+_FOLDER = "OBJECT_SERVER_FOLDER"
 
 
 def _inherited() -> dict[str, str]:
@@ -71,7 +74,7 @@ class ObjectServer:
                 stderr=log,
                 cwd=self._folder,
                 start_new_session=True,
-                env={**_inherited(), **self.environment},
+                env={**_inherited(), **self.environment, _FOLDER: str(self._folder)},
             )
         until_s = time.monotonic() + _READY_S
         while not self._answers():
@@ -84,10 +87,15 @@ class ObjectServer:
     def kill(self) -> None:
         """Ends it at once, with all that it started."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            while running := self.processes():  # one that was just killed may have started another
+                kill(running)
             self._process.wait()
             self._process = None
+
+    def processes(self) -> list[int]:
+        """Returns the numbers of all processes of it that run."""
+        folder = str(self._folder)
+        return [one.pid for one in find(lambda one: one.settings.get(_FOLDER) == folder)]
 
     def make_bucket(self, name: str = BUCKET) -> None:
         """Makes a bucket, as soon as the server takes one."""

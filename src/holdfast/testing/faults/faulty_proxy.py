@@ -18,6 +18,7 @@ from typing import Self
 _READ_BYTES = 64 << 10
 _HEAD_BYTES = 256 << 10
 _WAIT_S = 120.0
+_SLOW_BUFFER_BYTES = 64 << 10
 
 
 class RequestFault(Enum):
@@ -35,7 +36,7 @@ class RequestFault(Enum):
     FLIP_REQUEST = "flip request"
     #: One bit of the body's byte ``value`` changes on the way to the client.
     FLIP_ANSWER = "flip answer"
-    #: Bodies pass at ``value`` bytes a second, in both directions.
+    #: Bodies pass at ``value`` bytes a second, in both directions, and wait where they came from.
     THROTTLE = "throttle"
     #: The server does not get the request; the client gets this status.
     ANSWER = "answer"
@@ -170,6 +171,8 @@ class FaultyProxy:
         if _field(head, b"expect"):
             client.sendall(answers.head())
         pace = faults.get(RequestFault.THROTTLE)
+        if pace:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_BUFFER_BYTES)
         body = requests.body(head)
         body = _flipped(body, faults.get(RequestFault.FLIP_REQUEST))
         _send(server, _cut(body, faults.get(RequestFault.CUT_REQUEST)), pace)
