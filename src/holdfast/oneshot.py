@@ -32,6 +32,7 @@ from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
+from holdfast.observe.log import shown_events
 from holdfast.overview import read_newest
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
@@ -45,7 +46,7 @@ from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
 from holdfast.state.mapped.mapper import check_rules, require_all_used
-from holdfast.state.objects import State
+from holdfast.state.objects import State, require_state
 from holdfast.state.saved_values import parameter_orders
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
@@ -88,8 +89,7 @@ def save(
     rest = Rest(timeout_s)
 
     def describe() -> tuple[Description, bytes]:
-        if not isinstance(state, dict) or not state:
-            raise UsageError("the state is a dict from names to objects, and not empty")
+        require_state(state)
         check_rules("rules", rules)
         describer = Describer(state, world.rank, world.size, rules=rules)
         usage = describer.usage()
@@ -380,10 +380,12 @@ def load(
     request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
+    require_state(state)
     store = open_source(path, format, partial(parameter_orders, state), step)
     world = current_world(timeout_s=timeout_s)
     try:
-        return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
+        with shown_events(world.rank):
+            return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
     finally:
         world.close()
 
@@ -401,4 +403,5 @@ def open(
     below ``path``.
     """
     step = wanted_step(step)
-    return CheckpointReader(open_source(path, format, step=step), step)
+    with shown_events(0):
+        return CheckpointReader(open_source(path, format, step=step), step)

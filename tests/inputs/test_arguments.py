@@ -104,6 +104,29 @@ def test_a_state_that_cannot_be_saved_is_refused_at_the_start(
     assert not list(arena_dir.iterdir())
 
 
+@pytest.mark.parametrize("state", [[], {}, None, torch.nn.Linear(1, 1)], ids=str)
+def test_what_is_no_state_is_refused_by_a_load(tmp_path: Path, state: Any) -> None:
+    holdfast.save(tmp_path, {"tokens": 1})
+    with pytest.raises(holdfast.UsageError, match="a dict from names to objects"):
+        holdfast.load(tmp_path, state)
+
+
+@pytest.mark.parametrize(
+    ("box", "said"),
+    [
+        (3, "2 dimensions: give a slice for each"),
+        ([0, 1], "2 dimensions: give a slice for each"),
+        ([slice(0, 1)], "2 dimensions: give a slice for each"),
+        ([slice(0, 4, 2), slice(None)], "has a step: give slices without one"),
+    ],
+    ids=str,
+)
+def test_a_part_that_no_slices_name_is_refused(tmp_path: Path, box: Any, said: str) -> None:
+    holdfast.save(tmp_path, {"table": torch.zeros(4, 2)})
+    with holdfast.open(tmp_path) as reader, pytest.raises(holdfast.UsageError, match=said):
+        reader.read("table", box)
+
+
 def test_an_optimizer_over_parameters_that_are_not_in_the_state_is_refused_at_the_start(
     tmp_path: Path,
 ) -> None:
