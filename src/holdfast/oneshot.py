@@ -26,6 +26,7 @@ from holdfast.capture.progress import CopyProgress
 from holdfast.capture.volatile_copies import stage
 from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
+from holdfast.events import Warned, emit
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
@@ -73,9 +74,10 @@ def save(
 
     ``path``: the root, a directory that all ranks reach. ``state``: names to modules, optimizers,
     schedulers, objects with ``state_dict`` and ``load_state_dict``, and plain values. ``step``: the
-    step that the checkpoint is of. ``rules``: how its tensors correspond to leaves of the
-    checkpoint, where the two differ. ``timeout_s``: the bound, in seconds, of every wait for other
-    ranks; ten times as long for their writing.
+    step that the checkpoint is of; checkpoints there of this step and larger ones are abandoned.
+    ``rules``: how its tensors correspond to leaves of the checkpoint, where the two differ.
+    ``timeout_s``: the bound, in seconds, of every wait for other ranks; ten times as long for their
+    writing.
 
     Raises UnsupportedState before anything is written, RootBusy while a run saves there, and
     StorageError when storage refuses; then the existing checkpoints are unchanged. In the middle of
@@ -96,7 +98,8 @@ def save(
         return describer.describe(), usage
 
     try:
-        save_described(store, world, describe, step, timeout_s=timeout_s, check=rest.check)
+        with shown_events(world.rank):
+            save_described(store, world, describe, step, timeout_s=timeout_s, check=rest.check)
     finally:
         world.close()
 
@@ -278,6 +281,15 @@ def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     owner = f"holdfast.save, process {os.getpid()} on {host_id()}"
     lock.append(store.lock(LOCK, owner))
     found = overview_of(store)
+    newest = max((g.step for g in found.lineage), default=step)
+    if newest > step:
+        emit(
+            Warned(
+                message=f"step {step} is saved in {store.url}, which has step {newest}: the steps "
+                f"from {step} on are abandoned by it, and a restore takes step {step}. Give step= "
+                "the step that the state is of, or save it in another directory."
+            )
+        )
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)
     if parent is None and step and any(g.step < step for g in found.undecided):

@@ -45,3 +45,16 @@ def test_a_load_and_a_reader_say_what_they_drop(
         assert reader.step == 1
     assert capsys.readouterr().err.count(f"source {broken} dropped") == 1
     assert not subscribed()
+
+
+def test_a_save_of_a_smaller_step_says_that_larger_ones_are_abandoned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 3, 7):
+        holdfast.save(tmp_path, {"tokens": step}, step=step)
+    assert capsys.readouterr().err == ""
+    holdfast.save(tmp_path, {"tokens": 0})  # step 0, as nobody said another
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has step 7" in line and "a restore takes step 0" in line
+    assert holdfast.load(tmp_path, {"tokens": 1}).step == 0
+    assert holdfast.load(tmp_path, {"tokens": 1}, "3-7").step == 7
