@@ -32,7 +32,7 @@ from holdfast.events import RunStarted, Warned, emit
 from holdfast.format.manifest import Generation
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
-from holdfast.observe.run_events import check_settings, follow_run, process_age_s
+from holdfast.observe import run_events
 from holdfast.observe.training import RESTORING, SAVING, TRAINING
 from holdfast.policy.arguments import (
     check_policies,
@@ -161,9 +161,10 @@ class Checkpointer:
             grace(grace_s),
             cache or "",
             cache_keep,
-            check_settings,
+            run_events.check_settings,
         )
-        run = start_run(self.world, open_store(self.root), state, terms)
+        with run_events.collected_events() as early:
+            run = start_run(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore
         self._saver, self._offers = run.saver, run.offers
         self._promised = PendingSaves(self._saver, self._pace, is_alone=self.world.size == 1)
@@ -179,11 +180,11 @@ class Checkpointer:
             world=self.world.size,
             host=host_id(),
             pid=self._process,
-            process_s=process_age_s(),
+            process_s=run_events.process_age_s(),
             joined_s=time.monotonic() - now_s,
         )
-        self._training, self._stop_tracing = follow_run(
-            self.root, run.arena, started, torch.__version__
+        self._training, self._stop_tracing = run_events.follow_run(
+            self.root, run.arena, started, torch.__version__, early
         )
         # For a Checkpointer that nobody closes; its Saver ends by itself as well. The garbage
         # collector may run this on any thread, which must not wait.
@@ -347,9 +348,8 @@ class Checkpointer:
             self._is_warned_of_restored_step = True
             emit(
                 Warned(
-                    message=f"step({step}) is the step that was restored, and is not saved "
-                    "again: if "
-                    "the loop does that step a second time, count on from it, "
+                    message=f"step({step}) is the step that was restored, and is not saved again: "
+                    "if the loop does that step a second time, count on from it, "
                     "`for step in range(restored.step + 1, steps)`"
                 )
             )

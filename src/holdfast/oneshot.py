@@ -26,12 +26,14 @@ from holdfast.capture.progress import CopyProgress
 from holdfast.capture.volatile_copies import stage
 from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
+from holdfast.events import Warned, emit
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
+from holdfast.observe.log import shown_events
 from holdfast.overview import read_newest
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
@@ -45,7 +47,7 @@ from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
 from holdfast.state.mapped.mapper import check_rules, require_all_used
-from holdfast.state.objects import State
+from holdfast.state.objects import State, require_state
 from holdfast.state.saved_values import parameter_orders
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
@@ -72,9 +74,10 @@ def save(
 
     ``path``: the root, a directory that all ranks reach. ``state``: names to modules, optimizers,
     schedulers, objects with ``state_dict`` and ``load_state_dict``, and plain values. ``step``: the
-    step that the checkpoint is of. ``rules``: how its tensors correspond to leaves of the
-    checkpoint, where the two differ. ``timeout_s``: the bound, in seconds, of every wait for other
-    ranks; ten times as long for their writing.
+    step that the checkpoint is of; checkpoints there of this step and larger ones are abandoned.
+    ``rules``: how its tensors correspond to leaves of the checkpoint, where the two differ.
+    ``timeout_s``: the bound, in seconds, of every wait for other ranks; ten times as long for their
+    writing.
 
     Raises UnsupportedState before anything is written, RootBusy while a run saves there, and
     StorageError when storage refuses; then the existing checkpoints are unchanged. In the middle of
@@ -88,15 +91,15 @@ def save(
     rest = Rest(timeout_s)
 
     def describe() -> tuple[Description, bytes]:
-        if not isinstance(state, dict) or not state:
-            raise UsageError("the state is a dict from names to objects, and not empty")
+        require_state(state)
         check_rules("rules", rules)
         describer = Describer(state, world.rank, world.size, rules=rules)
         usage = describer.usage()
         return describer.describe(), usage
 
     try:
-        save_described(store, world, describe, step, timeout_s=timeout_s, check=rest.check)
+        with shown_events(world.rank):
+            save_described(store, world, describe, step, timeout_s=timeout_s, check=rest.check)
     finally:
         world.close()
 
@@ -278,6 +281,15 @@ def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     owner = f"holdfast.save, process {os.getpid()} on {host_id()}"
     lock.append(store.lock(LOCK, owner))
     found = overview_of(store)
+    newest = max((g.step for g in found.lineage), default=step)
+    if newest > step:
+        emit(
+            Warned(
+                message=f"step {step} is saved in {store.url}, which has step {newest}: the steps "
+                f"from {step} on are abandoned by it, and a restore takes step {step}. Give step= "
+                "the step that the state is of, or save it in another directory."
+            )
+        )
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)
     if parent is None and step and any(g.step < step for g in found.undecided):
@@ -380,10 +392,12 @@ def load(
     request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
+    require_state(state)
     store = open_source(path, format, partial(parameter_orders, state), step)
     world = current_world(timeout_s=timeout_s)
     try:
-        return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
+        with shown_events(world.rank):
+            return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
     finally:
         world.close()
 
@@ -401,4 +415,5 @@ def open(
     below ``path``.
     """
     step = wanted_step(step)
-    return CheckpointReader(open_source(path, format, step=step), step)
+    with shown_events(0):
+        return CheckpointReader(open_source(path, format, step=step), step)

@@ -39,7 +39,7 @@ from holdfast.restore.sources import RestoreSources
 from holdfast.rules import Rules
 from holdfast.state.describe import Describer
 from holdfast.state.mapped.mapper import require_all_used
-from holdfast.state.objects import State
+from holdfast.state.objects import State, require_state
 from holdfast.storage.base import Store
 from holdfast.storage.files import common_identity
 from holdfast.storage.local import LocalStore
@@ -217,8 +217,7 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[byte
     """Encodes the settings that must be equal on all ranks, and the use of rules; raises for a
     state that cannot be saved, and for a setting of this machine that has no meaning.
     """
-    if not isinstance(state, dict) or not state:
-        raise UsageError("the state is a dict from names to objects, and not empty")
+    require_state(state)
     usage = describer.usage()
     describer.describe()
     device_rate()

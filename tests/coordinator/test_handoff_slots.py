@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.actions import AgreeLayout, AllocateSlots, PlanImages, RemoveSlot
+from holdfast.coordinator.actions import (
+    AgreeLayout,
+    AllocateRings,
+    AllocateSlots,
+    PlanImages,
+    RemoveSlot,
+)
 from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
@@ -13,7 +19,8 @@ from holdfast.coordinator.slots import BEING_MADE, Slot, SlotWriter
 from holdfast.format.manifest import ImageId
 from holdfast.geometry.layout import merge, table_from_json, table_hash
 from holdfast.protocol import messages as m
-from holdfast.protocol.image_plan import plan_sizes
+from holdfast.protocol.arena import IMAGE_START
+from holdfast.protocol.image_plan import plan_sizes, share
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
@@ -37,6 +44,27 @@ def test_the_newest_generation_stays_and_the_oldest_goes_first() -> None:
     newest = granted(keeper.ask_all(3))
     assert keeper.slots(newest) == one
     assert [a.step for a in keeper.c.attempts.complete()] == [1, 2]
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_the_first_slots_leave_room_for_rings_and_take_all_else(ranks: int) -> None:
+    """Without it a run whose memory has room for one snapshot, and for little more, would keep its
+    first one, and make nothing durable ever after.
+    """
+    keeper = Keeper(ranks)
+    left = {made.leave_bytes for made in of(keeper.ask_all(1), AllocateSlots)}
+    (attempt,) = keeper.c.attempts
+    for rank in range(ranks):
+        keeper.seal(rank, attempt)
+    keeper.has_memory = False
+    actions = []
+    for refused in of(keeper.ask_all(2, durable=True), AllocateSlots):
+        actions += keeper.c.lifecycle.allocation_failed(refused.slot, "no room")
+    (rings,) = of(actions, AllocateRings)
+    (left_bytes,) = left
+    assert share(left_bytes, rings.needs, IMAGE_START), "a durable save would find no room"
+    assert not share(left_bytes - (2 << 20), rings.needs, IMAGE_START), "too much is left"
 
 
 @pytest.mark.promise

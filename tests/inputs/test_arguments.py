@@ -104,6 +104,48 @@ def test_a_state_that_cannot_be_saved_is_refused_at_the_start(
     assert not list(arena_dir.iterdir())
 
 
+@pytest.mark.parametrize("state", [[], {}, None, torch.nn.Linear(1, 1)], ids=str)
+def test_what_is_no_state_is_refused_by_a_load(tmp_path: Path, state: Any) -> None:
+    holdfast.save(tmp_path, {"tokens": 1})
+    with pytest.raises(holdfast.UsageError, match="a dict from names to objects"):
+        holdfast.load(tmp_path, state)
+
+
+def test_a_layer_that_is_new_is_loaded_around_as_the_refusal_says(tmp_path: Path) -> None:
+    def build_layers(count: int) -> dict[str, Any]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(count)))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    before, after = build_layers(1), build_layers(2)
+    before["model"](torch.ones(1, 2)).sum().backward()
+    before["optimizer"].step()
+    holdfast.save(tmp_path, before)
+    with pytest.raises(holdfast.StateMismatch, match="name what is new by allow_missing="):
+        holdfast.load(tmp_path, after)
+    fresh = after["model"][1].weight.clone()
+    holdfast.load(tmp_path, after, allow_missing=["model.1.*", "optimizer.**"])
+    assert torch.equal(after["model"][0].weight, before["model"][0].weight)
+    assert torch.equal(after["model"][1].weight, fresh)
+    moments = [of["optimizer"].state[of["model"][0].weight]["exp_avg"] for of in (before, after)]
+    assert torch.equal(*moments)
+
+
+@pytest.mark.parametrize(
+    ("box", "said"),
+    [
+        (3, "2 dimensions: give a slice for each"),
+        ([0, 1], "2 dimensions: give a slice for each"),
+        ([slice(0, 1)], "2 dimensions: give a slice for each"),
+        ([slice(0, 4, 2), slice(None)], "has a step: give slices without one"),
+    ],
+    ids=str,
+)
+def test_a_part_that_no_slices_name_is_refused(tmp_path: Path, box: Any, said: str) -> None:
+    holdfast.save(tmp_path, {"table": torch.zeros(4, 2)})
+    with holdfast.open(tmp_path) as reader, pytest.raises(holdfast.UsageError, match=said):
+        reader.read("table", box)
+
+
 def test_an_optimizer_over_parameters_that_are_not_in_the_state_is_refused_at_the_start(
     tmp_path: Path,
 ) -> None:

@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     lock = open_lock(args.root, LOCK)
     if lock is None:
         raise UsageError(
-            f"{normal_root(args.root)} is a directory: the system frees its lock when the process "
-            "that holds it ends. `holdfast prune --dry-run` names that process."
+            f"{normal_root(args.root)} is no bucket: the system frees the lock of a directory when "
+            "the process that holds it ends. `holdfast prune --dry-run` names that process."
         )
     holder = lock.holder()
     if holder is not None:

@@ -22,15 +22,17 @@ import msgspec
 
 from holdfast.coordinator.actions import Action, AllocateRings, AllocateSlots, RemoveSlot
 from holdfast.coordinator.attempts import Attempt, Attempts
-from holdfast.format.image import round_up
+from holdfast.format.image import PAGE_BYTES, round_up
 from holdfast.format.manifest import ImageId
-from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed
+from holdfast.protocol.image_plan import RingNeed, least_room
 
 SLOTS_PER_IMAGE = 3
 #: Newest generation, the one being protected, the protected one, and the next.
 SLOTS_WITH_PARITY = 4
 #: Spare room in a slot, so that plain values may grow without a new slot.
 SLACK_BYTES = 1 << 20
+#: What a slot's file has before its image: two records.
+_RECORDS_BYTES = 2 * PAGE_BYTES
 BEING_MADE = "the memory for it is still being made: its slots were waited for in vain before"
 NO_SLOT = "no free slot: every image in memory is still being persisted or restored from"
 
@@ -301,7 +303,7 @@ class Slots(dict[int, Slot]):
         usable = sum(slot.state != "quarantined" for slot in there)
         missing = max(0, count - len(free))
         is_first = usable <= count - missing
-        leave = heads_bytes + count * LEAST_RING_BYTES if is_first else 0
+        leave = least_room(heads_bytes, count, _RECORDS_BYTES) if is_first else 0
         for _ in range(missing):
             slot, allocate = self._make(host, leave)
             actions.append(allocate)

@@ -202,8 +202,6 @@ class _LedgerWindow:
         self.last_to_join_us = min(rank.joined_us for rank in life.ranks.values())
         deaths = [rank.died_us for rank in life.ranks.values() if rank.died_us is not None]
         self.death_us = min(deaths, default=None)
-        ends = [rank.ended_us for rank in life.ranks.values() if rank.ended_us is not None]
-        self.last_end_us = max(ends, default=None)
 
     def divide(self, wall: _Sums, ranks: _Sums) -> None:
         """Adds what this window went into."""

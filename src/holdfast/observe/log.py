@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
@@ -237,6 +237,16 @@ def log_sink_from_environment(rank: int) -> Sink | None:
     if level == "off":
         return None
     return LogSink(level) if level else NoticeSink(rank)
+
+
+@contextmanager
+def shown_events(rank: int) -> Iterator[None]:
+    """Shows the events of a call on stderr, as ``HOLDFAST_LOG`` says."""
+    sink = log_sink_from_environment(rank)
+    with ExitStack() as stack:
+        if sink is not None:
+            stack.callback(events.subscribe(sink))
+        yield
 
 
 def phrase_of(event: Event) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events import RunStarted, Warned, emit, subscribe, to_record
+from holdfast.events import Event, RunStarted, Warned, emit, subscribe, to_record
 from holdfast.observe.event_files import (
     BUDGET_BYTES,
     SEGMENT_BYTES,
@@ -40,11 +40,25 @@ def check_settings() -> None:
     require_live_telemetry()
 
 
-def follow_run(
-    root: str, arena: Path, started: RunStarted, torch_version: str
-) -> tuple[TrainingRecorder, Callable[[float], None]]:
-    """Subscribes ring and log, and reports the start.
+@contextmanager
+def collected_events() -> Iterator[list[tuple[Event, float]]]:
+    """Collects the events of a start, with their times: its sinks need what the start finds."""
+    early: list[tuple[Event, float]] = []
+    stop = subscribe(lambda event, time_s: early.append((event, time_s)))
+    try:
+        yield early
+    finally:
+        stop()
 
+
+def follow_run(
+    root: str,
+    arena: Path,
+    started: RunStarted,
+    torch_version: str,
+    early: Sequence[tuple[Event, float]] = (),
+) -> tuple[TrainingRecorder, Callable[[float], None]]:
+    """Subscribes ring and log, and reports the start, with its ``early`` events.
 
     Returns the recorder of training, and a function that stops everything, given how many seconds
     to wait for writing. Raises UsageError for an invalid setting.
@@ -57,8 +71,13 @@ def follow_run(
     place = event_place(root)
     sink = _sink(place, arena, f"rank-{rank:05d}", rank, host)
     drain = RingDrain(arena, EventFile(_path(place, host), only_beside=place.only_beside))
-    stops = [subscribe(each) for each in (sink, log) if each is not None]
+    sinks = [each for each in (sink, log) if each is not None]
+    stops = [subscribe(each) for each in sinks]
     emit(started)
+    for each in sinks:
+        with suppress(Exception):  # a report must never stop training
+            for event, time_s in early:
+                each(event, time_s)
     warning = restart_warning(torch_version, os.environ)
     if warning and rank == 0:
         emit(Warned(message=warning))

@@ -76,6 +76,14 @@ def share(room_bytes: int, needs: Sequence[RingNeed], fixed_bytes: int) -> list[
     return sizes if all(sizes) else []
 
 
+def least_room(heads_bytes: int, count: int, fixed_bytes: int) -> int:
+    """Return the least room that ``share`` divides among ``count`` rings, whose images have
+    ``heads_bytes`` before their data, all together.
+    """
+    used = heads_bytes + count * (fixed_bytes + LEAST_RING_BYTES)
+    return used + max(_LEFT_OVER_BYTES, -(-used // (_LEFT_OVER_PART - 1)))
+
+
 # PURE. Computes each rank's image plan from a layout: coordinator and copier get the same plan.
 
 

@@ -265,6 +265,12 @@ def _declared_names(tensor: torch.Tensor) -> list[str]:
     return [] if what is None else names_of(what)
 
 
+def require_state(state: object) -> None:
+    """Raises UsageError for what is no state: a module, a list, an empty dict."""
+    if not isinstance(state, dict) or not state:
+        raise UsageError("the state is a dict from names to objects, and not empty")
+
+
 def sort_objects(state: Mapping[str, Any]) -> Objects:
     """Sorts every object of the state by kind; raises UsageError for names that cannot be told
     apart.

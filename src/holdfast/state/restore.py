@@ -453,7 +453,7 @@ def refuse(problems: list[str]) -> None:
         raise StateMismatch(
             f"the state offered does not fit the checkpoint:\n  {shown}{more}\n"
             "Build the model and the optimizer as they were when it was saved; leave a key "
-            "out of the state to load only a part.",
+            "out of the state to load only a part, and name what is new by allow_missing=.",
             problems=problems,
         )
 

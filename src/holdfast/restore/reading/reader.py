@@ -200,14 +200,20 @@ def _choose(store: Store, step: int | str | None, lease: ReadLease) -> Manifest:
     )
 
 
+def _are_slices(box: object) -> bool:
+    return isinstance(box, (list, tuple)) and all(isinstance(one, slice) for one in box)
+
+
 def box_in(box: Box | Sequence[slice] | None, leaf: LeafInfo) -> Box:
     """Return a box of a leaf from a Box or slices; UsageError for one that is not inside it."""
     whole = Box.whole(leaf.shape)
     if box is None:
         return whole
     if not isinstance(box, Box):
-        if len(box) != len(leaf.shape) or any(s.step not in (None, 1) for s in box):
+        if not (_are_slices(box) and len(box) == len(leaf.shape)):
             raise UsageError(f"{leaf.name} has {len(leaf.shape)} dimensions: give a slice for each")
+        if any(one.step not in (None, 1) for one in box):
+            raise UsageError(f"{leaf.name}: {list(box)} has a step: give slices without one")
         bounds = [s.indices(size)[:2] for s, size in zip(box, leaf.shape, strict=True)]
         box = Box(tuple(b[0] for b in bounds), tuple(max(b) for b in bounds))
     if not whole.contains(box):
