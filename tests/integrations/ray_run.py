@@ -66,7 +66,11 @@ def train(config: dict[str, Any]) -> None:
         "rng": holdfast.Rng(),
         "seen": {"samples": 0},
     }
+    counts: Any = state["seen"]
+    if "loses" in options:  # as by an adapter that has forgotten it
+        del state[options["loses"]]
     ckpt = checkpointer(state, options.get("own"), storage=holdfast.Every(steps=5))
+    counts = ckpt.state.get("seen", counts)
     if ckpt.restored is not None:
         source = ckpt.restored.source
         note(f"restored {ckpt.steps} {source} {ckpt.checkpointer.root}")
@@ -80,11 +84,11 @@ def train(config: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
-        ckpt.state["seen"]["samples"] += 4
+        counts["samples"] += 4
         pass_by("update", step)
         moments = (optimizer.state[p][kind] for p in model.parameters() for kind in ("exp_avg",))
         rate = schedule.get_last_lr()
-        seen = ckpt.state["seen"]["samples"]
+        seen = counts["samples"]
         note(f"step {step} {digest(model.parameters())} {digest(moments)} {rate} {seen}")
         report({"loss": loss.item()}, step=step, wait=options.get("wait", 0) == step)
         pass_by("report", step)

@@ -149,7 +149,7 @@ OF_TRAINER = {
     **dict.fromkeys(("evaluate", "epoch end"), steps(24, 8, 8)),
     "epoch begin": range(0, 24, 8),
 }
-OF_TORCHTITAN = dict.fromkeys(("begin", "forward", "update", "save"), steps(12))
+OF_TORCHTITAN = dict.fromkeys(("begin", "forward", "update", "log", "save"), steps(8))
 OF_DEEPSPEED = dict.fromkeys(("forward", "update", "save"), steps(12))
 OF_MEGATRON = dict.fromkeys(("forward", "update", "save"), steps(16))
 OF_RAY = dict.fromkeys(("begin", "forward", "update", "report"), steps(20))
@@ -159,7 +159,11 @@ ROWS = [
     Runs("transformers", OF_TRAINER, Script("trainer_run.py")),
     Runs("accelerate", OF_ACCELERATE, Script("accelerate_run.py")),
     Runs("lightning", OF_LIGHTNING, Script("lightning_run.py")),
-    Runs("torchtitan", OF_TORCHTITAN, Script("torchtitan_run.py", below="checkpoint")),
+    Runs(
+        "torchtitan",
+        OF_TORCHTITAN,
+        Script("torchtitan_run.py", {"layers": 2, "steps": 8}, below="checkpoint"),
+    ),
     *(
         Runs(
             "deepspeed",

@@ -147,6 +147,10 @@ def test_mistakes_with_ray_are_named(
         assert ckpt.steps == 0 and ckpt.restored is None
         with pytest.raises(UsageError, match="attached to this TrainWorker already"):
             adapter.checkpointer(state, tmp_path / "b")
+        monkeypatch.setattr("ray.train.report", lambda *given, **named: None)
+        for step in range(1, 4):
+            ckpt.report({"loss": 1.0}, step=step)
+        assert ckpt._values == {}, "metrics of steps that become no checkpoint are not kept"
     monkeypatch.setattr("ray.__version__", "2.59.0")
     with pytest.raises(UsageError, match=r"needs ray 2\.60 or later, got 2\.59\.0"):
         adapter.checkpointer(state, tmp_path / "a")
