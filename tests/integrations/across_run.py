@@ -28,7 +28,7 @@ import holdfast
 
 warnings.filterwarnings("ignore")
 STEPS, BATCH = 3, 2
-OFTEN = {"storage": holdfast.Every(steps=1)}
+OFTEN: dict[str, Any] = {"storage": holdfast.Every(steps=1)}
 #: What a run had at its begin and at its end.
 Contents = list[dict[str, str]]
 
