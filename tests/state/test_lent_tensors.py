@@ -145,8 +145,10 @@ class Merging(Held):
         self.count += saved["count"]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("take", [add, *RESETS])
+@pytest.mark.parametrize(
+    ("take", "size"),
+    [*((add, size) for size in SIZES), (clone_after_zeroing, 4), (zero_by_numpy, 10_000)],
+)
 def test_an_object_that_merges_has_what_was_saved_once_or_the_restore_ends_by_its_name(
     take: Callable[..., torch.Tensor], size: int, is_lent: bool, tmp_path: Path
 ) -> None:
