@@ -318,12 +318,14 @@ def of_torchft(turn: Turn, stack: ExitStack) -> None:
 
 def of_torchtitan(turn: Turn, stack: ExitStack) -> None:
     """The Trainer of torchtitan, with its debug model of two layers."""
+    from integrations import torchtitan_on_cpu as cpu  # before torchtitan
+
+    # isort: split
     import torch.distributed as dist
     from torchtitan.components.checkpointer import CheckpointManager
 
     import holdfast
     from holdfast.integrations.torchtitan import HoldfastCheckpointManager
-    from integrations import torchtitan_on_cpu as cpu
 
     config = cpu.llama3_debugmodel()
     config.dump_folder, config.training.steps = turn.root, turn.steps
