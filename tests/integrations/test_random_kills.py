@@ -116,7 +116,7 @@ def play_ray(root: Path, arena: Path, kills: Sequence[Kill]) -> list[str]:
         return test_ray.steps_of(test_ray.run(root)[0])
     named = [[one.place, one.step, one.victim, one.clears] for one in kills]
     found, _ = test_ray.run(root, kills=named)
-    died = [line.split() for line in found if "killed" in line]
+    died = [line.split() for line in found if ": killed " in line]
     wanted = {(f"{one.victim}:", f"{one.step}", one.place, f"{one.clears}") for one in kills}
     assert {(who, step, place, clears) for who, _, step, place, clears in died} == wanted
     last = clears = None

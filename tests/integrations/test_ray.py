@@ -41,7 +41,7 @@ def run(
 
 
 def steps_of(lines: list[str]) -> list[str]:
-    return [line for line in lines if "restored" not in line and "killed" not in line]
+    return [line for line in lines if "restored" not in line and ": killed " not in line]
 
 
 def restores_of(lines: list[str]) -> list[str]:

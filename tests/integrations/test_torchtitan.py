@@ -90,16 +90,13 @@ def test_two_ranks_of_fsdp2_that_torchrun_starts_again(tmp_path: Path) -> None:
         (2, {"tensor_parallel_degree": 2}),
         (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
         (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
-        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}),
     ],
-    ids=["tensor parallel", "replicated", "replicated shards", "pipeline"],
+    ids=["tensor parallel", "replicated", "replicated shards"],
 )
 def test_other_layouts_of_ranks_that_torchrun_starts_again(
     ranks: int, parallelism: dict[str, Any], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"ranks": ranks, "parallelism": parallelism, "steps": 6, "layers": 2}
-    if "pipeline_parallel_degree" in parallelism:
-        options["global_batch"] = 4  # two batches of the pipeline
     unbroken = whole(RUN, tmp_path / "whole", **options)
     assert sum(line.startswith("1: step") for line in unbroken) == 6
     found = resumed(tmp_path / "run", 5, "update", who=1, **options)
