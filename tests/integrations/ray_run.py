@@ -71,8 +71,7 @@ def train(config: dict[str, Any]) -> None:
         "seen": {"samples": 0},
     }
     counts: Any = state["seen"]
-    if "loses" in options:  # as by an adapter that has forgotten it
-        del state[options["loses"]]
+    state.pop(options.get("leaves_out", ""), None)  # as by one who has forgotten it
     ckpt = checkpointer(state, options.get("own"), storage=holdfast.Every(steps=5))
     counts = ckpt.state.get("seen", counts)
     if ckpt.restored is not None:

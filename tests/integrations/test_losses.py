@@ -59,7 +59,7 @@ LOSSES = [
     *losses("torchft", 9, "save", "model", "optimizer", "schedule", "rng"),
     *losses("ray", 9, "report", "model", "optimizer", "schedule", "rng", "seen"),
 ]
-#: Runs that start their processes by themselves.
+#: Runs that start their processes by themselves, whose state is the user's.
 OWN: dict[str, Callable[..., list[str]]] = {
     "ray": lambda *given, **options: test_ray.steps_of(test_ray.run(*given, **options)[0]),
     "torchft": lambda *given, **options: test_torchft.steps_of(test_torchft.run(*given, **options)),
@@ -124,7 +124,7 @@ def test_what_a_loop_forgot_of_what_it_gives_does_not_pass_unseen(
     root = tmp_path / "run"
     found, refusal = [], ""
     try:
-        found = OWN[loss.framework](root, loss.step, loss.place, loses=loss.what)
+        found = OWN[loss.framework](root, loss.step, loss.place, leaves_out=loss.what)
     except AssertionError as error:
         refusal = f"{error}"
     if found:
