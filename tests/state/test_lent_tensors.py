@@ -145,6 +145,7 @@ class Merging(Held):
         self.count += saved["count"]
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("take", "size"),
     [*((add, size) for size in SIZES), (clone_after_zeroing, 4), (zero_by_numpy, 10_000)],
