@@ -3,15 +3,19 @@
 The three train in turns, in one process: the same model for the same steps, with a snapshot in
 memory after each step but for the first way. What counts is the time from one step's begin to the
 next's, and of that the processor time of the training thread, which depends less on what else the
-machine does; and the ratios of medians. It runs in the environment of the framework, which `make
-integrations` makes: `.venv-integrations/lightning/bin/python -m benchmarks adapters lightning`.
+machine does; and the ratios of medians. A last turn of each way counts the bytecodes of Python that
+the thread executes in a step, which depend on nothing else. It runs in the environment of the
+framework, which `make integrations` makes: `PYTHONPATH=tests
+.venv-integrations/lightning/bin/python -m benchmarks adapters lightning`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -46,16 +50,33 @@ SECTION = results.Section(
 class Turn:
     """One turn of one way: its root, its steps, and the times at which they begin."""
 
-    def __init__(self, way: str, root: str, width: int, steps: int) -> None:
+    def __init__(
+        self, way: str, root: str, width: int, steps: int, *, counts_bytecodes: bool = False
+    ) -> None:
         self.way, self.root, self.width, self.steps = way, root, width, steps
-        self.begins: list[tuple[float, float]] = []
+        self.counts_bytecodes, self.bytecodes = counts_bytecodes, 0
+        self.begins: list[tuple[float, ...]] = []
 
     def begin(self) -> None:
         """Notes the begin of a step."""
-        self.begins.append((time.perf_counter(), time.thread_time()))
+        if self.counts_bytecodes and not self.begins:
+            sys.settrace(self._trace)
+        self.begins.append((time.perf_counter(), time.thread_time(), self.bytecodes))
+
+    def end(self) -> None:
+        """Counts no more bytecodes."""
+        if self.counts_bytecodes:
+            sys.settrace(None)
+
+    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        self.bytecodes += event == "opcode"
+        return self._trace
 
     def took(self, clock: int) -> list[float]:
-        """Returns the seconds of the steps that count, by a clock: 0 all, 1 of the processor."""
+        """Returns what the steps that count took, by a clock: 0 all seconds, 1 those of the
+        processor, 2 bytecodes.
+        """
         pairs = zip(self.begins[WARM_UP:], self.begins[WARM_UP + 1 :], strict=False)
         return [after[clock] - before[clock] for before, after in pairs]
 
@@ -295,11 +316,149 @@ def of_torchft(turn: Turn, stack: ExitStack) -> None:
         adapter.close()
 
 
+def of_torchtitan(turn: Turn, stack: ExitStack) -> None:
+    """The Trainer of torchtitan, with its debug model of two layers."""
+    from integrations import torchtitan_on_cpu as cpu  # before torchtitan
+
+    # isort: split
+    import torch.distributed as dist
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    import holdfast
+    from holdfast.integrations.torchtitan import HoldfastCheckpointManager
+
+    config = cpu.llama3_debugmodel()
+    config.dump_folder, config.training.steps = turn.root, turn.steps
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.checkpoint = (
+        HoldfastCheckpointManager.Config(enable=True, interval=10**6, last_save_model_only=False)
+        if turn.way == "adapter"
+        else CheckpointManager.Config(enable=False)
+    )
+    trainer = config.build()
+    [model], [optimizer] = trainer.model_parts, trainer.optimizers
+    ckpt = turn.checkpointer({"model": model, "optimizer": optimizer, "rng": holdfast.Rng()}, stack)
+    train_step = trainer.train_step
+
+    def stepped(batches: Any) -> None:
+        turn.begin()
+        train_step(batches)
+        if ckpt is not None:
+            ckpt.step(trainer.step)
+
+    trainer.train_step = stepped
+    trainer.train()
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def of_megatron(turn: Turn, stack: ExitStack) -> None:
+    """Megatron-Core's buffers and FP32 optimizer, on one rank."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import holdfast
+    from holdfast.integrations.megatron import attach
+    from integrations import megatron_on_cpu  # noqa: F401
+
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), turn.model())
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-4), [model])
+    [chained] = optimizer.chained_optimizers
+    ckpt = turn.checkpointer(
+        {"model": model.module, "optimizer": chained.optimizer, "rng": holdfast.Rng()}, stack
+    )
+    adapter = (
+        attach([model], optimizer, None, turn.root, storage=None) if turn.way == "adapter" else None
+    )
+    for step, batch in enumerate(turn.data().split(ROWS)):
+        turn.begin()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        finalize_model_grads([model])
+        optimizer.step()
+        if ckpt is not None:
+            ckpt.step(step)
+        if adapter is not None:
+            adapter.step()
+    if adapter is not None:
+        adapter.close()
+
+
+def of_ray(turn: Turn, stack: ExitStack) -> None:
+    """One worker of Ray Train, which sends its begins here by a file."""
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    if not ray.is_initialized():
+        env = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": env})
+        stack.callback(ray.shutdown)
+    TorchTrainer(
+        _train_by_ray,
+        train_loop_config={"turn": turn},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(name="run", storage_path=f"{turn.root}-ray"),
+    ).fit()
+    turn.begins = json.loads(Path(f"{turn.root}.json").read_text())
+
+
+def _train_by_ray(config: dict[str, Any]) -> None:
+    """What the worker does."""
+    import ray.train
+    import torch
+
+    import holdfast
+    from holdfast.integrations.ray import checkpointer, report
+
+    torch.set_num_threads(1)
+    turn: Turn = config["turn"]
+    model = turn.model()
+    optimizer = turn.optimizer(model)
+    state = {"model": model, "optimizer": optimizer, "rng": holdfast.Rng()}
+    with ExitStack() as stack:
+        ckpt = turn.checkpointer(state, stack)
+        adapter = checkpointer(state, turn.root, storage=None) if turn.way == "adapter" else None
+        for step, batch in enumerate(turn.data().split(ROWS)):
+            turn.begin()
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            if adapter is not None:
+                report({"loss": loss.item()}, step=step)
+                continue
+            if ckpt is not None:
+                ckpt.step(step)
+            ray.train.report({"loss": loss.item()})
+        turn.end()
+        if adapter is not None:
+            adapter.close()
+    Path(f"{turn.root}.json").write_text(json.dumps(turn.begins))
+
+
 LOOPS: dict[str, Callable[[Turn, ExitStack], None]] = {
     "accelerate": of_accelerate,
     "deepspeed": of_deepspeed,
     "lightning": of_lightning,
+    "megatron": of_megatron,
+    "ray": of_ray,
     "torchft": of_torchft,
+    "torchtitan": of_torchtitan,
     "transformers": of_transformers,
 }
 
@@ -318,12 +477,22 @@ def measure(framework: str, width: int, steps: int, rounds: int, directory: Path
         if turn:  # the first round warms up
             walls[way] += one.took(0)
             threads[way] += one.took(1)
+    bytecodes = {}
+    for way in WAYS:
+        one = Turn(
+            way, str(directory / f"{way}-bytecodes"), width, 5 + WARM_UP, counts_bytecodes=True
+        )
+        with machine.alone(), ExitStack() as stack:
+            LOOPS[framework](one, stack)
+            one.end()
+        bytecodes[way] = one.took(2)
     return {
         "state_bytes": 3 * 4 * LAYERS * width * width,
         "steps_s": series.summaries(walls),
         "threads_s": series.summaries(threads),
         "step": ratios(walls),
         "thread": ratios(threads),
+        "bytecodes": {way: statistics.median(found) for way, found in bytecodes.items()},
     }
 
 
@@ -352,6 +521,11 @@ def shown(found: dict[str, dict[str, Any]]) -> str:
             cells = [markdown.spread(way, 1) for way in in_ms]
             name = "the whole" if what == "step" else "its thread's processor"
             rows.append([framework, name, *cells, over, f"{cost['over_framework']:.3f}"])
+        if "bytecodes" in one:
+            counts = [round(one["bytecodes"][way]) for way in WAYS]
+            over = f"{counts[2] - counts[1]:+,}"
+            cells = [f"{count:,}" for count in counts]
+            rows.append([framework, "its thread's bytecodes", *cells, over, ""])
     size = next(iter(found.values()))["state_bytes"]
     return f"A state of {size / 1e6:.0f} MB.\n\n{markdown.table(head, rows)}"
 

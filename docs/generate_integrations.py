@@ -114,7 +114,9 @@ def render() -> str:
     parts.append(
         "`torch.distributed.checkpoint` needs no framework: [holdfast.dcp](reference/dcp.md). "
         "A root is read\nby plain torch objects under the author's names, whichever adapter wrote "
-        "it.\n"
+        "it. The Trainer\nof transformers, accelerate, Lightning and Fabric go on from what each "
+        "other has saved, with one\nmodel, and torchtitan from its export: `make "
+        "integrations-across`.\n"
     )
     return "\n".join(parts)
 

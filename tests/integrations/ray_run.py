@@ -38,12 +38,16 @@ def train(config: dict[str, Any]) -> None:
         with Path(f"{root}.log").open("a") as file:
             file.write(f"{rank}: {line}\n")
 
+    kills = [[config["place"], config["step"], options.get("victim", 0), options.get("clear")]]
+
     def pass_by(place: str, step: int) -> None:
-        died = Path(f"{root}.died")
-        victim = options.get("victim", 0)
-        if (place, step, rank) == (config["place"], config["step"], victim) and not died.exists():
+        for number, (where, when, victim, clears) in enumerate(options.get("kills", kills)):
+            died = Path(f"{root}.died{number or ''}")
+            if (where, when, victim) != (place, step, rank) or died.exists():
+                continue
             died.touch()
-            if options.get("clear"):  # as on a node that is not there any more
+            note(f"killed {step} {place} {bool(clears)}")
+            if clears:  # as on a node that is not there any more
                 for left in Path(os.environ["HOLDFAST_ARENA_DIR"]).iterdir():
                     shutil.rmtree(left, ignore_errors=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -66,7 +70,10 @@ def train(config: dict[str, Any]) -> None:
         "rng": holdfast.Rng(),
         "seen": {"samples": 0},
     }
+    counts: Any = state["seen"]
+    state.pop(options.get("leaves_out", ""), None)  # as by one who has forgotten it
     ckpt = checkpointer(state, options.get("own"), storage=holdfast.Every(steps=5))
+    counts = ckpt.state.get("seen", counts)
     if ckpt.restored is not None:
         source = ckpt.restored.source
         note(f"restored {ckpt.steps} {source} {ckpt.checkpointer.root}")
@@ -80,11 +87,11 @@ def train(config: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
-        ckpt.state["seen"]["samples"] += 4
+        counts["samples"] += 4
         pass_by("update", step)
         moments = (optimizer.state[p][kind] for p in model.parameters() for kind in ("exp_avg",))
         rate = schedule.get_last_lr()
-        seen = ckpt.state["seen"]["samples"]
+        seen = counts["samples"]
         note(f"step {step} {digest(model.parameters())} {digest(moments)} {rate} {seen}")
         report({"loss": loss.item()}, step=step, wait=options.get("wait", 0) == step)
         pass_by("report", step)
@@ -119,7 +126,7 @@ def main() -> None:
         run_config=RunConfig(
             name="run",
             storage_path=f"{ROOT}-ray",
-            failure_config=FailureConfig(max_failures=1),
+            failure_config=FailureConfig(max_failures=len(OPTIONS.get("kills", [1]))),
         ),
     )
     result = trainer.fit()

@@ -8,14 +8,19 @@ import random
 import shutil
 import subprocess
 import sys
+import tomllib
+from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import holdfast
 from holdfast.errors import UsageError
+from holdfast.events import Warned
 from holdfast.integrations.lightning_limits import check_validation
 from holdfast.observe.report_builder import read_report
 from integrations.drop_in import check_changed
@@ -28,6 +33,7 @@ from integrations.real_runs import (
     start,
     whole,
 )
+from support.project.code_blocks import PROJECT
 
 needs_it = needs("lightning")
 RUN = "lightning_run.py"
@@ -241,6 +247,42 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
         lightning_limits.take_environment(second)
     found = entry_points(group="lightning.pytorch.callbacks_factory")
     assert [one.load() for one in found if one.name == "holdfast"] == [callbacks]
+
+
+@needs_it
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_fabric_that_nothing_saves_says_so_once_where_the_environment_names_a_root(
+    is_kept: bool, tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from lightning.fabric import Fabric
+    from torch import nn
+
+    from holdfast.integrations.lightning import fabric_callbacks, fabric_checkpointer
+
+    entries = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["entry-points"]
+    module, _, name = entries["lightning.fabric.callbacks_factory"]["holdfast"].partition(":")
+    assert getattr(import_module(module), name) is fabric_callbacks
+    assert fabric_callbacks() == []
+    monkeypatch.setenv("HOLDFAST_ROOT", str(tmp_path / "a"))
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=fabric_callbacks())
+    plain = nn.Linear(2, 2)
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    told: list[str] = []
+    stop = holdfast.subscribe(
+        lambda event, _: told.append(event.message) if isinstance(event, Warned) else None
+    )
+    with ExitStack() as stack:
+        stack.callback(stop)
+        if is_kept:
+            state = {"model": model, "optimizer": optimizer}
+            ckpt = fabric_checkpointer(fabric, tmp_path / "a", state)
+            stack.enter_context(ckpt).restore()
+        for _ in range(2):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+    said = [text for text in told if "nothing saves this loop of Fabric" in text]
+    assert len(said) == (not is_kept)
 
 
 @needs_it

@@ -82,6 +82,29 @@ def test_two_ranks_of_fsdp2_that_torchrun_starts_again(tmp_path: Path) -> None:
 
 
 @needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"),
+    [
+        (2, {"tensor_parallel_degree": 2}),
+        (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
+        (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
+    ],
+    ids=["tensor parallel", "replicated", "replicated shards"],
+)
+def test_other_layouts_of_ranks_that_torchrun_starts_again(
+    ranks: int, parallelism: dict[str, Any], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"ranks": ranks, "parallelism": parallelism, "steps": 6, "layers": 2}
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    assert sum(line.startswith("1: step") for line in unbroken) == 6
+    found = resumed(tmp_path / "run", 5, "update", who=1, **options)
+    check_same(found, unbroken)
+    check_resumed(root_of(tmp_path / "run"))
+
+
+@needs_it
 @pytest.mark.timeout(400)
 def test_torchtitan_resumes_from_storage_when_shared_memory_is_gone(
     tmp_path: Path, arena_dir: Path, unbroken: list[str]

@@ -86,18 +86,15 @@ def main() -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer: Any = Optimizer(manager, inner)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=40)
-    ckpt = attach(
-        manager,
-        {
-            "model": net,
-            "optimizer": inner,
-            "schedule": schedule,
-            "rng": holdfast.Rng(),
-            "seen": 0,
-        },
-        ROOT,
-        storage=holdfast.Every(steps=5),
-    )
+    state: dict[str, Any] = {
+        "model": net,
+        "optimizer": inner,
+        "schedule": schedule,
+        "rng": holdfast.Rng(),
+        "seen": 0,
+    }
+    state.pop(OPTIONS.get("leaves_out", ""), None)  # as by one who has forgotten it
+    ckpt = attach(manager, state, ROOT, storage=holdfast.Every(steps=5))
     if Path(f"{ROOT}.died{GROUP}").exists():
         Path(f"{ROOT}.back").touch()
     if ckpt.restored is not None:

@@ -62,9 +62,17 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.llama3 import config_registry, model_registry  # noqa: E402
 
 
-def plain_attention(self: Any, q: Any, k: Any, v: Any, *, scale: Any = None, **given: Any) -> Any:
-    """2."""
-    query, key, value = (one.transpose(1, 2) for one in (q, k, v))
+def plain_attention(
+    self: Any,
+    q_BLNH: Any,
+    k_BLNH: Any,
+    v_BLNH: Any,
+    *,
+    scale: Any = None,
+    **given: Any,
+) -> Any:
+    """2. The names are those by which tensor parallel ranks cut q, k and v."""
+    query, key, value = (one.transpose(1, 2) for one in (q_BLNH, k_BLNH, v_BLNH))
     is_grouped = bool(given.get("enable_gqa"))
     found = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped

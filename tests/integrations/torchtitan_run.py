@@ -6,6 +6,7 @@ usage: torchtitan_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_torchtita
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from itertools import chain
@@ -37,6 +38,8 @@ def settings() -> Any:
     config.training.local_batch_size = OPTIONS.get("batch", 2)
     config.training.global_batch_size = OPTIONS.get("global_batch", -1)
     config.dataloader.num_workers = OPTIONS.get("workers", 0)
+    model = config.model_spec.model
+    model.layers = model.layers[: OPTIONS.get("layers", len(model.layers))]
     for name, value in OPTIONS.get("parallelism", {}).items():
         setattr(config.parallelism, name, value)
     given: dict[str, Any] = {"enable": True, "interval": 5, "last_save_model_only": False}
@@ -75,6 +78,14 @@ def watch_validation(trainer: Any) -> None:
         note(f"validated {step} {torch.get_rng_state().sum().item()}")
 
     trainer.validator.validate = validated
+
+
+def note_hf(trainer: Any) -> None:
+    """Notes the weights by their names of Hugging Face."""
+    if OPTIONS.get("says_hf"):
+        [model] = trainer.model_parts
+        names = trainer.checkpointer._own.keywords["sd_adapter"].to_hf(model.state_dict())
+        note(f"hf {json.dumps({name: digest([one]) for name, one in names.items()})}")
 
 
 def watch_embeddings(trainer: Any) -> None:
@@ -127,6 +138,7 @@ def main() -> None:
 
     def loaded(step: int = -1) -> bool:
         found = bool(load(step=step))
+        note_hf(trainer)
         if OPTIONS.get("says_loaded"):
             weights = digest(p for part in trainer.model_parts for p in part.parameters())
             note(f"loaded {found} {trainer.step} {weights}")
@@ -144,6 +156,7 @@ def main() -> None:
             trainer.checkpointer.save(0, last_step=True)
         else:
             trainer.train()
+        note_hf(trainer)
         note(f"end {trainer.step}")
     except Exception:
         trainer.close()

@@ -17,14 +17,28 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import RestoreError
-from holdfast.events import Restored, Warned
-from holdfast.state import lent_tensors
+from holdfast.events import Restored
+from holdfast.state import lent_tensors, restore_targets
 from holdfast.state.tensors import DTYPE_NAMES
 from support.runs.launch import run_ranks
 
 State = dict[str, Any]
 #: Stored as a value, and as a leaf.
 SIZES = (4, 10_000)
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a restore no memory to spare: objects are given their own tensors."""
+    monkeypatch.setattr(restore_targets, "SPARE_BYTES", 0)
+
+
+@pytest.fixture(params=["spare", "lent"])
+def is_lent(request: pytest.FixtureRequest) -> bool:
+    """False if objects are given tensors of no other."""
+    if request.param == "lent":
+        request.getfixturevalue("lent")
+    return bool(request.param == "lent")
 
 
 def numbers(size: int, begin: float = 1.0) -> torch.Tensor:
@@ -87,26 +101,147 @@ RESETS = (
     clone_after_zeroing,
     zero_through_data,
     zero_by_numpy,
-    zero_in_part,
     make_room_anew,
 )
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_that_an_object_resets_in_part_is_given_again(
+    size: int, lent: None, tmp_path: Path
+) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(size), zero_in_part)})
+    held = Held(numbers(size, 50.0), zero_in_part)
+    holdfast.load(tmp_path, {"held": held})
+    assert torch.equal(held.tensor, numbers(size)) and held.calls == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("take", RESETS)
 def test_an_object_that_resets_its_tensor_before_it_takes_the_stored_one_has_the_stored_one(
-    take: Callable[..., torch.Tensor], size: int, tmp_path: Path
+    take: Callable[..., torch.Tensor], size: int, is_lent: bool, tmp_path: Path
 ) -> None:
     holdfast.save(tmp_path, {"held": Held(numbers(size), take)})
     held = Held(numbers(size, 50.0), take)
     holdfast.load(tmp_path, {"held": held})
     assert torch.equal(held.tensor, numbers(size))
-    assert held.calls == 2
+    assert held.calls == 1 + is_lent
+
+
+def add(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return own.add_(given)
+
+
+class Merging(Held):
+    """An object that adds the number that it is given to its own."""
+
+    count = 0
+
+    def state_dict(self) -> State:
+        return {"tensor": self.tensor, "count": self.count}
+
+    def load_state_dict(self, saved: State) -> None:
+        self.calls += 1
+        self.tensor = self._take(self.tensor, saved["tensor"])
+        self.count += saved["count"]
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("take", "size"),
+    [*((add, size) for size in SIZES), (clone_after_zeroing, 4), (zero_by_numpy, 10_000)],
+)
+def test_an_object_that_merges_has_what_was_saved_once_or_the_restore_ends_by_its_name(
+    take: Callable[..., torch.Tensor], size: int, is_lent: bool, tmp_path: Path
+) -> None:
+    saved = Merging(numbers(size), take)
+    saved.count = 3
+    holdfast.save(tmp_path, {"held": saved})
+    held = Merging(torch.zeros(size), take)
+    if is_lent:
+        with pytest.raises(RestoreError, match=r"held: load_state_dict changed .* other values"):
+            holdfast.load(tmp_path, {"held": held})
+    else:
+        holdfast.load(tmp_path, {"held": held})
+        assert held.calls == 1
+        assert torch.equal(held.tensor, numbers(size)) and held.count == 3
+    assert holdfast.load(tmp_path, {"held": Held(numbers(size, 9.0), copy)}), "it is as it was"
+
+
+def test_an_object_that_merges_a_number_and_copies_its_tensor_is_given_them_once(
+    lent: None, tmp_path: Path
+) -> None:
+    saved = Merging(numbers(10_000), copy)
+    saved.count = 3
+    holdfast.save(tmp_path, {"held": saved})
+    held = Merging(torch.zeros(10_000), copy)
+    holdfast.load(tmp_path, {"held": held})
+    assert torch.equal(held.tensor, numbers(10_000)) and held.count == 3
+
+
+def test_what_finds_no_memory_to_spare_is_in_the_objects_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(restore_targets, "SPARE_BYTES", 50_000)
+
+    def state(begin: float) -> State:
+        return {name: Held(numbers(10_000, begin), add_to_zeros) for name in ("one", "other")}
+
+    holdfast.save(tmp_path, state(1.0))
+    again = state(50.0)
+    holdfast.load(tmp_path, again)
+    assert all(torch.equal(one.tensor, numbers(10_000)) for one in again.values())
+    assert [one.calls for one in again.values()] == [1, 2]
+
+
+def keep(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return given
+
+
+def test_what_an_optimizer_updates_is_given_as_itself(tmp_path: Path) -> None:
+    def state(begin: float) -> State:
+        model = nn.Linear(100, 100, bias=False)
+        model.weight.data.copy_(numbers(10_000, begin).view(100, 100))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return {"held": Held(model.weight, keep), "model": model, "optimizer": optimizer}
+
+    holdfast.save(tmp_path, state(1.0))
+    again = state(50.0)
+    holdfast.load(tmp_path, again)
+    [weight] = again["optimizer"].param_groups[0]["params"]
+    assert again["held"].tensor is weight and torch.equal(weight.view(-1), numbers(10_000))
+
+
+def test_a_parameter_is_given_as_a_parameter(is_lent: bool, tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"held": Held(nn.Parameter(numbers(10_000), False), keep)})
+    there = nn.Parameter(numbers(10_000, 9.0), False)
+    held = Held(there, keep)
+    holdfast.load(tmp_path, {"held": held})
+    assert isinstance(held.tensor, nn.Parameter) and not held.tensor.requires_grad
+    assert torch.equal(held.tensor, numbers(10_000)) and (held.tensor is there) == is_lent
+    assert is_lent or torch.equal(there, numbers(10_000, 9.0)), "what it had is left alone"
+
+
+@pytest.mark.parametrize("take", [keep, copy, add_to_zeros])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_that_the_state_holds_beside_its_object_stays_one_tensor(
+    take: Callable[..., torch.Tensor], size: int, tmp_path: Path
+) -> None:
+    def state(begin: float) -> State:
+        shared = numbers(size, begin)
+        return {"both": [Held(shared, take), shared]}
+
+    holdfast.save(tmp_path, state(1.0))
+    again = state(50.0)
+    held, shared = again["both"]
+    holdfast.load(tmp_path, again)
+    assert torch.equal(again["both"][1], numbers(size)) and torch.equal(shared, numbers(size))
+    assert torch.equal(held.tensor, numbers(size))
+    assert held.tensor.data_ptr() == again["both"][1].data_ptr()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_object_that_copies_is_given_its_state_once_and_in_its_own_memory(
-    size: int, tmp_path: Path
+def test_an_object_that_copies_is_given_its_state_once(
+    size: int, is_lent: bool, tmp_path: Path
 ) -> None:
     holdfast.save(tmp_path, {"held": Held(numbers(size), copy)})
     held, given = Held(numbers(size, 50.0), copy), []
@@ -114,7 +249,7 @@ def test_an_object_that_copies_is_given_its_state_once_and_in_its_own_memory(
     there = held.tensor
     holdfast.load(tmp_path, {"held": held})
     assert torch.equal(held.tensor, numbers(size)) and held.tensor is there and held.calls == 1
-    assert given[0].data_ptr() == there.data_ptr()
+    assert (given[0].data_ptr() == there.data_ptr()) == is_lent
 
 
 def test_what_an_object_resets_after_it_took_its_state_stays_reset(tmp_path: Path) -> None:
@@ -125,7 +260,7 @@ def test_what_an_object_resets_after_it_took_its_state_stays_reset(tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_objects_that_share_a_tensor_all_have_it(size: int, tmp_path: Path) -> None:
+def test_objects_that_share_a_tensor_all_have_it(size: int, is_lent: bool, tmp_path: Path) -> None:
     """The first resets the tensor, and goes on with another; the second takes the first's."""
 
     def state(begin: float) -> State:
@@ -174,7 +309,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(3, 5), (70, 200)])
 def test_tensors_of_every_type_that_are_reset_come_back_to_the_bit(
-    shape: tuple[int, ...], tmp_path: Path
+    shape: tuple[int, ...], lent: None, tmp_path: Path
 ) -> None:
     def state(seed: int) -> State:
         return {
@@ -190,7 +325,9 @@ def test_tensors_of_every_type_that_are_reset_come_back_to_the_bit(
         assert one.calls == 2, name
 
 
-def test_views_of_other_strides_or_of_conjugates_are_seen_to_change(tmp_path: Path) -> None:
+def test_views_of_other_strides_or_of_conjugates_are_seen_to_change(
+    lent: None, tmp_path: Path
+) -> None:
     def state(begin: float) -> State:
         complex_ = torch.complex(numbers(10_000, begin), numbers(10_000, begin))
         return {
@@ -222,7 +359,7 @@ class WithExtraState(nn.Module):
 
 
 def test_extra_state_that_a_module_resets_before_it_takes_it_is_the_stored_one(
-    tmp_path: Path,
+    is_lent: bool, tmp_path: Path
 ) -> None:
     holdfast.save(tmp_path, {"model": nn.Sequential(nn.Linear(2, 2), WithExtraState(1.0))})
     model = nn.Sequential(nn.Linear(2, 2), WithExtraState(50.0))
@@ -231,7 +368,7 @@ def test_extra_state_that_a_module_resets_before_it_takes_it_is_the_stored_one(
 
 
 def test_generators_are_those_that_were_saved_whatever_an_object_draws_while_it_loads(
-    tmp_path: Path,
+    lent: None, tmp_path: Path
 ) -> None:
     def draw_and_add(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         torch.rand(3)
@@ -246,7 +383,9 @@ def test_generators_are_those_that_were_saved_whatever_an_object_draws_while_it_
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_an_object_that_raises_at_the_second_time_raises_as_at_the_first(tmp_path: Path) -> None:
+def test_an_object_that_raises_at_the_second_time_raises_as_at_the_first(
+    lent: None, tmp_path: Path
+) -> None:
     def take(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         if held.calls == 2:
             raise ValueError("only once")
@@ -281,6 +420,7 @@ class Together:
 
 def _restore_together(rank: int, world: int, root: str) -> list[float]:
     mesh = init_device_mesh("cpu", (world,))
+    restore_targets.SPARE_BYTES = 0
 
     def split(begin: float) -> State:
         return {"model": nn.Linear(2, 2), "held": Together(rank, begin, mesh)}
@@ -337,7 +477,7 @@ def other_shape_after_cloning(own: torch.Tensor, given: torch.Tensor) -> torch.T
     ],
 )
 def test_a_tensor_that_an_object_gives_another_form_is_given_in_its_own(
-    take: Callable[..., torch.Tensor], size: int, tmp_path: Path
+    take: Callable[..., torch.Tensor], size: int, lent: None, tmp_path: Path
 ) -> None:
     holdfast.save(tmp_path, {"held": Held(numbers(size) / 3, copy)})
     held = Held(numbers(size, 50.0), take)
@@ -345,7 +485,7 @@ def test_a_tensor_that_an_object_gives_another_form_is_given_in_its_own(
     assert torch.equal(held.tensor, numbers(size) / 3)
 
 
-def test_what_a_later_object_changes_on_purpose_stays(tmp_path: Path) -> None:
+def test_what_a_later_object_changes_on_purpose_stays(is_lent: bool, tmp_path: Path) -> None:
     def state(begin: float) -> State:
         shared = numbers(10_000, begin)
 
@@ -380,7 +520,7 @@ class Pair(Held):
         self.kept = saved["kept"]
 
 
-def test_what_an_object_does_not_reset_is_given_as_itself(tmp_path: Path) -> None:
+def test_what_an_object_does_not_reset_is_given_as_itself(lent: None, tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"pair": Pair(1.0)})
     pair = Pair(50.0)
     kept = pair.kept
@@ -405,26 +545,7 @@ def test_the_sum_on_a_device_is_that_of_zeros_for_zeros_only(tensor: torch.Tenso
     assert not int(lent_tensors._sum_of_bits(torch.zeros_like(there)))
 
 
-@pytest.mark.parametrize("take", [copy, add_to_zeros])
-def test_an_object_that_is_given_its_state_twice_is_named(
-    take: Callable[..., torch.Tensor], tmp_path: Path
-) -> None:
-    held = Held(numbers(SIZES[1]), take)
-    holdfast.save(tmp_path, {"held": held})
-    told: list[str] = []
-    stop = holdfast.subscribe(
-        lambda event, _: told.append(event.message) if isinstance(event, Warned) else None
-    )
-    try:
-        holdfast.load(tmp_path, {"held": held})
-    finally:
-        stop()
-    assert torch.equal(held.tensor, numbers(SIZES[1]))
-    named = [text for text in told if text.startswith("held: load_state_dict changed")]
-    assert len(named) == held.calls - 1 == (take is add_to_zeros)
-
-
-def test_the_time_of_both_loads_counts_as_setting_values(tmp_path: Path) -> None:
+def test_the_time_of_both_loads_counts_as_setting_values(lent: None, tmp_path: Path) -> None:
     def take(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         time.sleep(0.2)
         return add_to_zeros(own, given)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
+from holdfast.events import Warned, emit
 from holdfast.integrations.checkpoint_hooks import give_to_hooks, kept_by_hooks
 from holdfast.integrations.lightning_limits import (
     check_validation,
@@ -409,6 +410,38 @@ def callbacks() -> list[Callback]:
     return [callback]
 
 
+class FabricWatch:
+    """Says at the first update of a Fabric that nothing saves it in the root of HOLDFAST_ROOT.
+
+    A loop of Fabric is the user's own: which objects it is made of, and when a step of it is whole,
+    is what ``fabric_checkpointer`` is told.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root, self.is_saved = root, False
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Called by Fabric after each step of an optimizer that it has set up."""
+        if not self.is_saved:
+            self.is_saved = True  # it is said once
+            emit(
+                Warned(
+                    message=f"HOLDFAST_ROOT={self._root}, and nothing saves this loop of Fabric: "
+                    "make fabric_checkpointer(fabric, root, state) after fabric.setup(), and call "
+                    "its restore() and step()"
+                )
+            )
+
+
+def fabric_callbacks() -> list[FabricWatch]:
+    """Returns the watch of the root in HOLDFAST_ROOT; none where that is not set.
+
+    Fabric calls it for each Fabric, by the entry point ``lightning.fabric.callbacks_factory``.
+    """
+    root = os.environ.get("HOLDFAST_ROOT")
+    return [FabricWatch(root)] if root else []
+
+
 class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """The plugin for ``ModelCheckpoint(dirpath=root)``: its checkpoints, in Holdfast's format.
 
@@ -480,4 +513,8 @@ def fabric_checkpointer(
             state[key] = item._dataloader
     if not any(isinstance(item, Rng) for item in state.values()):
         state["rng"] = Rng()
-    return Checkpointer(root, state, **options)
+    found = Checkpointer(root, state, **options)
+    for one in fabric._callbacks:
+        if isinstance(one, FabricWatch):
+            one.is_saved = True
+    return found

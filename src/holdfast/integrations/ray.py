@@ -123,7 +123,8 @@ class RayCheckpointer(AttachedCheckpointer):
 
         Only the first worker makes one: Ray takes one from any.
         """
-        self._values[self.steps] = dict(metrics)
+        if any(one.step == self.steps for one in self._promised):
+            self._values[self.steps] = dict(metrics)
         settled = [one for one in self._promised if one.state in ("durable", "failed")]
         durable = [one.step for one in settled if one.state == "durable"]
         self._promised = [one for one in self._promised if one not in settled]

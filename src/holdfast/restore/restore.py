@@ -29,7 +29,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import Restored as RestoredEvent
-from holdfast.events import SourceDropped, ValuesDiffer, Warned, emit
+from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
 from holdfast.restore.destinations import Destinations, Staging
@@ -489,14 +489,6 @@ class _RestoreAttempt:
         return msgpack.encode(restoring.changed) if restoring.changed else b""
 
     def _finish_again(self, keys: Sequence[str]) -> None:
-        if self.world.rank == 0:
-            names = ", ".join(keys)
-            text = (
-                f"{names}: load_state_dict changed the tensors that it was given, and so was "
-                "called once more, with copies. What it adds to its own values, in place of "
-                "setting them, it has twice: set them, or clone what is given before a reset"
-            )
-            emit(Warned(message=text))
         self.rewind = self.compared.restoring.finish_again(
             keys,
             self.world.rank,

@@ -1,20 +1,22 @@
 """Detects objects that changed the tensors they were given their stored state in.
 
-A restore reads into the tensors that an object shows, so that nothing needs memory twice. An object
-that resets its tensors before it takes what it is given has reset just that: it is given the same
-once more, read again, as copies.
+A restore reads into the tensors that an object shows where it has no memory to spare for others, or
+where something else holds them too. An object that resets its tensors before it takes what it is
+given has reset just that: it is given the same once more, read again, as copies, and must then show
+what was stored.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.accelerator.devices import host_address
+from holdfast.format import values as codec
 from holdfast.format.checksum import checksum
 from holdfast.state.identity import made_anew
 from holdfast.state.tensors import DTYPE_NAMES, empty, local_of
@@ -109,6 +111,19 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     else:  # torch warns where it makes a tensor of some types
         found = local_of(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
     return found.requires_grad_(tensor.requires_grad)
+
+
+def contents(value: Any, where: str) -> Any:
+    """Returns a value encoded, with a checksum in the place of each tensor; equal if the values
+    are.
+    """
+
+    def describe(found: Any, _: str) -> str | None:
+        if not isinstance(found, torch.Tensor):
+            return None
+        return f"{found.dtype} {tuple(found.shape)} {_sums([found])[0]}"
+
+    return codec.encode(value, where, tensor=describe)
 
 
 def _sums(tensors: Iterable[torch.Tensor]) -> list[int]:

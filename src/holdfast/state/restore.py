@@ -31,9 +31,9 @@ from holdfast.events import Warned, emit
 from holdfast.format import values as codec
 from holdfast.state import optimizers
 from holdfast.state.identity import ClaimedMemory, made_anew
-from holdfast.state.lent_tensors import LentTensors, copy_of
+from holdfast.state.lent_tensors import LentTensors, contents, copy_of
 from holdfast.state.mapped.checkpoint_view import CheckpointView
-from holdfast.state.modules import set_extra_state
+from holdfast.state.modules import extra_state, set_extra_state
 from holdfast.state.objects import Objects, State
 from holdfast.state.restore_targets import OptimizerLeaves, ValueTensors
 from holdfast.state.rng import Rng
@@ -345,7 +345,8 @@ class StateRestore:
 
         On all ranks alike: an object may wait for the other ranks while it takes them.
         ``read_again`` fills tensors that were filled before. Returns the Rewind in the place of the
-        one before.
+        one before. Raises RestoreError for an object that then shows other values than these: one
+        that adds what it is given to what it has has it twice.
         """
         with torch.inference_mode(False), torch.no_grad():
             lent = self._lent.of(keys)
@@ -355,8 +356,31 @@ class StateRestore:
             torch.autograd.graph.increment_version(list(map(local_of, lent.values())))
             copies = {name: copy_of(tensor) for name, tensor in lent.items()}
             mine = {key: value for key, value in self.encoded.items() if key in keys}
-            self._give({key: self._decoded(value, copies) for key, value in mine.items()})
+            filled = {key: self._decoded(value, copies) for key, value in mine.items()}
+            for key in filled.keys() & self.objects.modules.keys():
+                there = self._shown(key)
+                filled[key] = {name: one for name, one in filled[key].items() if name in there}
+            given = {key: contents(value, key) for key, value in filled.items()}
+            self._give(filled)
+            amiss = [
+                key for key, value in given.items() if contents(self._shown(key), key) != value
+            ]
+            if amiss:
+                raise RestoreError(
+                    f"{', '.join(amiss)}: load_state_dict changed the tensors of the state that it "
+                    "was given, and so was called once more, with copies; now it shows other "
+                    "values than were saved, as an object does that adds what it is given to what "
+                    "it has. The checkpoint is as it was: let it set its values, or clone what it "
+                    "is given before it resets its own"
+                )
             return self._set_generators(rank, rank_was_saved)
+
+    def _shown(self, key: str) -> Any:
+        """Returns what an object shows, of a module the extra state that is stored of it."""
+        if key not in self.objects.modules:
+            return self.objects.stateful[key].state_dict()
+        found = extra_state(self.objects.modules[key], is_old=key in self.objects.old)
+        return {name: one for name, one in found.items() if name in self.shared[key]}
 
     def _finish(self) -> None:
         objects = self.objects
@@ -399,8 +423,8 @@ class StateRestore:
             leaf=lambda leaf: names.append(self._values.name(leaf)),
             tensor=lambda small: names.append(small.name),
         )
-        lent = (one for one in names if one in self._filled and not self._values.is_made(one))
-        return {name: self._filled[name] for name in lent}
+        found = {name: self._filled[name] for name in names if name in self._filled}
+        return {name: one for name, one in found.items() if not self._values.is_made(name, one)}
 
     def _decoded(self, value: Any, copies: Mapping[str, torch.Tensor] = _NONE) -> Any:
         """Decodes a value with the tensors that were filled, or with ``copies`` of them, and makes

@@ -18,7 +18,7 @@ from holdfast.state.mapped.mapper import Spec
 from holdfast.state.modules import extra_state
 from holdfast.state.objects import Objects
 from holdfast.state.subclasses import plain_parts
-from holdfast.state.tensors import TORCH_DTYPES, empty
+from holdfast.state.tensors import TORCH_DTYPES, empty, local_of
 from holdfast.state.values import beside, optimizer_values
 
 
@@ -121,9 +121,17 @@ class OptimizerLeaves:
 
 # Makes room for the stored tensors that values refer to.
 
+#: How much memory a restore takes for tensors that objects have already. What is beyond it is read
+#: into their own, so that a model in an object does not need its memory twice.
+SPARE_BYTES = 1 << 30
+
 
 class ValueTensors:
     """The tensors that ``shared``, the decoded values by key, refers to.
+
+    An object that takes its values by a call is given tensors of no other, as after ``torch.load``:
+    it may reset its own before it takes them, or add them. Up to ``SPARE_BYTES``, and not what a
+    module, an optimizer or a container of the state holds as well, which stays one tensor.
 
     ``small``: the tensors that are stored among the values. ``references``: the names by which
     values refer to tensors of modules -> their names here.
@@ -141,14 +149,15 @@ class ValueTensors:
         self._small, self._references = small, references
         self._fresh: dict[str, torch.Tensor] = {}
         self._made: set[str] = set()
+        self._spare_bytes = SPARE_BYTES
 
     def __contains__(self, name: str) -> bool:
         """True if the leaf is one of them."""
         return name in self._fresh
 
-    def is_made(self, name: str) -> bool:
-        """True if the tensor was made for the restore: no object has it."""
-        return name in self._made
+    def is_made(self, name: str, tensor: torch.Tensor) -> bool:
+        """True if this tensor was made for the restore: no object has it."""
+        return name in self._made and self._fresh[name] is tensor
 
     def name(self, leaf: str) -> str:
         """Returns the name here of a leaf that a value refers to."""
@@ -160,7 +169,8 @@ class ValueTensors:
         ``of_modules``: the leaves that modules hold.
         """
         objects = self._objects
-        for key in [*objects.stateful, *objects.plain, *objects.optimizers, *objects.modules]:
+        # Those first that are filled in place: what another object shows as well is one tensor.
+        for key in [*objects.plain, *objects.optimizers, *objects.stateful, *objects.modules]:
             there: Any = objects.plain.get(key)
             if key in objects.modules:
                 there = extra_state(objects.modules[key], is_old=key in objects.old)
@@ -170,10 +180,11 @@ class ValueTensors:
                     there = objects.stateful[key].state_dict()
             if key in objects.optimizers:
                 there = optimizer_values(beside(objects.optimizers[key], objects.parameters(key)))
-            self._collect(self._shared.get(key), there, of_modules)
+            is_taken = key in objects.stateful or key in objects.modules
+            self._collect(self._shared.get(key), there, of_modules, is_taken)
         return list(self._fresh.items())
 
-    def _collect(self, saved: Any, there: Any, of_modules: Collection[str]) -> None:
+    def _collect(self, saved: Any, there: Any, of_modules: Collection[str], is_taken: bool) -> None:
         if isinstance(saved, (codec.LeafRef, codec.SmallTensor)):
             small = self._small.get(saved.name)
             name = saved.name if small is not None else self.name(saved.name)
@@ -181,19 +192,31 @@ class ValueTensors:
             if found is None:
                 raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
             if name not in of_modules and name not in self._fresh:
-                room = self._fresh[name] = _room_for(found, there)
+                room = _room_for(found, there)
+                if room is there and is_taken and self._is_spare(there):
+                    room = _room_beside(there)
+                self._fresh[name] = room
                 if room is not there:
                     self._made.add(name)
         elif isinstance(saved, StoredObject):
-            self._collect(saved.value, _data_of(there, saved.type), of_modules)
+            self._collect(saved.value, _data_of(there, saved.type), of_modules, is_taken)
         elif isinstance(saved, dict):
             for key, item in saved.items():
                 inner = there.get(key) if isinstance(there, dict) else None
-                self._collect(item, inner, of_modules)
+                self._collect(item, inner, of_modules, is_taken)
         elif isinstance(saved, (list, tuple)):
             for index, item in enumerate(saved):
                 is_there = isinstance(there, (list, tuple)) and index < len(there)
-                self._collect(item, there[index] if is_there else None, of_modules)
+                one = there[index] if is_there else None
+                self._collect(item, one, of_modules, is_taken)
+
+    def _is_spare(self, there: torch.Tensor) -> bool:
+        """True if there is memory left for another tensor in the place of this."""
+        size_bytes = local_of(there).nbytes
+        if size_bytes > self._spare_bytes:
+            return False
+        self._spare_bytes -= size_bytes
+        return True
 
 
 def _data_of(there: Any, name: str) -> Any:
@@ -215,3 +238,11 @@ def _room_for(spec: Spec, there: Any) -> torch.Tensor:
         if tuple(there.shape) == shape:
             return torch.empty_like(there, dtype=dtype)
     return empty(shape, spec[0])
+
+
+def _room_beside(there: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same form and kind in memory of its own."""
+    room = made_anew(there)
+    if isinstance(there, torch.nn.Parameter):
+        return torch.nn.Parameter(room, requires_grad=there.requires_grad)
+    return room.requires_grad_(there.requires_grad)
