@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,8 @@ def test_a_run_that_begins_anew_over_later_steps_says_so_once(
     tmp_path: Path, is_staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torchtitan's does with its import changed: it finds no folder of DCP and loads nothing."""
+
+    warnings.simplefilter("ignore")  # also for the thread that saves
 
     def save_at(*steps: int) -> list[str]:
         events: list[Event] = []

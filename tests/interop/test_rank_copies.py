@@ -48,7 +48,7 @@ def change(file: Path, **entries: Any) -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.parametrize("case", ["tensor-zero1-fp32-4", "tensor-zero2-bf16-2"])
+@pytest.mark.parametrize("case", ["tensor-zero1-fp32-4", "tensor-zero3-bf16-4"])
 def test_a_parameter_that_is_another_on_a_second_tensor_rank_is_refused_by_name(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_parameter_that_is_another_on_a_second_tensor_rank_is_refused_by_name(
     leaves = store_of(root).found.leaves
     copies = {name for name, leaf in leaves.items() if leaf.copies}
     for kind in ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq"):
-        for name in ("norm.weight", "norm.bias", "out.bias", "down.bias"):
+        for name in ("norm.weight", "norm.bias", "down.bias"):
             assert kind.format(name) in copies
     assert not any("qkv" in name or "up." in name for name in copies), "each rank has its own"
     assert main(["verify", str(root), "--deep"]) == 0
@@ -69,7 +69,7 @@ def test_a_parameter_that_is_another_on_a_second_tensor_rank_is_refused_by_name(
     with holdfast.open(root) as opened:
         with pytest.raises(ForeignFormatError, match=said):
             opened.read(name)
-        opened.read("model.norm.bias"), opened.read("model.qkv.weight")
+        opened.read("model.norm.bias"), opened.read("model.up.weight")
     capsys.readouterr()
     assert main(["verify", str(root), "--deep"]) != 0
     assert f"'{name}' is on several ranks" in capsys.readouterr().out
@@ -218,6 +218,11 @@ def test_metadata_of_dcp_that_place_one_item_twice_are_refused(tmp_path: Path) -
     found = pickle.loads((root / ".metadata").read_bytes())
     found.storage_data = pickle.loads(pickle.dumps(found.storage_data))  # with names of its own
     before, name, behind = pickle.dumps(found).rpartition(b"\x8c\x02xx\x94")
+    (root / ".metadata").write_bytes(before + name.replace(b"xx", b"ww") + behind)
+    with pytest.raises(ForeignFormatError, match="a dictionary has a key twice"):
+        open_source(root)
+    at = behind.index(b"K\x00")  # the number of the shard, which torch does not compare
+    behind = behind[:at] + b"K\x07" + behind[at + 2 :]
     (root / ".metadata").write_bytes(before + name.replace(b"xx", b"ww") + behind)
     with pytest.raises(ForeignFormatError, match="1 items are there twice"):
         open_source(root)

@@ -90,7 +90,7 @@ class _Checkpoint:
         self._models: dict[int, dict[int, str]] = {}
         for (data_rank, rank), name in self._files.numbered(tags.MODEL).items():
             self._models.setdefault(rank, {})[data_rank] = name
-        self._is_partitioned = any(0 in some for some in self._models.values())
+        self._is_partitioned = any(max(some) >= 0 for some in self._models.values())
         for some in self._models.values():
             if self._is_partitioned and -1 in some:
                 raise self._files.error(
@@ -119,7 +119,7 @@ class _Checkpoint:
 
     def read(self) -> DeepSpeedState:
         if self._main is None:
-            raise self._files.error("mp_rank_00_model_states.pt", "it is not there")
+            raise self._files.error(self._main_name(0), "it is not there")
         main = self._files.value(self._main)
         names = self._model_files(main)
         trees = [self._files.tree(name) for name in names]
@@ -219,9 +219,13 @@ class _Checkpoint:
         degree = max(self._degree, model_ranks(main))
         for rank in range(degree):
             if rank not in self._mains:
-                name = f"mp_rank_{rank:02d}_model_states.pt"
+                name = self._main_name(rank)
                 raise self._files.error(name, f"it is not there, of {degree} ranks' files")
         return [self._mains[rank] for rank in range(self._degree)]
+
+    def _main_name(self, rank: int) -> str:
+        part = "zero_pp_rank_0_" if self._is_partitioned else ""
+        return f"{part}mp_rank_{rank:02d}_model_states.pt"
 
     def _tensor_ranks(self, main: Mapping[str, Any]) -> TensorRanks | None:
         """What the file says of several tensor-parallel ranks; None for one, and for stages."""
@@ -502,13 +506,14 @@ class _Checkpoint:
         count = 1 + max(files)
         some = files[min(files)]
         main = self._files.value(some)
-        ranks = 1 + max(self._optimizers.get(tensor_rank, {}), default=-1)
-        missing = [*sorted({*range(max(count, ranks))} - files.keys())]
-        if missing or (ranks and count > ranks):
-            rank = missing[0] if missing else ranks
-            name = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", some)
-            why = "it is not there" if missing else f"it is of another save than {ranks} ranks'"
-            raise self._files.error(name, why)
+        optimizers = self._optimizers.get(tensor_rank, {})
+        ranks = 1 + max(optimizers, default=-1)
+        wanted = [(some, rank) for rank in range(max(count, ranks)) if rank not in files]
+        if optimizers:
+            wanted += [(optimizers[min(optimizers)], rank) for rank in range(ranks, count)]
+        if wanted:
+            name = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{wanted[0][1]}", wanted[0][0])
+            raise self._files.error(name, "it is not there, or others are of another save")
         for file in files.values():
             if self._files.value(file).get("global_steps") != main.get("global_steps"):
                 raise self._files.error(file, "its global_steps are of another save")

@@ -252,8 +252,10 @@ class _Machine:
         if not isinstance(target, dict):
             raise self.error(f"items for a {type(target).__name__}")
         keys = [self.key(key) for key in items[::2]]
-        before_bytes = sys.getsizeof(target)
+        before_bytes, count = sys.getsizeof(target), len(target) + len(keys)
         target.update(zip(keys, items[1::2], strict=True))
+        if len(target) < count:
+            raise self.error("a dictionary has a key twice, which no writer gives it")
         self.room_bytes -= sys.getsizeof(target) - before_bytes
 
     def key(self, key: Any) -> Any:
