@@ -123,7 +123,9 @@ def _way_of_deepspeed(name: str, directory: Path, out: Path) -> Callable[[], obj
     if name == "zero-to-fp32":
         from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
-        return lambda: convert_zero_checkpoint_to_fp32_state_dict(str(directory / "zero"), str(out))
+        return lambda: convert_zero_checkpoint_to_fp32_state_dict(
+            str(directory / "zero"), str(out), max_shard_size=None
+        )
     from deepspeed.checkpoint import ds_to_universal
 
     cores = str(os.cpu_count() or 1)

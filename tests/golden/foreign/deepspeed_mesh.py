@@ -27,11 +27,16 @@ class Summed(torch.autograd.Function):
         return one.view_as(one)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, None, None]:
         if not ctx.is_forward:
             gradient = gradient.clone()
             dist.all_reduce(gradient, group=ctx.group)
         return gradient, None, None
+
+
+def summed(one: torch.Tensor, group: Any, is_forward: bool) -> torch.Tensor:
+    found: torch.Tensor = Summed.apply(one, group, is_forward)  # type: ignore[no-untyped-call]
+    return found
 
 
 class Mesh:
@@ -94,11 +99,11 @@ class Halves(nn.Module):
         }
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        hidden = Summed.apply(self.norm(rows), self.mesh.model, False)
+        hidden = summed(self.norm(rows), self.mesh.model, False)
         one, other = self.gate(hidden).chunk(2, -1)
         inner = torch.tanh(self.up(hidden)) * one + other * self.frozen(hidden)
         partial = nn.functional.linear(inner, self.down.weight)
-        found: torch.Tensor = Summed.apply(partial, self.mesh.model, True) + self.down.bias
+        found = summed(partial, self.mesh.model, True) + self.down.bias
         return found.float().square().mean()
 
 
