@@ -91,8 +91,8 @@ class _Checkpoint:
         for (data_rank, rank), name in self._files.numbered(tags.MODEL).items():
             self._models.setdefault(rank, {})[data_rank] = name
         self._is_partitioned = any(max(some) >= 0 for some in self._models.values())
-        for some in self._models.values():
-            if self._is_partitioned and -1 in some:
+        for some in self._models.values():  # the universal form has both for its readers
+            if self._is_partitioned and -1 in some and not self._is_universal:
                 raise self._files.error(
                     some[-1], "there are files of ZeRO-3, too: files of two saves are mixed"
                 )
@@ -502,7 +502,9 @@ class _Checkpoint:
         """Add parameters without a gradient after ZeRO-3: every data-parallel rank's model file
         has a run of each. What is elsewhere, or tied, has a placeholder, which is removed.
         """
-        files = self._models[tensor_rank]
+        files = {n: name for n, name in self._models[tensor_rank].items() if n >= 0}
+        if not files:
+            return
         count = 1 + max(files)
         some = files[min(files)]
         main = self._files.value(some)
