@@ -455,9 +455,12 @@ def test_small_tensors_of_one_block_are_read_with_it_once(
     holdfast.save(tmp_path, {"model": model}, step=1)
     read: list[int] = []
     fill = LeafReader.fill
-    monkeypatch.setattr(
-        LeafReader, "fill", lambda self, wants: read.append(fill(self, wants)) or read[-1]
-    )
+
+    def counted(self: LeafReader, wants: Any) -> int:
+        read.append(fill(self, wants))
+        return read[-1]
+
+    monkeypatch.setattr(LeafReader, "fill", counted)
     found = hugging_face.state_dict(tmp_path)
     assert found.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
