@@ -152,7 +152,7 @@ def test_a_run_that_begins_anew_over_later_steps_says_so_once(
         if stager is not None:
             stager.close()
         stop()
-        return [e.message for e in events if isinstance(e, Warned) and "anew" in e.message]
+        return [e.message for e in events if isinstance(e, Warned) and "began anew" in e.message]
 
     monkeypatch.setattr(checkpoint_ids, "_known", set())
     assert not save_at(2, 4)
