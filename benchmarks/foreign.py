@@ -1,9 +1,10 @@
-"""Measure import, export and load without conversion, beside torch's own loaders and converters.
+"""Measure import, export and load without conversion, beside the others' loaders and converters.
 
-A model with AdamW's state is written by DCP once. Each way then reads it, or a checkpoint of ours,
-in a process of its own, in an alternating order: seconds without the imports of Python, the highest
-memory beyond them, and the bytes that went through calls of the system. All files are durable at
-the end of each way, those of the rivals too.
+A model with AdamW's state is written once by DCP and, where there are interpreters that have them,
+by DeepSpeed and transformers. Each way then reads it, or a checkpoint of ours, in a process of its
+own, in an alternating order: seconds without the imports of Python, the highest memory beyond them,
+and the bytes that went through calls of the system. All files are durable at the end of each way,
+those of the rivals too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,19 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.foreign_sources import (
+    WRITERS,
+    build,
+    dcp_state,
+    environment,
+    interpreters,
+    llama,
+)
 from benchmarks.kit import disk, machine, markdown, processes, results, series
 from benchmarks.kit.options import Parser
 
@@ -32,8 +41,11 @@ WAYS = {
     "to one torch.save file": ("export-torch", "dcp-to-torch-save", "torch-save"),
     "to safetensors": ("export-safetensors", "save-file"),
     "to DCP": ("export-dcp", "dcp-save"),
+    "from ZeRO to what any layout reads": ("import-zero", "ds-to-universal"),
+    "from ZeRO to one file of F32": ("export-zero", "zero-to-fp32"),
+    "to transformers": ("export-pretrained", "save-pretrained"),
+    "into transformers": ("load-pretrained", "from-pretrained"),
 }
-NAMES = [name for some in WAYS.values() for name in some]
 TITLES = {
     "import": "`holdfast import`",
     "load": "`holdfast.load` of the DCP directory",
@@ -45,48 +57,31 @@ TITLES = {
     "save-file": "safetensors' `save_file` from memory",
     "export-dcp": "`holdfast export --to dcp`",
     "dcp-save": "`dcp.save` from memory",
+    "import-zero": "`holdfast import`",
+    "ds-to-universal": "`ds_to_universal`, a process for each core",
+    "export-zero": "`holdfast export --to torch --only 'model.**'`",
+    "zero-to-fp32": "`zero_to_fp32`",
+    "export-pretrained": "`holdfast export --to safetensors`",
+    "save-pretrained": "`save_pretrained` from memory",
+    "load-pretrained": "`hugging_face.state_dict` and `from_pretrained`",
+    "from-pretrained": "`from_pretrained`",
 }
-LAYERS = 12
+#: The ways that need another library, by the group of each.
+GROUPS = {
+    "deepspeed": ("import-zero", "ds-to-universal", "export-zero", "zero-to-fp32"),
+    "transformers": (
+        "export-pretrained",
+        "save-pretrained",
+        "load-pretrained",
+        "from-pretrained",
+    ),
+}
+GROUPS = {"torch": tuple(TITLES.keys() - {*GROUPS["deepspeed"], *GROUPS["transformers"]}), **GROUPS}
 SECTION = results.Section(
     "Checkpoints of others",
     "`python -m benchmarks foreign`: a model with AdamW's state comes in and leaves again, beside\n"
-    "torch's own ways; files in the page cache, all durable at the end.",
+    "the others' own ways; files in the page cache, all durable at the end.",
 )
-
-
-def build(size_bytes: int) -> dict[str, Any]:
-    """A model and AdamW, which together have about so many bytes."""
-    import torch
-
-    rows = max(4, size_bytes // (3 * 4 * LAYERS * 1024))
-    model = torch.nn.ParameterDict(
-        {f"layer{n}": torch.nn.Parameter(torch.randn(rows, 1024)) for n in range(LAYERS)}
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.values():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"model": model, "optimizer": optimizer}
-
-
-def _dcp_state(state: dict[str, Any]) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model, optimizer = get_state_dict(state["model"], state["optimizer"])
-    return {"model": model, "optimizer": optimizer}
-
-
-def prepare(directory: Path, size_bytes: int) -> int:
-    """What the ways read: a directory of DCP and a root of ours. Returns the bytes of the state."""
-    import torch.distributed.checkpoint as dcp
-
-    import holdfast
-
-    state = build(size_bytes)
-    dcp.save(_dcp_state(state), checkpoint_id=directory / "step-1", no_dist=True)
-    holdfast.save(directory / "root", state, step=1)
-    return sum(leaf.size_bytes for leaf in holdfast.open(directory / "root").leaves.values())
 
 
 # ── the ways ─────────────────────────────────────────────────────────────────────────────────
@@ -109,8 +104,59 @@ def way(name: str, directory: Path, size_bytes: int, out: Path) -> Callable[[], 
     """What is measured: everything that it needs is loaded, and its state built."""
     if name == "import":
         return _command("import", directory / "step-1", out)
+    if name == "import-zero":
+        return _command("import", directory / "zero", out)
+    if name == "export-zero":
+        return _command("export", directory / "zero", out, "--to", "torch", "--only", "model.**")
+    if name == "export-pretrained":
+        return _command("export", directory / "weights", out, "--to", "safetensors")
     if name.startswith("export"):
         return _command("export", directory / "root", out, "--to", name.partition("-")[2])
+    if name in GROUPS["deepspeed"]:
+        return _way_of_deepspeed(name, directory, out)
+    if name in GROUPS["transformers"]:
+        return _way_of_transformers(name, directory, size_bytes, out)
+    return _way_of_torch(name, directory, size_bytes, out)
+
+
+def _way_of_deepspeed(name: str, directory: Path, out: Path) -> Callable[[], object]:
+    if name == "zero-to-fp32":
+        from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+        return lambda: convert_zero_checkpoint_to_fp32_state_dict(
+            str(directory / "zero"), str(out), max_shard_size=None
+        )
+    from deepspeed.checkpoint import ds_to_universal
+
+    cores = str(os.cpu_count() or 1)
+    sys.argv = ["", "--input_folder", str(directory / "zero" / "global_step1")]
+    sys.argv += ["--output_folder", str(out)]
+    sys.argv += ["--num_extract_workers", cores, "--num_merge_workers", cores]
+    sys.argv += ["--inject_missing_state"]  # what only models of its own launcher have
+    given = ds_to_universal.parse_arguments()
+    return lambda: ds_to_universal.main(given)
+
+
+def _way_of_transformers(
+    name: str, directory: Path, size_bytes: int, out: Path
+) -> Callable[[], object]:
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    import holdfast.interop.hugging_face as hugging_face
+
+    if name == "save-pretrained":
+        model = llama(size_bytes // 3)
+        return lambda: model.save_pretrained(out)
+    source = directory / "pretrained"
+    if name == "from-pretrained":
+        return lambda: LlamaForCausalLM.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source)
+    return lambda: LlamaForCausalLM.from_pretrained(
+        None, config=config, state_dict=hugging_face.state_dict(directory / "weights")
+    )
+
+
+def _way_of_torch(name: str, directory: Path, size_bytes: int, out: Path) -> Callable[[], object]:
     import torch
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
@@ -123,7 +169,7 @@ def way(name: str, directory: Path, size_bytes: int, out: Path) -> Callable[[], 
     state = build(size_bytes)
     if name == "load":
         return lambda: holdfast.load(directory / "step-1", state)
-    flat = _dcp_state(state)
+    flat = dcp_state(state)
     if name == "dcp-load":
         return lambda: dcp.load(flat, checkpoint_id=directory / "step-1", no_dist=True)
     if name == "dcp-save":
@@ -167,27 +213,35 @@ def measure(name: str, directory: Path, size_bytes: int) -> dict[str, float]:
 # ── the series ───────────────────────────────────────────────────────────────────────────────
 
 
-def run_series(directory: Path, size_bytes: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Every way in a process of its own, ``rounds`` times, after one round that does not count."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
+def run_series(
+    directory: Path, size_bytes: int, rounds: int, pythons: Mapping[str, str]
+) -> dict[str, list[dict[str, float]]]:
+    """Every way in a process of its own, ``rounds`` times, each with its files in the page cache.
+
+    ``pythons``: the interpreter of each group of ways that is measured.
+    """
+    names = [name for group in pythons for name in sorted(GROUPS[group])]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     if not rounds:  # only whether it works: in this process
-        for name in NAMES:
+        for name in names:
             _clear(directory / "out")
             found[name].append(measure(name, directory, size_bytes))
         return found
-    for turn, name in series.alternate(NAMES, rounds + 1):
+    for _, name in series.alternate(names, rounds):
         _clear(directory / "out")
+        python = next(pythons[group] for group in pythons if name in GROUPS[group])
         disk.warm(path for path in directory.rglob("*") if path.is_file())
         options = ["--way", name, "--dir", str(directory), "--bytes", str(size_bytes)]
-        ended = subprocess.run(
-            [sys.executable, "-m", "benchmarks", "foreign", *options],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        if turn:
-            found[name].append(json.loads(ended.stdout.splitlines()[-1]))
+        found[name].append(json.loads(_in(python, *options).splitlines()[-1]))
     return found
+
+
+def _in(python: str, *options: str) -> str:
+    """Run this benchmark in another interpreter; what it prints."""
+    command = [python, "-m", "benchmarks", "foreign", *options]
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=environment()
+    ).stdout
 
 
 def _clear(out: Path) -> None:
@@ -201,6 +255,8 @@ def shown(facts: dict[str, str], found: dict[str, Any]) -> str:
     rows = []
     for title, names in WAYS.items():
         for name in names:
+            if name not in found["ways"]:
+                continue
             of = {
                 key: median(one[key] for one in found["ways"][name])
                 for key in found["ways"][name][0]
@@ -221,27 +277,49 @@ def main(arguments: Sequence[str]) -> int:
         "foreign",
         __doc__,
         quick="a state of 6 MB, each once in one process, nothing kept",
-        quick_settings={"gib": 6 / 1024, "rounds": 0},
+        quick_settings={"gib": 6 / 1024, "rounds": 0, "python": []},
     )
     parser.add_rounds(3)
     parser.add_directory()
     parser.add_document()
     parser.add_argument("--gib", type=float, default=0.25, help="the size of the state (0.25)")
-    parser.add_argument("--way", choices=NAMES, help="measure this one here; --dir has its files")
-    parser.add_bytes(0, "the size of the state of --way")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        help="an interpreter that has deepspeed or transformers; may be given several times",
+    )
+    parser.add_argument(
+        "--group", choices=GROUPS, action="append", help="measure this group alone (all)"
+    )
+    parser.add_argument("--way", choices=TITLES, help="measure this one here; --dir has its files")
+    parser.add_argument("--write", choices=GROUPS, help="write what this group reads into --dir")
+    parser.add_bytes(0, "the size of the state of --way and --write")
     options = parser.parse(arguments)
-    if options.way:
+    if options.way or options.write:
+        warnings.simplefilter("ignore")
+        where = Path(options.dir)
+        done = measure(options.way, where, options.bytes) if options.way else None
+        if options.write:
+            done = WRITERS[options.write](where, options.bytes)
         print()
-        print(json.dumps(measure(options.way, Path(options.dir), options.bytes)))
+        print(json.dumps(done))
         return 0
     size_bytes = int(options.gib * GIB)
-    with disk.scratch(options.dir, 6 * size_bytes + (64 << 20)) as directory:
+    pythons = interpreters(options.python, options.group or [*GROUPS])
+    for group in options.group or GROUPS:
+        if group not in pythons:
+            print(f"left out: what needs {group}, which no interpreter here has (--python)")
+    with disk.scratch(options.dir, 8 * size_bytes + (64 << 20)) as directory:
         facts = machine.facts(directory, ["torch", "safetensors"])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stored_bytes = prepare(directory, size_bytes)
-        ways = run_series(directory, size_bytes, options.rounds)
-    found = {"size_bytes": stored_bytes, "rounds": options.rounds, "ways": ways}
+        sizes = ["--dir", str(directory), "--bytes", str(size_bytes)]
+        for group, python in pythons.items():
+            if options.rounds:
+                _in(python, "--write", group, *sizes)
+            else:
+                WRITERS[group](directory, size_bytes)
+        ways = run_series(directory, size_bytes, options.rounds, pythons)
+    found = {"size_bytes": size_bytes, "rounds": options.rounds, "ways": ways}
     text = shown(facts, found)
     print(text)
     if not options.quick:

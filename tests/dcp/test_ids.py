@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 import holdfast
+from holdfast.dcp import checkpoint_ids
 from holdfast.dcp.checkpoint_ids import place_of
 from holdfast.errors import UsageError
+from holdfast.events import Event, Warned
 from support.checkpoints.dcp_ways import quietly
 
 
@@ -122,3 +125,43 @@ def test_an_id_that_names_no_step_of_a_reader_is_refused(tmp_path: Path) -> None
         one.reset(tmp_path)
         with pytest.raises(UsageError, match="names no step"):
             one.reset(tmp_path / "ema-100")
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_a_run_that_begins_anew_over_later_steps_says_so_once(
+    tmp_path: Path, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchtitan's does with its import changed: it finds no folder of DCP and loads nothing."""
+
+    warnings.simplefilter("ignore")  # also for the thread that saves
+
+    def save_at(*steps: int) -> list[str]:
+        events: list[Event] = []
+        stop = holdfast.subscribe(lambda event, _: events.append(event))
+        writer = holdfast.dcp.Writer(tmp_path)
+        stager = holdfast.dcp.Stager(writer) if is_staged else None
+        for step in steps:
+            writer.step = step
+            state = {"w": torch.full((3,), float(step))}
+            if stager is None:
+                quietly(dcp.save, state, storage_writer=writer)
+            else:
+                options = {"storage_writer": writer, "async_stager": stager}
+                quietly(dcp.async_save, state, **options).result()
+        if stager is not None:
+            stager.close()
+        stop()
+        return [e.message for e in events if isinstance(e, Warned) and "began anew" in e.message]
+
+    monkeypatch.setattr(checkpoint_ids, "_known", set())
+    assert not save_at(2, 4)
+    checkpoint_ids._known.clear()  # another process
+    assert not save_at(6), "a step beyond the newest goes on"
+    checkpoint_ids._known.clear()
+    (said,) = save_at(2, 4)
+    assert "step 2 is saved in" in said and "which has step 6" in said
+    assert f"initial_load_path={str(tmp_path)!r}" in said
+    checkpoint_ids._known.clear()
+    quietly(dcp.load, {"w": torch.zeros(3)}, storage_reader=holdfast.dcp.Reader(tmp_path, step=2))
+    assert not save_at(4), "what goes on from an earlier step may save later ones again"

@@ -194,6 +194,23 @@ def test_a_file_of_a_tensor_parallel_rank_that_is_missing_is_named(
 
 
 @pytest.mark.promise
+def test_each_file_of_zero_3_on_tensor_parallel_ranks_is_named_when_it_is_missing(
+    tmp_path: Path,
+) -> None:
+    root = copied(tmp_path, "tensor-zero3-bf16-4")
+    files = sorted((root / "global_step3").iterdir())
+    assert len(files) == 8
+    for file in files:
+        data = file.read_bytes()
+        file.unlink()
+        with pytest.raises(ForeignFormatError, match=rf"{file.name}: it is not there"):
+            holdfast.open(root)
+        file.write_bytes(data)
+    with holdfast.open(root) as opened:
+        assert len(opened.leaves) == 30
+
+
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("case", "name", "words"),
     [

@@ -15,7 +15,7 @@ from torch import nn
 import holdfast
 from holdfast.cli import main
 from holdfast.errors import ForeignFormatError, HoldfastError
-from holdfast.interop import foreign_store
+from holdfast.interop import extent_reader, foreign_store
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickle_records import Record
 from holdfast.interop.pickles import Pickled
@@ -133,8 +133,8 @@ def test_views_ties_and_strange_types_come_back(tmp_path: Path) -> None:
 def test_large_strided_tensors_are_read_by_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    monkeypatch.setattr(foreign_store, "_WINDOW_BYTES", window)
-    monkeypatch.setattr(foreign_store, "_ELEMENTS_AT_ONCE", 100)
+    monkeypatch.setattr(extent_reader, "WINDOW_BYTES", window)
+    monkeypatch.setattr(extent_reader, "_ELEMENTS_AT_ONCE", 100)
     whole = torch.arange(64 * 48 * 5).reshape(64, 48, 5).permute(2, 0, 1)
     torch.save({"w": whole}, tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as opened:

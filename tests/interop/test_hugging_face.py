@@ -17,8 +17,10 @@ from torch import nn
 import holdfast
 from holdfast.cli import main
 from holdfast.errors import ForeignFormatError, HoldfastError, NotFound
+from holdfast.interop import hugging_face
 from holdfast.interop.opening import open_source
 from holdfast.interop.state_files import named_step
+from holdfast.interop.writing.chosen_leaves import LeafReader
 from support.runs.launch import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -444,3 +446,23 @@ def test_a_download_of_hugging_face_is_no_save_without_collectives(tmp_path: Pat
     (copy / "__0.metadata").write_bytes(b"")
     with pytest.raises(holdfast.UsageError, match="saved without collectives"):
         holdfast.open(copy)
+
+
+def test_small_tensors_of_one_block_are_read_with_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.ModuleDict({f"n{number}": torch.nn.Linear(3, 5) for number in range(20)})
+    holdfast.save(tmp_path, {"model": model}, step=1)
+    read: list[int] = []
+    fill = LeafReader.fill
+
+    def counted(self: LeafReader, wants: Any) -> int:
+        read.append(fill(self, wants))
+        return read[-1]
+
+    monkeypatch.setattr(LeafReader, "fill", counted)
+    found = hugging_face.state_dict(tmp_path)
+    assert found.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor)
+    assert sum(read) <= 1 << 20, "one block"

@@ -33,7 +33,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
 #: Each with the number of its cases.
 WRITERS = {
     "accelerate-1.15.0": 2,
-    "deepspeed-0.19.8": 18,
+    "deepspeed-0.19.8": 19,
     "lightning-2.6.6": 3,
     "megatron-core-0.16.1": 4,
     "transformers-5.23.0": 2,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from holdfast.catalogue import is_root, read_manifests
 from holdfast.dcp.stored_dict import form_in
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import Warned, emit
 from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import read_values
 from holdfast.restore.reading.stored import overview_of
@@ -93,3 +94,39 @@ def refuse_other_prefix(store: Store, place: CheckpointPlace) -> None:
         with contextlib.suppress(HoldfastError):  # it is damaged, and none can load it
             stored = form_in(read_values(from_manifest(store, manifest), 0)).prefix
         refuse_prefix(stored, place)
+
+
+def newest_step(root: str) -> int:
+    """The step of the newest checkpoint of a root; -1 where there is none."""
+    store = open_store(root)
+    if not is_root(store):
+        return -1
+    return max((one.step for one in overview_of(store).lineage), default=-1)
+
+
+#: The roots that this process has loaded from or saved to.
+_known: set[str] = set()
+
+
+def note_known(root: str) -> None:
+    """Note that this process has loaded from a root: its next save there goes on."""
+    _known.add(root)
+
+
+def warn_if_begun_anew(root: str, step: int) -> None:
+    """Emit Warned at the first save of this process if the root has later steps, none of which was
+    loaded: a program that looks for the files of DCP finds none here, and trains from the start.
+    """
+    if root in _known:
+        return
+    _known.add(root)
+    newest = newest_step(root)
+    if newest >= step:
+        emit(
+            Warned(
+                message=f"step {step} is saved in {root}, which has step {newest}, and this "
+                "process has loaded nothing from there: the run began anew. If it was to go on, "
+                "stop it and load the newest step first. torchtitan looks for the folders of DCP "
+                f"and needs initial_load_path={root!r} with initial_load_model_only=False"
+            )
+        )

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast.dcp.checkpoint_ids import CheckpointPlace, place_below, refuse_prefix
+from holdfast.dcp.checkpoint_ids import CheckpointPlace, note_known, place_below, refuse_prefix
 from holdfast.dcp.stored_dict import StoredDict, dtype_of
 from holdfast.errors import FormatError, NotFound, RestoreError
 from holdfast.format import values as codec
@@ -92,6 +92,7 @@ class Reader(StorageReader):
         stored = self._stored = StoredDict(reader)
         if self.step == self._place.step:
             refuse_prefix(stored.form.prefix, self._place)
+        note_known(self.root)
         described = _DescribedItems(stored, reader)
         paths = {name: path for name, (path, _) in stored.items.items()}
         return Metadata(described, planner_data=paths)

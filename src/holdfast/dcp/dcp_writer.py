@@ -19,8 +19,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.catalogue import is_root
-from holdfast.dcp.checkpoint_ids import CheckpointPlace, place_below, refuse_other_prefix
+from holdfast.dcp.checkpoint_ids import (
+    CheckpointPlace,
+    newest_step,
+    place_below,
+    refuse_other_prefix,
+    warn_if_begun_anew,
+)
 from holdfast.dcp.dcp_reader import Reader
 from holdfast.dcp.forms import DictForm, PlanItem, form_of
 from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
@@ -32,7 +37,6 @@ from holdfast.oneshot import save_described
 from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.arguments import duration_s, step_number
 from holdfast.policy.when import Keep
-from holdfast.restore.reading.stored import overview_of
 from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store
 from holdfast.world import TorchWorld, World, refuse_rank_without_group
@@ -165,19 +169,14 @@ class Writer(StorageWriter):
             refuse_other_prefix(open_store(self.root), place)
         is_apart = not values <= self._own_items.keys()
         form = form_of(items, is_apart=is_apart, prefix=place.prefix)
-        step = self._newest_step() + 1 if place.step is None else place.step
+        step = newest_step(self.root) + 1 if place.step is None else place.step
+        if self._staged is None:
+            warn_if_begun_anew(self.root, step)
         meeting = uuid.uuid4().hex
         return [
             replace(one, storage_data=_Ticket(meeting, rank, len(plans), step, form))
             for rank, one in enumerate(plans)
         ]
-
-    def _newest_step(self) -> int:
-        """The step of the newest checkpoint; -1 where there is none."""
-        store = open_store(self.root)
-        if not is_root(store):
-            return -1
-        return max((one.step for one in overview_of(store).lineage), default=-1)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """See torch, which calls it: everything is durable, and published, when it returns.

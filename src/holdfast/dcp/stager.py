@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.save_turns import StepBegan
-from holdfast.dcp.checkpoint_ids import CheckpointPlace, refuse_other_prefix
+from holdfast.dcp.checkpoint_ids import CheckpointPlace, refuse_other_prefix, warn_if_begun_anew
 from holdfast.dcp.dcp_writer import Writer, place_of_next
 from holdfast.dcp.forms import form_of
 from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
@@ -203,6 +203,7 @@ class _Session:
 
         def tell() -> bytes:
             refuse_other_prefix(store, place)
+            warn_if_begun_anew(place.root, step)
             earlier = [one for one in overview_of(store).lineage if one.step < step]
             parent: Generation | None = max(
                 earlier, key=lambda one: (one.step, one.incarnation), default=None

@@ -7,10 +7,10 @@ in it the elements lie is looked up when a range of it is first read: planning o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import add, gt
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import Box
@@ -36,11 +36,13 @@ MAX_RANKS_SHOWN = 1 << 16
 #: The files of one save, and of most copies, are written within so many seconds.
 LATER_S = 60.0
 _INT = frozenset((int,))
+#: Boxes are known by what they were made of, for so many.
+_MAX_ALIKE = 1 << 16
+_PLACE = ("offset", "length", "relative_path")
 _FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """Where one item of a checkpoint lies."""
 
     file: str
@@ -86,12 +88,15 @@ class _DcpDirectory:
         self._notes: list[str] = []
         #: The number of the image of each rank that has files.
         self._images: dict[int, int] = {}
+        #: Boxes by the identity of what they were made of, which is kept.
+        self._boxes: dict[tuple[int, int, tuple[int, ...]], tuple[Any, Any, Box]] = {}
+        self._alike: dict[Box, Box] = {}
 
     def read(self, is_nested: bool) -> DcpTree:
         fields = self._metadata()
         described = self._dictionary(fields, "state_dict_metadata")
         paths = fields.get("planner_data")
-        items = dict(self._items(self._dictionary(fields, "storage_data")))
+        items = self._items(self._dictionary(fields, "storage_data"))
         missing = self._missing_files(items)
         self._note_later({item.file for item in items.values()} - missing)
         there = {item.rank for item in items.values() if item.file not in missing}
@@ -138,9 +143,10 @@ class _DcpDirectory:
             raise self._error(f"its {name} is no dictionary")
         return found
 
-    def _items(self, storage: dict[Any, Any]) -> Iterator[tuple[tuple[Any, ...], _Item]]:
-        """(name, offset in the leaf or None) of every item, and where it lies."""
+    def _items(self, storage: dict[Any, Any]) -> dict[tuple[Any, ...], _Item]:
+        """Where every item lies, by its name and its offset in the leaf, or None."""
         places: dict[Any, tuple[str, int]] = {}
+        items: dict[tuple[Any, ...], _Item] = {}
         for key, info in storage.items():
             is_known = isinstance(info, Record) and info.kind == "_StorageInfo"
             is_index = type(key) is tuple and len(key) == 4 and key[0] == "MetadataIndex"
@@ -152,14 +158,18 @@ class _DcpDirectory:
                     f"{key[1]!r:.200} was written through extensions "
                     f"({where['transform_descriptors']!s:.60}), which can't be read yet"
                 )
-            offset, size = where.get("offset"), where.get("length")
+            offset, size, path = map(where.get, _PLACE)
             if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
                 raise self._error(f"{key[1]!r:.200} lies at no place of a file")
-            path = where.get("relative_path")
             found = places.get(path) if type(path) is str else None
             if found is None:
                 found = places[path] = self._file(path)
-            yield (key[1], key[2]), _Item(found[0], offset, size, found[1])
+            items[key[1], key[2]] = _Item(found[0], offset, size, found[1])
+        if len(items) < len(storage):  # torch tells them apart by name and offset alone, too
+            raise self._error(
+                f"{len(storage) - len(items)} items are there twice, at two places: of two saves"
+            )
+        return items
 
     def _file(self, path: object) -> tuple[str, int]:
         """The name of a file that items lie in, and the rank that wrote it."""
@@ -225,21 +235,32 @@ class _DcpDirectory:
             item = items.get((name, box.start))
             if item is None and len(chunks) == 1:
                 item = items.get((name, None))
-            if item is not None and not item.size_bytes:
+            if item is None:
+                continue
+            file, offset, size, rank = item
+            if not size:
                 raise self._error(f"{name!r:.200} lies in an item of 0 bytes")
-            if item is not None and item.file not in missing:
-                extent = Extent(item.file, item.offset, None, item.size_bytes)
-                parts.append(StoredBox(box, extent, self._images[item.rank]))
+            if file not in missing:
+                extent = Extent(file, offset, None, size)
+                parts.append(StoredBox(box, extent, self._images[rank]))
         return ForeignLeaf(TORCH_NAMES[dtype.name], shape, tuple(parts))
 
     def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:
+        """The box of a shard; one object for all that are alike, as those of layers are."""
         fields = chunk.fields if isinstance(chunk, Record) else {}
         start, sizes = fields.get("offsets"), fields.get("sizes")
+        # By identity, which costs no look at them: alike ones of a run of records are one object.
+        key = id(start), id(sizes), shape
+        if key in self._boxes:
+            return self._boxes[key][2]
         if not (_is_shape(start) and _is_shape(sizes)) or {len(start), len(sizes)} != {len(shape)}:
             raise self._error(f"{name!r:.200} has a chunk without offsets and sizes")
         box = Box(start, tuple(map(add, start, sizes)))
         if any(map(gt, box.stop, shape)) and not box.is_empty:
             raise self._error(f"{name!r:.200} has a chunk outside of its shape {shape}")
+        box = self._alike.setdefault(box, box)
+        if len(self._boxes) < _MAX_ALIKE:
+            self._boxes[key] = (start, sizes, box)
         return box
 
     def _object(self, name: str, item: _Item) -> Any:

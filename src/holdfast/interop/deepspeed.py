@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from msgspec.structs import replace
+
 from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
-from holdfast.geometry.box import ITEMSIZE, Box, flat_boxes
+from holdfast.geometry.box import Box
 from holdfast.interop import deepspeed_tags as tags
 from holdfast.interop.arrange import MODEL
+from holdfast.interop.deepspeed_files import TagFiles, named_options
 from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups
+from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
 from holdfast.interop.parameter_partition import (
     PartitionError,
@@ -28,14 +31,14 @@ from holdfast.interop.parameter_partition import (
     partition_cuts,
 )
 from holdfast.interop.pickle_records import Record, TensorRef
+from holdfast.interop.rank_copies import RankCopies
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.tensor_ranks import INFO, TensorRanks
-from holdfast.interop.torch_files import TorchFile, Tree, open_torch_file
 
 #: The masters of fp16 without ZeRO, in the dictionary of its optimizer.
 _MASTERS = frozenset(("fp32_groups", "fp32_groups_flat"))
-#: Of the element types that a count of steps has.
-_CODES = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
+#: What hyperparameters may be that all ranks have alike.
+_OPTIONS = (int, float, str, tuple, list, type(None), TensorRef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,78 +77,70 @@ def _step(main: Mapping[str, Any]) -> int | None:
 
 class _Checkpoint:
     def __init__(self, files: SourceFiles, tag: str) -> None:
-        self._files, self._tag = files, tag
-        names = [name.removeprefix(tag) for name in files.names() if name.startswith(tag)]
-        self._names = set(names)
+        self._files = TagFiles(files, tag)
+        names = self._files.names
         self._is_staged = any(map(tags.LAYER.fullmatch, names))
-        self._refuse_parallel(names)
+        self._is_universal = any(map(tags.ATOM.fullmatch, names))
+        self._refuse_parallel()
         #: The optimizer files of each tensor-parallel rank, by their data-parallel ranks.
         self._optimizers: dict[int, dict[int, str]] = {}
-        for found in filter(None, map(tags.OPTIMIZER.fullmatch, names)):
-            self._optimizers.setdefault(int(found[2]), {})[int(found[1])] = found[0]
-        models = [found for found in map(tags.MODEL.fullmatch, names) if found]
-        self._partitioned = {int(m[1]): m[0] for m in models if m[1] is not None and not int(m[2])}
-        #: The model's file of each tensor-parallel rank.
-        self._mains = {int(m[2]): m[0] for m in models if m[1] and not int(m[1])}
-        self._mains |= {int(m[2]): m[0] for m in models if m[1] is None}
+        for (data_rank, rank), name in self._files.numbered(tags.OPTIMIZER).items():
+            self._optimizers.setdefault(rank, {})[data_rank] = name
+        #: The model's files of each tensor-parallel rank: of ZeRO-3 those of data-parallel ranks.
+        self._models: dict[int, dict[int, str]] = {}
+        for (data_rank, rank), name in self._files.numbered(tags.MODEL).items():
+            self._models.setdefault(rank, {})[data_rank] = name
+        self._is_partitioned = any(max(some) >= 0 for some in self._models.values())
+        for some in self._models.values():  # the universal form has both for its readers
+            if self._is_partitioned and -1 in some and not self._is_universal:
+                raise self._files.error(
+                    some[-1], "there are files of ZeRO-3, too: files of two saves are mixed"
+                )
+        self._mains = {
+            rank: some[min(some)] for rank, some in self._models.items() if {0, -1} & some.keys()
+        }
         self._main = self._mains.get(0)
         self._degree = 1 + max((*self._optimizers, *self._mains), default=0)
+        self._copies = RankCopies(files)
         self._notes: list[str] = []
         #: Why the optimizer cannot be taken: without a part of its state it is another.
         self._unfit: list[str] = []
-        self._opened: dict[str, TorchFile] = {}
 
-    def _refuse_parallel(self, names: list[str]) -> None:
-        if any(tags.EXPERT.fullmatch(name) for name in names):
+    def _refuse_parallel(self) -> None:
+        if any(map(tags.EXPERT.fullmatch, self._files.names)):
             raise UsageError("DeepSpeed checkpoints with expert files can't be read yet")
-        if self._is_staged and any(map(tags.ATOM.fullmatch, names)):
+        if self._is_staged and self._is_universal:
             raise UsageError("the universal form of DeepSpeed's pipelines can't be read yet")
-
-    def _error(self, name: str, why: str) -> ForeignFormatError:
-        where = self._files.where(self._tag + name)
-        return ForeignFormatError(f"{where}: {why}", path=where, offset=0)
-
-    def _open(self, name: str) -> TorchFile:
-        if name not in self._opened:
-            self._opened[name] = open_torch_file(self._files, self._tag + name)
-        return self._opened[name]
-
-    def _value(self, name: str) -> dict[str, Any]:
-        value = self._open(name).value
-        if not isinstance(value, dict):
-            raise self._error(name, "it holds no dictionary of a state")
-        return value
 
     @property
     def main(self) -> dict[str, Any] | None:
         """What the file of the model says; None where there is none."""
-        return None if self._main is None else self._value(self._main)
+        return None if self._main is None else self._files.value(self._main)
 
     def read(self) -> DeepSpeedState:
         if self._main is None:
-            raise self._error("mp_rank_00_model_states.pt", "it is not there")
-        main = self._value(self._main)
-        trees = [self._tree(name) for name in self._model_files()]
+            raise self._files.error(self._main_name(0), "it is not there")
+        main = self._files.value(self._main)
+        names = self._model_files(main)
+        trees = [self._files.tree(name) for name in names]
         ranks = self._tensor_ranks(main)
         tree = trees[0]
         rest = {k: v for k, v in tree.items() if k not in tags.DESCRIBING and v is not None}
-        local = [self._shapes(name) for name in self._model_files()]
+        local = [self._shapes(name) for name in names]
         shapes = merged_groups(local) if self._is_staged else local[0]
         model = self._module(trees, shapes, ranks)
-        atoms = sorted(m[1] for name in self._names if (m := tags.ATOM.fullmatch(name)))
+        self._compare(trees, rest, main)
         optimizer: dict[str, Any] | None = tree.get("optimizer")
-        if atoms:
-            optimizer = self._universal(model, shapes, rest, atoms)
+        if self._is_universal:
+            optimizer = self._universal(model, shapes, rest)
         elif self._optimizers:
             optimizer = self._zero(model, shapes, local, rest, main, ranks)
         elif shapes:
-            raise self._error(
+            raise self._files.error(
                 self._main, "it is of a ZeRO checkpoint, and no rank's optimizer file is there"
             )
         elif optimizer is not None:
             self._refuse_numbered(optimizer)
-        if self._partitioned:
-            self._frozen(model, main)
         for name, source in (main.get("shared_params") or {}).items():
             if source in model:
                 model[name] = model[source]
@@ -169,17 +164,42 @@ class _Checkpoint:
         self, trees: list[dict[str, Any]], shapes: Shapes, ranks: TensorRanks | None
     ) -> dict[str, Any]:
         """What the files of the model and its layers have of it: copies of 16 bits, perhaps."""
+        masters = {name for group in shapes for name in group}
         if self._is_staged:
-            wanted = [name for group in shapes for name in group]
-            wanted += chain(*(one.get("buffer_names") or () for one in trees))
-            return layers_in(self._names, self._tree, wanted, self._notes)
-        modules = [one.get("module") or {} for one in trees]
-        model = dict(modules[0])
+            wanted = [*masters, *chain(*(one.get("buffer_names") or () for one in trees))]
+            return layers_in(self._files.names, self._files.tree, wanted, self._notes)
+        modules = [dict(_module_of(one)) for one in trees]
+        if self._is_partitioned:
+            for rank, module in enumerate(modules):
+                self._add_frozen(module, rank, masters)
         if ranks is not None:
-            masters = {name for group in shapes for name in group}
-            buffers = trees[0].get("buffer_names")
-            self._notes += ranks.join_module(model, modules, masters, buffers)
-        return model
+            ranks.join_module(modules[0], modules, masters, trees[0].get("buffer_names"))
+        return modules[0]
+
+    def _compare(
+        self, trees: list[dict[str, Any]], rest: Mapping[str, Any], main: Mapping[str, Any]
+    ) -> None:
+        """Note the values and buffers that ranks have otherwise than the first, whose are taken."""
+        files = [name for rank in range(self._degree) for name in self._models[rank].values()]
+        have = dict(zip(self._model_files(main), trees, strict=True))
+        every = [have.get(name) or self._files.tree(name) for name in files]
+        buffers = set(trees[0].get("buffer_names") or ())
+        held = [
+            {
+                f"the buffer {k:.200}": v
+                for k, v in (one.get("module") or {}).items()
+                if k in buffers
+            }
+            | {f"{k:.200} of the client state": v for k, v in one.items() if k in rest}
+            for one in every
+        ]
+        self._note_differing(held, self._mains[0])
+
+    def _note_differing(self, values: list[dict[str, Any]], taken: str) -> None:
+        self._notes += [
+            f"{what} is not the same on all ranks: that of {taken} is taken"
+            for what in self._copies.differing(values)
+        ]
 
     def _refuse_numbered(self, optimizer: Mapping[str, Any]) -> None:
         """Note why an optimizer without ZeRO is left out, where it is."""
@@ -194,38 +214,34 @@ class _Checkpoint:
 
     # ── tensor-parallel ranks and stages ─────────────────────────────────────────────────
 
-    def _model_files(self) -> list[str]:
+    def _model_files(self, main: Mapping[str, Any]) -> list[str]:
         """The model's file of each tensor-parallel rank, of which a shard would look whole."""
-        degree = max(self._degree, model_ranks(self.main or {}))
+        degree = max(self._degree, model_ranks(main))
         for rank in range(degree):
             if rank not in self._mains:
-                name = f"mp_rank_{rank:02d}_model_states.pt"
-                raise self._error(name, f"it is not there, of {degree} ranks' files")
+                name = self._main_name(rank)
+                raise self._files.error(name, f"it is not there, of {degree} ranks' files")
         return [self._mains[rank] for rank in range(self._degree)]
+
+    def _main_name(self, rank: int) -> str:
+        part = "zero_pp_rank_0_" if self._is_partitioned else ""
+        return f"{part}mp_rank_{rank:02d}_model_states.pt"
 
     def _tensor_ranks(self, main: Mapping[str, Any]) -> TensorRanks | None:
         """What the file says of several tensor-parallel ranks; None for one, and for stages."""
         if self._degree == 1:
             return None
-        if self._partitioned and not any(map(tags.ATOM.fullmatch, self._names)):
-            raise UsageError(
-                "DeepSpeed checkpoints of ZeRO-3 on several model-parallel ranks can't be read "
-                "yet: give their universal form, which DeepSpeed's ds_to_universal makes"
-            )
-        for name in self._model_files():
-            if self._value(name).get("global_steps") != main.get("global_steps"):
-                raise self._error(name, "its global_steps are of another save")
-        where = self._files.where(self._tag + self._mains[0])
+        for name in self._model_files(main):
+            if self._files.value(name).get("global_steps") != main.get("global_steps"):
+                raise self._files.error(name, "its global_steps are of another save")
+        where = self._files.where(self._mains[0])
         return None if self._is_staged else TensorRanks(main.get(INFO), self._degree, where)
-
-    def _tree(self, name: str) -> Any:
-        return Tree(self._open(name)).value()
 
     def _shapes(self, name: str) -> Shapes:
         try:
-            return group_shapes(self._value(name))
+            return group_shapes(self._files.value(name))
         except PartitionError as error:
-            raise self._error(name, str(error)) from None
+            raise self._files.error(name, str(error)) from None
 
     # ── ZeRO ─────────────────────────────────────────────────────────────────────────────
 
@@ -239,10 +255,10 @@ class _Checkpoint:
                 some = self._optimizers[min(self._optimizers)]
                 like = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", some[min(some)])
                 name = re.sub(r"mp_rank_[0-9]+", f"mp_rank_{tensor_rank:02d}", like)
-                raise self._error(name, f"it is not there, of {count} ranks' files")
+                raise self._files.error(name, f"it is not there, of {count} ranks' files")
         extra = [rank for rank in there if rank >= count]
         if extra:
-            raise self._error(
+            raise self._files.error(
                 there[min(extra)],
                 f"{count} ranks wrote this checkpoint; the file is of another one",
             )
@@ -263,7 +279,7 @@ class _Checkpoint:
         counts = state.get("partition_count")
         counts = counts if isinstance(counts, list) else [counts]
         if not counts or any(type(one) is not int or one < 1 for one in counts):
-            raise self._error(first, "it does not say over how many ranks it is cut")
+            raise self._files.error(first, "it does not say over how many ranks it is cut")
         if len(set(counts)) > 1:
             raise UsageError("DeepSpeed checkpoints with groups of experts can't be read yet")
         names = [self._ranks(counts[0], rank) for rank in range(self._degree)]
@@ -273,27 +289,36 @@ class _Checkpoint:
         self._refuse_mixed([*chain(*names)], [*chain(*states)], key)
         inner = state[key]
         parts: dict[tuple[str, str], list[StoredBox]] = {}
+        copies: dict[tuple[str, str], list[StoredBox]] = {}
         dtypes: dict[tuple[str, str], str] = {}
         all_shapes = {name: shape for group in shapes for name, shape in group.items()}
         groups = [[*group] for group in shapes]
         if ranks and any([[*group] for group in one] != groups for one in local):
-            raise self._error(first, "the tensor-parallel ranks have other parameters")
+            raise self._files.error(first, "the tensor-parallel ranks have other parameters")
         joined = {} if ranks is None else ranks.join_groups(local)
         for rank, (files, some_states) in enumerate(zip(names, states, strict=True)):
             found_parts = self._flat_parts(files, some_states, key, local[rank], rank)
             for (name, kind), (dtype, boxes) in found_parts.items():
                 if name in joined:
+                    copies.setdefault((name, kind), []).extend(
+                        joined[name].place_copies(boxes, dtype, rank)
+                    )
                     boxes = [*joined[name].place(boxes, dtype, rank)]
                 if dtypes.setdefault((name, kind), dtype) != dtype:
-                    raise self._error(files[0], f"{name!r:.200} has another element type here")
+                    raise self._files.error(files[0], f"{name!r:.200} is of another type here")
                 parts.setdefault((name, kind), []).extend(boxes)
         all_shapes |= {name: one.shape for name, one in joined.items()}
         self._require_held(first, all_shapes, {name for name, kind in parts if not kind})
         found: dict[str, dict[str, Any]] = {}
         for (name, kind), boxes in parts.items():
-            leaf = ForeignLeaf(dtypes[name, kind], all_shapes[name], tuple(boxes))
+            leaf = ForeignLeaf(
+                dtypes[name, kind],
+                all_shapes[name],
+                tuple(boxes),
+                tuple(copies.get((name, kind), ())),
+            )
             if sum(part.box.volume for part in boxes) != math.prod(all_shapes[name]):
-                raise self._error(first, f"{name!r:.200} is not covered by the ranks' files")
+                raise self._files.error(first, f"{name!r:.200} is not covered by the ranks' files")
             if kind:
                 found.setdefault(name, {})[kind] = leaf
             else:
@@ -305,7 +330,7 @@ class _Checkpoint:
             for group in inner["param_groups"]
         ]
         self._add_steps(found, first, inner, shapes)
-        return {"state": found, "param_groups": _options(inner["param_groups"], groups)}
+        return {"state": found, "param_groups": named_options(inner["param_groups"], groups)}
 
     def _flat_parts(
         self,
@@ -339,16 +364,20 @@ class _Checkpoint:
                         else mapped_cuts(one, number)
                     )
                 except PartitionError as error:
-                    raise self._error(file, str(error)) from None
+                    raise self._files.error(file, str(error)) from None
                 for name, begin, start, count in cuts:
                     if name not in all_shapes:
-                        raise self._error(file, f"{name!r:.200} has no shape in {self._main}")
+                        raise self._files.error(file, f"{name!r:.200} has no shape in {self._main}")
                     for kind, ref in kinds.items():
                         dtype, have = found.setdefault((name, kind), (ref.dtype, []))
                         if dtype != ref.dtype:
-                            raise self._error(file, f"{name!r:.200} is {ref.dtype}, not {dtype}")
+                            raise self._files.error(
+                                file, f"{name!r:.200} is {ref.dtype}, not {dtype}"
+                            )
                         at = start if is_third else sum(box.box.volume for box in have)
-                        have += self._run(file, ref, begin, at, count, all_shapes[name], image)
+                        have += self._files.run(
+                            file, ref, begin, at, count, all_shapes[name], image
+                        )
         return found
 
     def _require_held(
@@ -357,16 +386,16 @@ class _Checkpoint:
         """The copy of 16 bits that the model has of a parameter is never taken for it."""
         for name, shape in shapes.items():
             if math.prod(shape) and name not in held:
-                raise self._error(file, f"{name!r:.200} is in no flat group of the ranks' files")
+                raise self._files.error(file, f"{name!r:.200} is in no flat group of the ranks")
 
     def _zero_state(self, name: str) -> dict[str, Any]:
-        state = self._value(name).get("optimizer_state_dict")
+        state = self._files.value(name).get("optimizer_state_dict")
         if not isinstance(state, dict):
-            raise self._error(name, "it holds no state of an optimizer of ZeRO")
+            raise self._files.error(name, "it holds no state of an optimizer of ZeRO")
         key = "optimizer_state_dict" if "fp32_flat_groups" in state else "base_optimizer_state"
         inner = state.get(key)
         if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
-            raise self._error(
+            raise self._files.error(
                 name, "its optimizer has no state and groups, as with elastic_checkpoint"
             )
         return state
@@ -391,51 +420,45 @@ class _Checkpoint:
                 )
         return found
 
-    def _run(
-        self,
-        file: str,
-        ref: Any,
-        begin: int,
-        start: int,
-        count: int,
-        shape: tuple[int, ...],
-        rank: int,
-    ) -> list[StoredBox]:
-        """Elements ``start`` on of a parameter, which lie from ``begin`` on in a flat tensor."""
-        if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.strides != (1,):
-            raise self._error(file, "a flat group that is no row of elements")
-        if begin + count > ref.shape[0] or start + count > math.prod(shape):
-            raise self._error(file, f"{count} elements from {begin} on are not in its flat group")
-        extent = replace(self._open(file).place(ref), strides=None)
-        at, found = extent.offset + begin * ITEMSIZE[ref.dtype], []
-        for box in flat_boxes(shape, start, start + count):
-            found.append(StoredBox(box, replace(extent, offset=at), rank))
-            at += box.volume * ITEMSIZE[ref.dtype]
-        return found
-
     def _refuse_mixed(self, names: list[str], states: list[dict[str, Any]], key: str) -> None:
-        """Ranks of one save are at one step, with the same hyperparameters."""
+        """Ranks of one save are at one step, with the same hyperparameters. Other single values
+        that are not the same on all ranks are no state of a parameter, which has one of each.
+        """
         marks = []
         for name, state in zip(names, states, strict=True):
             inner = state[key]
-            steps = {
-                number: self._single(name, some["step"])
+            singles = {
+                (number, kind): self._files.single(name, value)
                 for number, some in inner["state"].items()
-                if isinstance(some, dict) and "step" in some
+                for kind, value in (some.items() if isinstance(some, dict) else ())
+                if not isinstance(value, TensorRef) or value.shape == ()
             }
+            steps = [value for (_, kind), value in singles.items() if kind == "step"]
             options = [
-                {k: v for k, v in group.items() if type(v) in (int, float, bool, str, tuple)}
+                {
+                    k: self._files.single(name, v)
+                    for k, v in group.items()
+                    if k != "params" and isinstance(v, _OPTIONS)
+                }
                 for group in inner["param_groups"]
             ]
-            marks.append((steps, options))
-        for name, mark in zip(names, marks, strict=True):
-            if mark != marks[0]:
-                raise self._error(
+            marks.append((steps, options, singles))
+        first_steps, first_options, first_singles = marks[0]
+        for name, (steps, options, singles) in zip(names, marks, strict=True):
+            if (steps, options) != (first_steps, first_options):
+                raise self._files.error(
                     name,
-                    f"its steps are {[*mark[0].values()]!s:.60}, those of {names[0]} "
-                    f"{[*marks[0][0].values()]!s:.60}, or hyperparameters differ: files of two "
-                    "saves are mixed",
+                    f"its steps are {steps!s:.60}, those of {names[0]} {first_steps!s:.60}, or "
+                    "hyperparameters differ: files of two saves are mixed",
                 )
+            if singles != first_singles:
+                kinds = {kind for _, kind in dict(singles.items() ^ first_singles.items())}
+                self._unfit.append(
+                    f"{min(map(str, kinds)):.100} in {name} is a single value, and not that of "
+                    f"{names[0]}: which a parameter of both has is not stored"
+                )
+        scalers = [{"the loss scaler": state.get("loss_scaler")} for state in states]
+        self._note_differing(scalers, names[0])
 
     def _compare_steps(self, name: str, inner: Mapping[str, Any], main: Mapping[str, Any]) -> None:
         """Note an optimizer that has not taken the steps of the model: it may be of another save,
@@ -445,26 +468,13 @@ class _Checkpoint:
         if type(steps) is not int or type(skipped) is not int:
             return
         for some in inner["state"].values():
-            taken = self._number(name, some.get("step")) if isinstance(some, dict) else None
+            taken = self._files.number(name, some.get("step")) if isinstance(some, dict) else None
             if taken is not None and taken != steps - skipped:
                 self._notes.append(
                     f"the optimizer in {name} has taken {taken:g} steps, {self._main} says "
                     f"{steps - skipped}: files of two saves may be mixed"
                 )
                 return
-
-    def _number(self, name: str, value: Any) -> float | None:
-        if isinstance(value, TensorRef) and value.shape == () and value.dtype in _CODES:
-            raw = bytes.fromhex(self._single(name, value))
-            return float(struct.unpack(_CODES[value.dtype], raw)[0])
-        return value if type(value) in (int, float) else None
-
-    def _single(self, name: str, value: Any) -> Any:
-        """The bytes of a tensor with one element, or a plain value."""
-        if not isinstance(value, TensorRef) or value.shape != ():
-            return value
-        extent = self._open(name).place(value)
-        return self._files.read(extent.file, extent.offset, ITEMSIZE[value.dtype]).hex()
 
     def _add_steps(
         self,
@@ -478,7 +488,7 @@ class _Checkpoint:
             for kind, value in (inner["state"].get(number) or {}).items():
                 for name in group:
                     if isinstance(value, TensorRef) and value.shape == ():
-                        extent = replace(self._open(file).place(value), strides=None)
+                        extent = replace(self._files.open(file).place(value), strides=None)
                         part = StoredBox(Box((), ()), extent)
                         found.setdefault(name, {})[kind] = ForeignLeaf(value.dtype, (), (part,))
                     elif not isinstance(value, TensorRef):
@@ -488,108 +498,59 @@ class _Checkpoint:
         if isinstance(state.get("loss_scaler"), Record):
             rest.setdefault("loss_scaler", state["loss_scaler"])
 
-    def _frozen(self, model: dict[str, Any], main: Mapping[str, Any]) -> None:
-        """Parameters without a gradient after ZeRO-3: every rank's model file has a run of each."""
-        frozen = main.get("frozen_param_shapes") or {}
-        count = 1 + max(self._partitioned)
-        if missing := sorted(set(range(count)) - self._partitioned.keys()):
-            raise self._error(
-                f"zero_pp_rank_{missing[0]}_mp_rank_00_model_states.pt", "it is not there"
-            )
-        ranks = len(self._optimizers.get(0, {}))
-        if ranks and count != ranks:
-            name = f"zero_pp_rank_{count}_mp_rank_00_model_states.pt"
-            raise self._error(name, f"it is not there, of {ranks} ranks' files")
-        for name, shape in frozen.items():
+    def _add_frozen(self, module: dict[str, Any], tensor_rank: int, masters: set[str]) -> None:
+        """Add parameters without a gradient after ZeRO-3: every data-parallel rank's model file
+        has a run of each. What is elsewhere, or tied, has a placeholder, which is removed.
+        """
+        files = {n: name for n, name in self._models[tensor_rank].items() if n >= 0}
+        if not files:
+            return
+        count = 1 + max(files)
+        some = files[min(files)]
+        main = self._files.value(some)
+        optimizers = self._optimizers.get(tensor_rank, {})
+        ranks = 1 + max(optimizers, default=-1)
+        wanted = [(some, rank) for rank in range(max(count, ranks)) if rank not in files]
+        if optimizers:
+            wanted += [(optimizers[min(optimizers)], rank) for rank in range(ranks, count)]
+        if wanted:
+            name = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{wanted[0][1]}", wanted[0][0])
+            raise self._files.error(name, "it is not there, or others are of another save")
+        for file in files.values():
+            if self._files.value(file).get("global_steps") != main.get("global_steps"):
+                raise self._files.error(file, "its global_steps are of another save")
+        for name, shape in (main.get("frozen_param_shapes") or {}).items():
             boxes, dtype = [], ""
-            for rank in range(count):
-                file = self._partitioned[rank]
-                state = self._value(file)
-                if state.get("global_steps") != main.get("global_steps"):
-                    raise self._error(file, "its global_steps are of another save")
-                ref = (state.get("frozen_param_fragments") or {}).get(name)
-                for _, begin, start, some in partition_cuts({name: shape}, rank, count):
-                    boxes += self._run(file, ref, begin, start, some, shape, 0)
+            for rank, file in sorted(files.items()):
+                ref = (self._files.value(file).get("frozen_param_fragments") or {}).get(name)
+                for _, begin, start, size in partition_cuts({name: shape}, rank, count):
+                    boxes += self._files.run(file, ref, begin, start, size, shape, 0)
                     dtype = getattr(ref, "dtype", "")
-            model[name] = ForeignLeaf(dtype, shape, tuple(boxes))
-        buffers = set(main.get("buffer_names") or ())
-        for name in [n for n, leaf in model.items() if n not in buffers and _is_hollow(leaf)]:
-            del model[name]  # a placeholder: its elements are elsewhere, or it is tied
-
-    # ── the universal form ───────────────────────────────────────────────────────────────
+            module[name] = ForeignLeaf(dtype, shape, tuple(boxes))
+        kept = masters.union(main.get("buffer_names") or ())
+        for name in [n for n, leaf in module.items() if n not in kept and _is_hollow(leaf)]:
+            del module[name]
 
     def _universal(
-        self,
-        model: dict[str, Any],
-        shapes: Shapes,
-        rest: dict[str, Any],
-        atoms: list[str],
+        self, model: dict[str, Any], shapes: Shapes, rest: dict[str, Any]
     ) -> dict[str, Any]:
-        name = "zero/optimizer_state.pt"
-        common = self._value(name) if name in self._names else {}
+        common = common_state(self._files)
         inner = common.get("optimizer_state_dict")
         self._add_scaler(rest, common)
-        found: dict[str, dict[str, Any]] = {}
         steps: dict[str, dict[str, Any]] = {}
-        if isinstance(inner, dict) and "state" in inner:  # not all atoms have steps
+        if isinstance(inner, dict) and "state" in inner:
             singles = {
                 number: {k: v for k, v in some.items() if getattr(v, "shape", ()) == ()}
                 for number, some in inner["state"].items()
             }
-            self._add_steps(steps, name, {"state": singles}, shapes)
-        for parameter, shape in ((n, s) for group in shapes for n, s in group.items()):
-            if parameter not in atoms:
-                raise self._error(f"zero/{parameter}/fp32.pt", "it is not there")
-            if self._degree > 1:
-                shape = self._whole_shape(parameter)
-            model[parameter] = self._atom(parameter, "fp32", shape)
-            kinds = [
-                m[1]
-                for one in sorted(self._names)
-                if (m := re.fullmatch(rf"zero/{re.escape(parameter)}/([^/]+)\.pt", one))
-            ]
-            moments = {k: self._atom(parameter, k, shape) for k in kinds if k != "fp32"}
-            if moments:
-                found[parameter] = {**steps.get(parameter, {}), **moments}
-        if any("step" not in kinds for kinds in found.values()):
-            self._notes.append("some parameters have no step count: their atoms have no step.pt")
-        options = (inner or common).get("param_groups") or []
-        if not options:
-            self._notes.append("hyperparameters are not there: no zero/optimizer_state.pt has them")
-            options = [{"params": [number]} for number in range(len(shapes))]
-        groups = [[n for index in group["params"] for n in shapes[index]] for group in options]
-        return {"state": found, "param_groups": _options(options, groups)}
-
-    def _whole_shape(self, parameter: str) -> tuple[int, ...]:
-        """The shape of a parameter of tensor-parallel ranks, which only its atom has."""
-        name = f"zero/{parameter}/fp32.pt"
-        value = self._open(name).value
-        whole = value.get("param") if isinstance(value, dict) else None
-        if not isinstance(whole, TensorRef):
-            raise self._error(name, "it has no shape, and those of the ranks are of shards")
-        return whole.shape
-
-    def _atom(self, parameter: str, kind: str, shape: tuple[int, ...]) -> Any:
-        name = f"zero/{parameter}/{kind}.pt"
-        value = self._open(name).value
-        if isinstance(value, dict):
-            value = value.get("param")
-        if not isinstance(value, TensorRef):
-            if kind == "step":
-                return value
-            raise self._error(name, "it holds no tensor")
-        wanted = () if kind == "step" else shape
-        if value.shape == (math.prod(wanted),) and value.strides == (1,):
-            parts = self._run(name, value, 0, 0, math.prod(wanted), wanted, 0)
-            return ForeignLeaf(value.dtype, wanted, tuple(parts))
-        if value.shape != wanted:
-            raise self._error(name, f"it has the shape {value.shape}, the model has {wanted}")
-        leaf = Tree(self._open(name)).value()
-        return leaf["param"] if isinstance(leaf, dict) else leaf
+            self._add_steps(steps, COMMON, {"state": singles}, shapes)
+        return read_universal(
+            self._files, model, shapes, steps, self._notes, is_cut=self._degree > 1
+        )
 
 
-def _options(options: list[dict[str, Any]], groups: list[list[str]]) -> list[dict[str, Any]]:
-    return [{**one, "params": names} for one, names in zip(options, groups, strict=True)]
+def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    return tree.get("module") or {}
 
 
 def _is_hollow(leaf: Any) -> bool:

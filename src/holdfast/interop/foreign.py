@@ -7,12 +7,23 @@ makes these values and reads no tensor; ``interop.foreign_store`` shows them as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import ITEMSIZE, Box
-from holdfast.geometry.layout import HolderBoxes, Layout, LeafEntry, merge
+from holdfast.geometry.layout import (
+    REPLICATE,
+    BoxList,
+    Instance,
+    Layout,
+    LeafSpec,
+    Mesh,
+)
+from holdfast.geometry.leaves import Ranks
 from holdfast.geometry.partition import common_elements
 
 #: A strided tensor is cut into boxes that reach over at most so many bytes of the file.
@@ -29,8 +40,7 @@ class StoredSum:
     crc: int
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(msgspec.Struct, frozen=True):
     """Where the elements of a box lie. ``strides`` counts elements; None: row by row without gaps.
 
     ``item_bytes``: not None where a file of its own begins at ``offset``, with the tensor in it;
@@ -44,8 +54,7 @@ class Extent:
     sum: StoredSum | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBox:
+class StoredBox(msgspec.Struct, frozen=True):
     """A box of a leaf and its extent. ``rank``: the number of the image it is shown in."""
 
     box: Box
@@ -55,11 +64,15 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class ForeignLeaf:
-    """One tensor of a checkpoint, with the boxes that files have of it."""
+    """One tensor of a checkpoint, with the boxes that files have of it.
+
+    ``copies``: boxes that other ranks' files have of it too, which should have the same bytes.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[StoredBox, ...]
+    copies: tuple[StoredBox, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +93,43 @@ class ForeignCheckpoint:
     own: tuple[Mapping[str, Any], ...] = ()
 
     def layout(self, where: str) -> Layout:
-        """The layout that the boxes make; ForeignFormatError when two of them overlap."""
-        tables: list[list[LeafEntry]] = [[] for _ in range(self.world)]
+        """The layout that the boxes make; ForeignFormatError when two of them overlap.
+
+        It is that of tables in which each rank declares its boxes. Thousands of ranks have the
+        same boxes of many leaves, which are looked at once.
+        """
+        known: dict[Any, tuple[Instance | BoxList, ...]] = {}
         try:
-            for name, leaf in sorted(self.leaves.items()):
-                for rank, entry in _entries(name, leaf, where):
-                    tables[rank].append(entry)
-            return merge(tables, is_partial=True)
+            return Layout(
+                self.world,
+                tuple(
+                    LeafSpec(
+                        name, leaf.dtype, leaf.shape, "lowest", _instances(name, leaf, where, known)
+                    )
+                    for name, leaf in sorted(self.leaves.items())
+                ),
+            )
         except UsageError as error:
             raise ForeignFormatError(f"{where}: {error}", path=where, offset=0) from None
 
 
-def _entries(name: str, leaf: ForeignLeaf, where: str) -> Iterator[tuple[int, LeafEntry]]:
-    """What each rank declares of a leaf."""
+def _instances(
+    name: str,
+    leaf: ForeignLeaf,
+    where: str,
+    known: dict[Any, tuple[Instance | BoxList, ...]],
+) -> tuple[Instance | BoxList, ...]:
+    """Which rank has which boxes of a leaf. ``known``: by the boxes of leaves before it."""
+    key = leaf.shape, tuple([(id(part.box), part.rank) for part in leaf.parts])
+    if key in known:
+        return known[key]
     whole = Box.whole(leaf.shape)
     some = [part for part in leaf.parts if not part.box.is_empty]
-    if len(some) == 1 and some[0].box == whole:
-        yield some[0].rank, LeafEntry(name, leaf.dtype, leaf.shape, "lowest")
-        return
-    if whole.is_empty:
-        yield (
-            leaf.parts[0].rank if leaf.parts else 0,
-            LeafEntry(name, leaf.dtype, leaf.shape, "lowest"),
-        )
-        return
+    if whole.is_empty or (len(some) == 1 and some[0].box == whole):
+        rank = (some or leaf.parts)[0].rank if leaf.parts else 0
+        alone: Any = rank
+        known.setdefault(alone, (Instance(Mesh((1,), (rank,)), (REPLICATE,)),))
+        return known.setdefault(key, known[alone])
     if twice := common_elements(leaf.shape, [part.box for part in some]):
         raise ForeignFormatError(
             f"{where}: {twice} elements of {name!r:.200} are stored twice, as when shards of two "
@@ -111,12 +137,10 @@ def _entries(name: str, leaf: ForeignLeaf, where: str) -> Iterator[tuple[int, Le
             path=where,
             offset=0,
         )
-    by_rank: dict[int, list[Box]] = {}
-    for part in some:
-        by_rank.setdefault(part.rank, []).append(part.box)
-    for rank, boxes in sorted(by_rank.items()) or [(0, [])]:
-        held = HolderBoxes(tuple(sorted(boxes, key=lambda box: (box.start, box.stop))))
-        yield rank, LeafEntry(name, leaf.dtype, leaf.shape, "lowest", held)
+    ranks: dict[int, Ranks] = {}  # equal sets as one object
+    some.sort(key=lambda part: (part.box.start, part.box.stop))
+    listed = BoxList(tuple((part.box, ranks.setdefault(part.rank, (part.rank,))) for part in some))
+    return known.setdefault(key, (listed,))
 
 
 def tensor_parts(

@@ -10,10 +10,9 @@ storage, which is compared when a read covers all of it, and by a deep check.
 from __future__ import annotations
 
 import functools
-import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +20,29 @@ import msgspec
 import xxhash
 
 from holdfast.catalogue import ROOT, image_path, layout_path, manifest_path
-from holdfast.errors import ForeignFormatError, FormatError, NotFound, StorageError, UsageError
+from holdfast.errors import ForeignFormatError, FormatError, NotFound, StorageError
 from holdfast.format.checksum import checksum, text
-from holdfast.format.image import Image, fill_in, piece_name
+from holdfast.format.image import Image, ImagePlan, fill_in, piece_name, plan_image
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Manifest, Root, needed, seal
-from holdfast.geometry.box import ITEMSIZE, Box
+from holdfast.geometry.box import Box
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout
 from holdfast.interop.dcp import locate
-from holdfast.interop.foreign import Extent, ForeignCheckpoint, StoredSum, is_contiguous
+from holdfast.interop.extent_reader import WINDOW_BYTES, read_extent
+from holdfast.interop.foreign import (
+    Extent,
+    ForeignCheckpoint,
+    ForeignLeaf,
+    StoredBox,
+    StoredSum,
+    is_contiguous,
+)
+from holdfast.interop.rank_copies import RankCopies
 from holdfast.interop.source_files import SourceFiles
-from holdfast.protocol.image_plan import plan_rank
 from holdfast.storage.base import ImageSink, Lock, short_read
 
 #: The manifest shows values up to this size; longer ones are in the images only.
 _SHOWN_BYTES = 1 << 20
-#: Elements of a strided tensor are gathered from windows of the file of this size.
-_WINDOW_BYTES = 4 << 20
-_ELEMENTS_AT_ONCE = 1 << 18
 _INCARNATION = 0
 #: Where the elements of items were found, by leaf and box: of so many.
 _LOCATED = 1 << 14
@@ -84,14 +88,20 @@ class ForeignStore:
         said = self.layout.to_json() + b"".join(self._values)
         self._run_id = run_id or xxhash.xxh3_64_hexdigest(said)[:12]
         self._generation = Generation(_INCARNATION, found.step)
+        attempt = found_attempt(found.format)
+        self._id = AttemptId(_INCARNATION, found.step, attempt, found.world, self.layout.hash)
         self._images: dict[int, list[_Segment]] = {}
-        self._lock = threading.Lock()
+        self._copies = RankCopies(files)
         self._located = functools.lru_cache(_LOCATED)(self._locate)
-        self._boxes = {
-            (part.rank, piece_name(name, leaf.shape, part.box)): (name, leaf.dtype, part)
-            for name, leaf in found.leaves.items()
-            for part in leaf.parts
-        }
+        #: How the names of parts end, and their shapes: the same for those of many leaves.
+        self._ends: dict[tuple[int, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
+        #: Of each image: the leaves in it, sorted by name and then by their boxes.
+        self._parts: list[list[tuple[str, ForeignLeaf, StoredBox]]] = [
+            [] for _ in range(found.world)
+        ]
+        for name, leaf in sorted(found.leaves.items()):
+            for part in sorted(leaf.parts, key=lambda one: one.box.start):
+                self._parts[part.rank].append((name, leaf, part))
         manifest = self._manifest(shared)
         root = Root(run_id=self._run_id)
         self._documents = {
@@ -106,19 +116,18 @@ class ForeignStore:
     def _manifest(self, shared: dict[str, Any]) -> Manifest:
         found, attempt = self.found, found_attempt(self.found.format)
         is_short = len(self._values[0]) <= _SHOWN_BYTES
-        id_ = AttemptId(_INCARNATION, found.step, attempt, found.world, self.layout.hash)
         refs = []
+        zeros = functools.lru_cache(lambda entries: text(checksum(bytes(8 * entries))))
         for rank in range(found.world):
-            image = self._image(rank, id_)
+            image = self._fill_in(rank, self._plan(rank)[0])
             path = image_path(self._generation, attempt, rank)
-            zeros = text(checksum(bytes(8 * image.table_entries)))
             refs.append(
                 ImageRef(
                     path=path,
                     rank=rank,
                     size_bytes=image.size_bytes,
                     header_xxh3=text(checksum(image.header)),
-                    table_xxh3=zeros,
+                    table_xxh3=zeros(image.table_entries),
                 )
             )
         return Manifest(
@@ -140,12 +149,31 @@ class ForeignStore:
         named = {part.extent.file for leaf in leaves for part in leaf.parts}
         return max(map(self._files.changed_s, sorted(named)[:_DATED]), default=0.0)
 
-    def _image(self, rank: int, id_: AttemptId) -> Image:
-        plan, values = plan_rank(self.layout, rank), self._values[min(rank, len(self._values) - 1)]
-        image = fill_in(plan, id_.image_metadata(self._run_id, rank), len(values))
+    def _plan(self, rank: int) -> tuple[ImagePlan, dict[str, tuple[str, str, StoredBox]]]:
+        """As ``plan_rank`` plans an image, whose every piece is a part of one rank: by its name."""
+        items, parts, ends = [], {}, self._ends
+        for name, leaf, part in self._parts[rank]:
+            key = id(part.box), leaf.shape
+            if key not in ends:
+                ends[key] = piece_name("", leaf.shape, part.box), part.box.shape
+            end, shape = ends[key]
+            items.append((name + end, leaf.dtype, shape))
+            parts[name + end] = (name, leaf.dtype, part)
+        return plan_image(items), parts
+
+    def _fill_in(self, rank: int, plan: ImagePlan) -> Image:
+        values = self._values[min(rank, len(self._values) - 1)]
+        return fill_in(plan, self._id.image_metadata(self._run_id, rank), len(values))
+
+    def _segments(self, rank: int) -> list[_Segment]:
+        """What an image consists of: planned again at its first read, as most are never read."""
+        if rank in self._images:
+            return self._images[rank]
+        plan, parts = self._plan(rank)
+        image, values = self._fill_in(rank, plan), self._values[min(rank, len(self._values) - 1)]
         segments = [_Segment(0, image.data_start, image.header)]
         for entry in plan.entries:
-            name, dtype, part = self._boxes[rank, entry.name]
+            name, dtype, part = parts[entry.name]
             start = image.data_start + entry.offset
             segments.append(
                 _Segment(start, start + entry.size_bytes, b"", name, dtype, part.box, part.extent)
@@ -153,8 +181,8 @@ class ForeignStore:
         at = image.data_start + image.values_offset
         segments.append(_Segment(at, at + len(values), values))
         segments.append(_Segment(at + len(values), image.size_bytes))
-        self._images[rank] = [one for one in segments if one.start < one.stop]
-        return image
+        found = [one for one in segments if one.start < one.stop]
+        return self._images.setdefault(rank, found)
 
     # ── the store ────────────────────────────────────────────────────────────────────────
 
@@ -184,7 +212,11 @@ class ForeignStore:
 
     def facts(self, path: str = "") -> list[str]:
         """See ``storage.base``: the inode, size and time of change of every file that is read."""
-        for file in {part.extent.file for one in self.found.leaves.values() for part in one.parts}:
+        for file in {
+            part.extent.file
+            for one in self.found.leaves.values()
+            for part in (*one.parts, *one.copies)
+        }:
             self._files.size_bytes(file)
         return [f"{name} {fact}" for name, fact in sorted(self._files.facts().items())]
 
@@ -215,7 +247,7 @@ class ForeignStore:
         if document is not None:
             buffer[:] = document[offset_bytes : offset_bytes + len(buffer)]
             return
-        segments = self._images[self._sizes[path][0]]
+        segments = self._segments(self._sizes[path][0])
         at = bisect_right(segments, offset_bytes, key=lambda one: one.start) - 1
         stop = offset_bytes + len(buffer)
         while at < len(segments) and segments[at].start < stop:
@@ -233,19 +265,11 @@ class ForeignStore:
         extent = one.extent
         if extent.item_bytes is not None:
             extent = self._located(one.leaf, one.dtype, one.box, extent)
-        strides = extent.strides
-        if strides is None or is_contiguous(one.box.shape, strides):
-            self._files.read_into(extent.file, extent.offset + begin, into)
+        read_extent(self._files, extent, one.box.shape, one.dtype, begin, into)
+        if extent.strides is None or is_contiguous(one.box.shape, extent.strides):
             self._compare(extent, extent.offset + begin, into)
-            return
-        _gather(
-            lambda at, window: self._files.read_into(extent.file, extent.offset + at, window),
-            one.box.shape,
-            strides,
-            ITEMSIZE[one.dtype],
-            begin,
-            into,
-        )
+        if copies := self.found.leaves[one.leaf].copies:
+            self._copies.require_same(one.leaf, one.dtype, one.box, begin, into, copies)
 
     def _compare(self, extent: Extent, at: int, data: memoryview) -> None:
         """Compare bytes that were read with their checksum, if they are all that it is of."""
@@ -278,11 +302,12 @@ class ForeignStore:
                         self._compare_all(extent.file, extent.sum)
                 except FormatError as error:
                     yield str(error)
+        yield from self._copies.faults(self.found.leaves)
 
     def _compare_all(self, file: str, known: StoredSum) -> None:
         crc = 0
-        for start in range(0, known.size_bytes, _WINDOW_BYTES):
-            count = min(_WINDOW_BYTES, known.size_bytes - start)
+        for start in range(0, known.size_bytes, WINDOW_BYTES):
+            count = min(WINDOW_BYTES, known.size_bytes - start)
             crc = zlib.crc32(self._files.read(file, known.offset + start, count), crc)
         if crc != known.crc:
             raise self._changed(file, known)
@@ -342,40 +367,3 @@ class ForeignStore:
 def found_attempt(format_: str) -> str:
     """The name of the attempt that is shown: that of the format."""
     return f"foreign-{format_}"
-
-
-def _gather(
-    read_into: Callable[[int, memoryview], None],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    item: int,
-    begin: int,
-    into: memoryview,
-) -> None:
-    """Fill ``into`` with the bytes from ``begin`` on of a box that lies in a file with strides."""
-    import numpy as np
-
-    if begin % item or len(into) % item:
-        raise UsageError("a strided tensor is read in whole elements")
-    target = np.frombuffer(into, np.uint8).reshape(-1, item)
-    first, stop = begin // item, (begin + len(into)) // item
-    window_elements = max(1, _WINDOW_BYTES // item)
-    for start in range(first, stop, _ELEMENTS_AT_ONCE):
-        count = min(_ELEMENTS_AT_ONCE, stop - start)
-        index = np.unravel_index(np.arange(start, start + count), shape)
-        places = sum(
-            (one * stride for one, stride in zip(index, strides, strict=True)),
-            start=np.zeros(count, np.int64),
-        )
-        order = np.argsort(places, kind="stable")
-        places = places[order]
-        done = 0
-        while done < count:
-            base = int(places[done])
-            upto = int(np.searchsorted(places, base + window_elements, "left"))
-            length = int(places[upto - 1]) + 1 - base
-            window = bytearray(length * item)
-            read_into(base * item, memoryview(window))
-            rows = np.frombuffer(window, np.uint8).reshape(-1, item)
-            target[start - first + order[done:upto]] = rows[places[done:upto] - base]
-            done = upto

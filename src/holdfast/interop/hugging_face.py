@@ -17,6 +17,9 @@ from holdfast.interop.writing.state_tree import MODEL
 from holdfast.restore.reading.reader import CheckpointReader, tensor_of
 from holdfast.rules import Rules
 
+#: Small tensors are read together: many lie in one block, of which the checksum is compared.
+_TOGETHER_BYTES = 64 << 20
+
 
 def state_dict(
     root: str | os.PathLike[str],
@@ -47,10 +50,15 @@ def state_dict(
             )
         reader = LeafReader(opened.checkpoint, saved.leaves)
         tensors: dict[str, Any] = {}
+        wants: list[tuple[str, Box, memoryview]] = []
         for leaf in dict.fromkeys(names.values()):
             known = saved.leaves[leaf]
             memory = bytearray(known.size_bytes)
-            reader.fill([(leaf, Box.whole(known.shape), memoryview(memory))])
+            wants.append((leaf, Box.whole(known.shape), memoryview(memory)))
             tensors[leaf] = tensor_of(memory, known.dtype, known.shape)
+            if sum(len(into) for *_, into in wants) >= _TOGETHER_BYTES:
+                reader.fill(wants)
+                wants = []
+        reader.fill(wants)
         opened.checkpoint.require_unchanged()
     return {name: tensors[leaf] for name, leaf in names.items()}

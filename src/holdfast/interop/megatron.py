@@ -66,7 +66,7 @@ def read_torch_dist(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
             buckets[name] = value
         else:
             model[name] = value
-    common = _common(files, objects)
+    common = _common(files, objects, gathered.notes)
     tree = gathered.tree
     tree[MODEL] = model
     _take_optimizer(common, moments, gathered)
@@ -94,11 +94,20 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _common(files: SourceFiles, objects: dict[str, Any]) -> dict[str, Any]:
+def _common(files: SourceFiles, objects: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """The state that all ranks share: of a file of its own, or of newer writers one of the objects,
     which is taken out of them.
     """
     inside = [name for name in objects if name.partition("/")[0] == _COMMON_OBJECT]
+    if len(inside) > 1:
+        where = files.where(METADATA)
+        raise ForeignFormatError(
+            f"{where} has the common state twice: {inside[0]!r:.100}, {inside[1]!r:.100}",
+            path=where,
+            offset=0,
+        )
+    if inside and COMMON in files.names():
+        notes.append(f"{files.where(COMMON)} is not read: {METADATA} has a common state, too")
     if inside:
         found = _single(objects.pop(inside[0]))
     elif COMMON in files.names():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.catalogue import MANIFESTS, is_root
+from holdfast.collector import paused_collector
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.interop.source_files import SourceFiles
@@ -18,10 +19,11 @@ from holdfast.storage.open import is_bucket, normal_root, open_store, root_aroun
 if TYPE_CHECKING:
     from holdfast.interop.arrange import Orders
     from holdfast.interop.foreign import ForeignCheckpoint
+    from holdfast.interop.foreign_store import ForeignStore
 
 #: In place of a step: all that there are.
 EVERY = "every"
-_SHOWN = 5
+_NOTES = 5
 
 
 def open_source(
@@ -47,8 +49,7 @@ def open_source(
     if not path.exists():
         return open_store(root)
     # Imported here, because it loads numpy: commands on roots of ours must be fast.
-    from holdfast.interop.directories import read_directory, recognize
-    from holdfast.interop.foreign_store import ForeignStore
+    from holdfast.interop.directories import recognize
     from holdfast.interop.steps import ForeignSteps, choose_step, find_steps
 
     files, place = SourceFiles(path), None
@@ -62,17 +63,28 @@ def open_source(
             return ForeignSteps(path, places, notes)
         place = choose_step(path, places, step)
         files = SourceFiles(path / place.name)
-    live = orders() if orders else None
-    found = read_directory(files, format_, live)
-    if found is None:
+    shown = _shown(files, format_, orders() if orders else None)
+    if shown is None:
         return open_store(root)
-    if place is not None and found.step != place.step:
+    if place is not None and shown.found.step != place.step:
         raise UsageError(
             f"{files.path} was found as step {place.step} and says that it is of step "
-            f"{found.step}: give its path"
+            f"{shown.found.step}: give its path"
         )
-    _warn(found.notes, where)
-    return ForeignStore(files, found if live is None else _unwrapped(found, live))
+    _warn(shown.found.notes, where)
+    return shown
+
+
+def _shown(files: SourceFiles, format_: str | None, live: Orders | None) -> ForeignStore | None:
+    """What another writer left there, as a root; None when nothing that is known is."""
+    from holdfast.interop.directories import read_directory
+    from holdfast.interop.foreign_store import ForeignStore
+
+    with paused_collector():  # there may be an object for each shard of each rank
+        found = read_directory(files, format_, live)
+        if found is None:
+            return None
+        return ForeignStore(files, found if live is None else _unwrapped(found, live))
 
 
 def _open_in_bucket(where: str, format_: str | None, orders: Callable[[], Orders] | None) -> Store:
@@ -80,17 +92,14 @@ def _open_in_bucket(where: str, format_: str | None, orders: Callable[[], Orders
     if format_ is None and _is_ours(store):
         return store
     from holdfast.interop.bucket_files import BucketFiles, refuse_steps
-    from holdfast.interop.directories import read_directory
-    from holdfast.interop.foreign_store import ForeignStore
 
     files = BucketFiles(where)
-    live = orders() if orders else None
-    found = read_directory(files, format_, live)
-    if found is None:
+    shown = _shown(files, format_, orders() if orders else None)
+    if shown is None:
         refuse_steps(files)
         return store
-    _warn(found.notes, where)
-    return ForeignStore(files, found if live is None else _unwrapped(found, live))
+    _warn(shown.found.notes, where)
+    return shown
 
 
 def _unwrapped(found: ForeignCheckpoint, live: Orders) -> ForeignCheckpoint:
@@ -134,5 +143,5 @@ def _is_ours(store: Store) -> bool:
 
 def _warn(notes: tuple[str, ...], where: str) -> None:
     if notes:
-        more = f"; and {len(notes) - _SHOWN} more" if len(notes) > _SHOWN else ""
-        emit(Warned(message=f"{where}: {'; '.join(notes[:_SHOWN])}{more}"))
+        more = f"; and {len(notes) - _NOTES} more" if len(notes) > _NOTES else ""
+        emit(Warned(message=f"{where}: {'; '.join(notes[:_NOTES])}{more}"))

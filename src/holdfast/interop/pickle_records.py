@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES
 
@@ -37,8 +39,7 @@ class Opaque:
     offset: int
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """An object of a known class: its name without the module, and its attributes."""
 
     kind: str

@@ -74,6 +74,8 @@ def interpret(
 
 
 _NOTHING = object()
+#: What the key takes that a record becomes: a tuple of four, and its place.
+_KEY_BYTES = sys.getsizeof((None,) * 4) + 64
 _KEYS = frozenset({str, int, float, bool, bytes, type(None), TorchDtype})
 
 
@@ -250,20 +252,26 @@ class _Machine:
         if not isinstance(target, dict):
             raise self.error(f"items for a {type(target).__name__}")
         keys = [self.key(key) for key in items[::2]]
-        before_bytes = sys.getsizeof(target)
+        before_bytes, count = sys.getsizeof(target), len(target) + len(keys)
         target.update(zip(keys, items[1::2], strict=True))
+        if len(target) < count:
+            raise self.error("a dictionary has a key twice, which no writer gives it")
         self.room_bytes -= sys.getsizeof(target) - before_bytes
 
     def key(self, key: Any) -> Any:
         """Refuse what has no hash, or of which so many may have one that reading takes hours."""
         if isinstance(key, Record):
             key = as_key(key)
-            self.charge(sys.getsizeof(key) + 64)
+            self.charge(_KEY_BYTES)
             _, name, offset, index = key
             if type(offset) is tuple:
-                self.check_parts(offset)
+                if id(offset) not in self.runs.known:
+                    self.check_parts(offset)
                 offset = None
-            self.check_parts((name, index, offset))
+            if offset is not None or type(name) is not str or type(index) is not int:
+                self.check_parts((name, index, offset))
+            elif not -MAX_KEY < index < MAX_KEY:
+                self.check_parts((index,))
             self.check_hash(key)
         elif type(key) is tuple:
             self.check_parts(key)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
+from msgspec import structs
+
 from holdfast.errors import ForeignFormatError
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_module
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
@@ -103,7 +105,7 @@ def checkpoint_of(
 
 def _among(leaf: ForeignLeaf, world: int) -> ForeignLeaf:
     """The leaf with its parts shown in the first ``world`` images."""
-    parts = tuple(replace(part, rank=part.rank % world) for part in leaf.parts)
+    parts = tuple(structs.replace(part, rank=part.rank % world) for part in leaf.parts)
     return replace(leaf, parts=parts)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import ITEMSIZE, Box
+from holdfast.geometry.box import Box
 from holdfast.geometry.leaves import MAX_DIMS
+from holdfast.interop.extent_reader import extent_of, row_major
 from holdfast.interop.foreign import ForeignLeaf, StoredBox, tensor_parts
 
 INFO = "universal_checkpoint_info"
@@ -44,24 +45,38 @@ class JoinedPiece:
 
 @dataclass(frozen=True, slots=True)
 class JoinedTensor:
-    """The shape of a tensor, and what each rank has of it that no rank before it has."""
+    """The shape of a tensor, and what each rank has of it that no rank before it has.
+
+    ``copies``: what each rank has that one before it has too.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[tuple[JoinedPiece, ...], ...]
+    copies: tuple[tuple[JoinedPiece, ...], ...]
 
     def place(self, parts: Sequence[StoredBox], dtype: str, rank: int) -> Iterator[StoredBox]:
         """The parts of the shard of a tensor-parallel rank as parts of the whole."""
-        for part in parts:
-            for piece in self.pieces[rank]:
-                common = part.box.intersect(piece.inner)
-                if common is None or common.is_empty:
-                    continue
-                strides = part.extent.strides or _row_major(part.box.shape)
-                skipped = _dot(common.relative_to(part.box).start, strides) * ITEMSIZE[dtype]
-                extent = replace(part.extent, offset=part.extent.offset + skipped, strides=strides)
-                at = common.shift(piece.whole.start).relative_to(piece.inner).start
-                for one in tensor_parts(dtype, common.shape, extent, extent.file):
-                    yield StoredBox(one.box.shift(at), one.extent, part.rank)
+        return _placed(self.pieces[rank], parts, dtype)
+
+    def place_copies(
+        self, parts: Sequence[StoredBox], dtype: str, rank: int
+    ) -> Iterator[StoredBox]:
+        """Those of the parts that a rank before it has too."""
+        return _placed(self.copies[rank], parts, dtype)
+
+
+def _placed(
+    pieces: Sequence[JoinedPiece], parts: Sequence[StoredBox], dtype: str
+) -> Iterator[StoredBox]:
+    for part in parts:
+        for piece in pieces:
+            common = part.box.intersect(piece.inner)
+            if common is None or common.is_empty:
+                continue
+            extent = extent_of(part, common, dtype)
+            at = common.shift(piece.whole.start).relative_to(piece.inner).start
+            for one in tensor_parts(dtype, common.shape, extent, extent.file):
+                yield StoredBox(one.box.shift(at), one.extent, part.rank)
 
 
 class _Names:
@@ -137,9 +152,8 @@ class TensorRanks:
             if len(set(shapes)) > 1:
                 self._refuse(name, f"it should be whole on all ranks, which have {[*shapes]}")
             whole = Box.whole(shapes[0])
-            return JoinedTensor(
-                shapes[0], ((JoinedPiece(whole, whole),), *((),) * (self.degree - 1))
-            )
+            piece, others = (JoinedPiece(whole, whole),), self.degree - 1
+            return JoinedTensor(shapes[0], (piece, *((),) * others), ((), *(piece,) * others))
         if self._maps is not None:
             self._refuse(name, "no map has its name")
         return self._by_lists(name, shapes)
@@ -161,12 +175,12 @@ class TensorRanks:
         if len({leaf.dtype for leaf in leaves}) > 1:
             self._refuse(name, "the ranks have it with different element types")
         joined = self.join(name, [leaf.shape for leaf in leaves])
-        parts = tuple(
-            part
-            for rank, leaf in enumerate(leaves)
-            for part in joined.place(leaf.parts, leaf.dtype, rank)
-        )
-        return ForeignLeaf(leaves[0].dtype, joined.shape, parts)
+        parts: list[StoredBox] = []
+        copies: list[StoredBox] = []
+        for rank, leaf in enumerate(leaves):
+            parts += joined.place(leaf.parts, leaf.dtype, rank)
+            copies += joined.place_copies(leaf.parts, leaf.dtype, rank)
+        return ForeignLeaf(leaves[0].dtype, joined.shape, tuple(parts), tuple(copies))
 
     def join_module(
         self,
@@ -174,15 +188,13 @@ class TensorRanks:
         modules: Sequence[Mapping[str, Any]],
         masters: Collection[str],
         buffers: Collection[str] | None,
-    ) -> list[str]:
+    ) -> None:
         """Join what the ranks' ``modules`` have in ``model`` and no optimizer has: frozen
-        parameters. Buffers are those of the first rank; the notes say so.
+        parameters. ``buffers``, whose joining no file describes, stay those of the first rank.
         """
-        names = [n for n, one in model.items() if isinstance(one, ForeignLeaf)]
-        first = [name for name in names if name in (buffers or ())]
-        for name in set(names).difference(masters, first):
-            model[name] = self.join_leaves(name, [one.get(name) for one in modules])
-        return [f"{name:.200} is that of the first of {self.degree} ranks" for name in first]
+        for name, one in [*model.items()]:
+            if isinstance(one, ForeignLeaf) and name not in masters and name not in (buffers or ()):
+                model[name] = self.join_leaves(name, [some.get(name) for some in modules])
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         raise UsageError(
@@ -220,21 +232,23 @@ class TensorRanks:
                 )
                 at += size
         whole = (*whole[:dim], limit, *whole[dim + 1 :])
-        return JoinedTensor(whole, tuple(map(tuple, pieces)))
+        return JoinedTensor(whole, tuple(map(tuple, pieces)), ((),) * self.degree)
 
     def _by_map(self, name: str, found: Any, shapes: Sequence[tuple[int, ...]]) -> JoinedTensor:
         ranks = found.get("ranks") if isinstance(found, dict) else None
         whole = _sizes(found.get("logical_shape")) if isinstance(found, dict) else None
         if whole is None or not isinstance(ranks, dict) or ranks.keys() != {*range(self.degree)}:
             self._refuse(name, "its map is not one of so many ranks")
-        pieces: list[tuple[JoinedPiece, ...]] = []
+        pieces: list[list[JoinedPiece]] = [[] for _ in shapes]
+        copies: list[list[JoinedPiece]] = [[] for _ in shapes]
         for rank, shape in enumerate(shapes):
             about = ranks[rank] if isinstance(ranks[rank], dict) else {}
             held, listed = _sizes(about.get("shard_shape")), about.get("pieces")
             if held != shape or not isinstance(listed, list):
                 self._refuse(name, f"its map has {held} for rank {rank}, whose shard is {shape}")
-            pieces.append(tuple(self._pieces(name, listed, rank, shape, whole)))
-        return JoinedTensor(whole, tuple(pieces))
+            for is_first, piece in self._pieces(name, listed, rank, shape, whole):
+                (pieces if is_first else copies)[rank].append(piece)
+        return JoinedTensor(whole, tuple(map(tuple, pieces)), tuple(map(tuple, copies)))
 
     def _pieces(
         self,
@@ -243,7 +257,8 @@ class TensorRanks:
         rank: int,
         shape: tuple[int, ...],
         whole: tuple[int, ...],
-    ) -> Iterator[JoinedPiece]:
+    ) -> Iterator[tuple[bool, JoinedPiece]]:
+        """The pieces of a rank's shard, and of each whether no rank before it has it."""
         for one in listed:
             about = one if isinstance(one, dict) else {}
             sizes, holders = _sizes(about.get("shape")), about.get("locations")
@@ -255,13 +270,13 @@ class TensorRanks:
                     f"its shards are the whole times {about['scale']!r:.30}, which can't be undone "
                     "in the moments without other hyperparameters",
                 )
-            if 0 in sizes or rank != min(holders):  # another rank has it too, and gives it
+            if 0 in sizes:
                 continue
             inner = _box(about.get("dest"), sizes, shape)
             outer = _box(about.get("source"), sizes, whole)
             if inner is None or outer is None:
                 self._refuse(name, "a piece of its map is no box of the tensor")
-            yield JoinedPiece(inner, outer)
+            yield rank == min(holders), JoinedPiece(inner, outer)
 
 
 def _box(place: Any, sizes: tuple[int, ...], of: tuple[int, ...]) -> Box | None:
@@ -271,7 +286,7 @@ def _box(place: Any, sizes: tuple[int, ...], of: tuple[int, ...]) -> Box | None:
     offset, strides = place[0], _sizes(place[1])
     if type(offset) is not int or not 0 <= offset < math.prod(of) or strides is None:
         return None
-    steps = _row_major(of)
+    steps = row_major(of)
     if len(strides) != len(of) or any(
         size > 1 and stride != step
         for size, stride, step in zip(sizes, strides, steps, strict=True)
@@ -287,14 +302,6 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
     if not is_list or any(type(one) is not int or not 0 <= one < 1 << 62 for one in value):
         return None
     return tuple(value)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _dot(one: Sequence[int], other: Sequence[int]) -> int:
-    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _literal(pattern: Any) -> str | None:

@@ -80,6 +80,11 @@ def read_weights(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
         raise UsageError(f"{files.path} has no safetensors files")
     gathered = Gathered()
     _take_weights(files, weights, gathered)
+    gathered.notes += [
+        f"{files.where(name)} is not read"
+        for name in files.names()
+        if name.endswith(".safetensors") and "/" not in name and name not in weights
+    ]
     return checkpoint_of("safetensors", files, step_of(files), gathered, orders)
 
 
@@ -171,15 +176,16 @@ def _key(name: str) -> str | None:
 def _take_sharded(
     files: SourceFiles, names: list[str], kind: str, number: int, gathered: Gathered
 ) -> set[str]:
-    """Take a sharded model or optimizer; returns the files below its directory."""
+    """Take a sharded model or optimizer; returns the files below its directory, if it is taken."""
     prefix = f"{kind}_{number}/"
     inner = "optimizer" if kind == "optimizer" else MODEL
-    tree = read_dcp_tree(files, prefix)
     key = f"{inner}_{number}" if number else inner
-    if key not in gathered.tree:
-        gathered.tree[key] = tree.entries.get(inner, tree.entries)
-        gathered.world = max(gathered.world, tree.world)
-        gathered.notes += tree.notes
+    if key in gathered.tree:  # a file beside the directory has it, too
+        return set()
+    tree = read_dcp_tree(files, prefix)
+    gathered.tree[key] = tree.entries.get(inner, tree.entries)
+    gathered.world = max(gathered.world, tree.world)
+    gathered.notes += tree.notes
     return {name for name in names if name.startswith(prefix)}
 
 

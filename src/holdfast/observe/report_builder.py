@@ -7,16 +7,15 @@ killed thirty times is the one that needs a report.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never, cast, get_args
 
 from holdfast import events
+from holdfast.collector import paused_collector
 from holdfast.events import AnyEvent
 from holdfast.geometry.mesh import MAX_RANKS
 from holdfast.observe.clocks import CommonClock, HostMoment
@@ -66,7 +65,7 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     ``progress(done_bytes, total_bytes)`` is called now and then.
     """
     records = RecordReader(root, progress)
-    with _no_collection():
+    with paused_collector():
         fold = _Fold()
         for batch in records.batches():
             if isinstance(batch, Rollup):
@@ -74,18 +73,6 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
             else:
                 fold.take_all((one, one) for one in batch)
         return fold.report(str(root), records.counts)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collects no garbage meanwhile: a fold makes many objects, keeps them, and has no circles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def report_of(root: str, records: Iterable[tuple[AnyEvent, RecordHead]]) -> Report:

@@ -6,17 +6,17 @@ together. A source that fails or does not verify is dropped on all of them.
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from msgspec import msgpack
 
+from holdfast.collector import paused_collector
 from holdfast.errors import (
     ArenaError,
     FormatError,
@@ -98,22 +98,6 @@ class Restored:
                 "or load() returned"
             )
         self._rewind.again()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector: a restore creates no cycles of its own.
-
-    With thousands of leaves each collection would scan the whole process, 0.1 to 0.2 s each time
-    (measured beside torch), also while the objects of the state load their values.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def restore_first(
@@ -213,7 +197,7 @@ class _RestoreAttempt:
         adopt: Callable[[Generation], object],
     ) -> None:
         """Match, read, finish; after each phase every rank learns of errors on any rank."""
-        with _no_collection():
+        with paused_collector():
             self._match(open_checkpoint)
             on_poison(True)
             try:

@@ -383,6 +383,12 @@ def main(out: Path) -> None:
         if not only or name in only:
             (out / name).mkdir()
             run_ranks(world, tensor, str(out / name), config)
+    name = "tensor-zero3-bf16-4"
+    if not only or name in only:
+        (out / name).mkdir()
+        from golden.foreign.deepspeed_mesh import cut_by_hand
+
+        run_ranks(4, cut_by_hand, str(out / name), config_of(3, "bf16"))
     batch = {"train_batch_size": 2, "gradient_accumulation_steps": 1}
     for name, config in (
         ("pipeline-zero1-fp32-2", config_of(1, "fp32", **batch)),

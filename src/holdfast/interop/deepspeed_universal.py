@@ -1,0 +1,91 @@
+"""Reads the universal form of DeepSpeed: atoms, a file for each parameter and each moment."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from holdfast.interop import deepspeed_tags as tags
+from holdfast.interop.deepspeed_files import TagFiles, named_options
+from holdfast.interop.deepspeed_pipeline import Shapes
+from holdfast.interop.foreign import ForeignLeaf
+from holdfast.interop.pickle_records import TensorRef
+
+#: What the optimizer is as a whole.
+COMMON = "zero/optimizer_state.pt"
+
+
+def common_state(files: TagFiles) -> dict[str, Any]:
+    """What is there of the optimizer that is not of a parameter."""
+    return files.value(COMMON) if COMMON in files.names else {}
+
+
+def read_universal(
+    files: TagFiles,
+    model: dict[str, Any],
+    shapes: Shapes,
+    steps: dict[str, dict[str, Any]],
+    notes: list[str],
+    *,
+    is_cut: bool,
+) -> dict[str, Any]:
+    """The optimizer in the atoms; ``model`` gets its parameters.
+
+    ``steps``: the single values that the optimizer has for each parameter; not all atoms have some.
+    ``is_cut``: ``shapes`` are of shards, of tensor-parallel ranks.
+    """
+    atoms = {m[1] for name in files.names if (m := tags.ATOM.fullmatch(name))}
+    found: dict[str, dict[str, Any]] = {}
+    for parameter, shape in ((n, s) for group in shapes for n, s in group.items()):
+        if parameter not in atoms:
+            raise files.error(f"zero/{parameter}/fp32.pt", "it is not there")
+        if is_cut:
+            shape = _whole_shape(files, parameter)
+        model[parameter] = _atom(files, parameter, "fp32", shape)
+        kinds = [
+            m[1]
+            for one in sorted(files.names)
+            if (m := re.fullmatch(rf"zero/{re.escape(parameter)}/([^/]+)\.pt", one))
+        ]
+        moments = {k: _atom(files, parameter, k, shape) for k in kinds if k != "fp32"}
+        if moments:
+            found[parameter] = {**steps.get(parameter, {}), **moments}
+    if any("step" not in kinds for kinds in found.values()):
+        notes.append("some parameters have no step count: their atoms have no step.pt")
+    common = common_state(files)
+    options = (common.get("optimizer_state_dict") or common).get("param_groups") or []
+    if not options:
+        notes.append(f"hyperparameters are not there: no {COMMON} has them")
+        options = [{"params": [number]} for number in range(len(shapes))]
+    groups = [[n for index in group["params"] for n in shapes[index]] for group in options]
+    return {"state": found, "param_groups": named_options(options, groups)}
+
+
+def _whole_shape(files: TagFiles, parameter: str) -> tuple[int, ...]:
+    """The shape of a parameter of tensor-parallel ranks, which only its atom has."""
+    name = f"zero/{parameter}/fp32.pt"
+    value = files.open(name).value
+    whole = value.get("param") if isinstance(value, dict) else None
+    if not isinstance(whole, TensorRef):
+        raise files.error(name, "it has no shape, and those of the ranks are of shards")
+    return whole.shape
+
+
+def _atom(files: TagFiles, parameter: str, kind: str, shape: tuple[int, ...]) -> Any:
+    name = f"zero/{parameter}/{kind}.pt"
+    value = files.open(name).value
+    if isinstance(value, dict):
+        value = value.get("param")
+    if not isinstance(value, TensorRef):
+        if kind == "step":
+            return value
+        raise files.error(name, "it holds no tensor")
+    wanted = () if kind == "step" else shape
+    if value.shape == (math.prod(wanted),) and value.strides == (1,):
+        parts = files.run(name, value, 0, 0, math.prod(wanted), wanted, 0)
+        return ForeignLeaf(value.dtype, wanted, tuple(parts))
+    if value.shape != wanted:
+        raise files.error(name, f"it has the shape {value.shape}, the model has {wanted}")
+    leaf = files.tree(name)
+    return leaf["param"] if isinstance(leaf, dict) else leaf
