@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordinator.actions import Action, SendMessage
+from holdfast.coordinator.actions import Action, ReportOutcome, SendMessage
 from holdfast.coordinator.attempt_lifecycle import AttemptLifecycle
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import REQUESTS_HELD_S, RankReport
@@ -29,7 +29,7 @@ from holdfast.keeper.rank_relay import MOST_BYTES, ReportJoiner, grant_slots
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
-from support.coordinator.coordinators import Keeper, table
+from support.coordinator.coordinators import Keeper, granted, table
 
 small, digits = st.integers(0, 3), st.text("0123456789abcdef", min_size=16, max_size=16)
 asks = st.builds(
@@ -402,3 +402,27 @@ def test_a_slot_that_nobody_can_write_to_is_stamped_free() -> None:
     assert (stamped[4].state, stamped[4].writer_pid) == ("writing", 11)
     assert (stamped[5].state, stamped[5].rank) == ("free", 1)
     assert [message.slot for message in sent if isinstance(message, m.Grant)] == ["/4"]
+
+
+@pytest.mark.promise
+def test_images_are_served_before_anybody_is_told_that_all_are_captured() -> None:
+    """Parity of them is ordered then, and other hosts ask this one for what it has captured."""
+    keeper = Keeper(2)
+    attempt = granted(keeper.ask_all(1))
+    size = keeper.c.slots[keeper.c.attempts[attempt].slots[0]].image_bytes
+    seal = m.Captured(attempt=attempt, image_bytes=size, header_xxh3="0" * 16, table_xxh3="f" * 16)
+    api, trainers = api_of(None), [Trainer(rank) for rank in range(2)]
+    done: list[Any] = []
+    api.coordinator = keeper.c
+    executor: Any = SimpleNamespace(
+        carry_out=done.extend, captured=lambda name, ranks: done.append((name, sorted(ranks)))
+    )
+    api.executor = executor
+    for rank, trainer in enumerate(trainers):
+        api.ranks.take_place(trainer, rank)
+    api.handle_joined([(trainer, seal) for trainer in trainers])
+    notes = [one for one in done if isinstance(one, tuple | ReportOutcome)]
+    assert [one if isinstance(one, tuple) else one.what for one in notes] == [
+        (attempt, [0, 1]),
+        "complete",
+    ]

@@ -230,15 +230,23 @@ class TrainerApi:
         self.executor.carry_out(actions)
 
     def _captured_all(self, captured: Mapping[int, m.Captured]) -> None:
-        for rank, seal in captured.items():  # what follows of one rank, whatever another's does
-            self._try({rank: seal}, self._take_seal)
-        self._try(captured, self._release_images)
+        follows: dict[int, list[Action]] = {}
 
-    def _take_seal(self, captured: Mapping[int, m.Captured]) -> None:
-        for rank, seal in captured.items():
-            self.executor.carry_out(
-                self.coordinator.lifecycle.captured(rank, seal, time.monotonic())
-            )
+        def take(part: Mapping[int, m.Captured]) -> None:
+            for rank, seal in part.items():
+                follows[rank] = self.coordinator.lifecycle.captured(rank, seal, time.monotonic())
+
+        def follow(part: Mapping[int, m.Captured]) -> None:
+            for rank in part:
+                self.executor.carry_out(follows.get(rank, []))
+
+        each = [{rank: seal} for rank, seal in captured.items()]
+        for one in each:  # what follows of one rank, whatever another's does
+            self._try(one, take)
+        # Whoever is told to make parity of these images finds them served.
+        self._try(captured, self._release_images)
+        for one in each:
+            self._try(one, follow)
 
     def _release_images(self, captured: Mapping[int, m.Captured]) -> None:
         self.executor.captured(next(iter(captured.values())).attempt, captured)
