@@ -203,7 +203,7 @@ def test_a_forked_child_never_takes_a_connection_of_its_parent_or_waits_for_its_
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
-def asked_of_one_that_says(said: bytes) -> Answer:
+def asked_of_one_that_says(said: bytes, method: str = "GET") -> Answer:
     """What comes of a request to a server that says this and ends the connection."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -215,7 +215,7 @@ def asked_of_one_that_says(said: bytes) -> Answer:
     threading.Thread(target=work, daemon=True).start()
     try:
         server = Connections(Server("127.0.0.1", listener.getsockname()[1], False), answer_s=5.0)
-        return server.send("GET", "/", {"host": "x"})
+        return server.send(method, "/", {"host": "x"})
     finally:
         listener.close()
 
@@ -235,6 +235,12 @@ def asked_of_one_that_says(said: bytes) -> Answer:
 def test_a_body_whose_length_is_not_said_for_certain_is_never_whole(lengths: str) -> None:
     with pytest.raises(NoAnswer, match="HTTPException"):
         asked_of_one_that_says(b"HTTP/1.1 200 OK\r\n%s\r\n\r\nhe" % lengths.encode())
+
+
+def test_no_object_is_of_a_size_that_is_no_number() -> None:
+    with pytest.raises(NoAnswer, match="HTTPException"):
+        asked_of_one_that_says(b"HTTP/1.1 200 OK\r\nContent-Length: 5, 5\r\n\r\n", "HEAD")
+    assert asked_of_one_that_says(b"HTTP/1.1 404 None\r\n\r\n", "HEAD").status == 404
 
 
 @pytest.mark.parametrize(

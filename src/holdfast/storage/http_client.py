@@ -273,13 +273,16 @@ class _Response(http.client.HTTPResponse):
         self.chunked = fields.get("transfer-encoding", "").lower() == "chunked"
         self.chunk_left = None
         self.will_close = self._check_close()  # type: ignore[attr-defined]
-        length = fields.get("content-length", "")
-        self.length = int(length) if length.isdecimal() and not self.chunked else None
-        if status in (204, 304) or status < 200 or self._method == "HEAD":  # type: ignore[attr-defined]
-            self.length = 0
-        if self.length is None and not self.chunked:
+        length = fields.get("content-length")
+        self.length = int(length) if length and length.isdecimal() and not self.chunked else None
+        has_none = status in (204, 304) or status < 200
+        is_head = self._method == "HEAD"  # type: ignore[attr-defined]
+        is_unsaid = self.length is None and not self.chunked and (length is not None or not is_head)
+        if is_unsaid and not has_none:
             # It would be whole wherever the connection breaks.
             raise http.client.HTTPException("an answer that does not say how long it is")
+        if has_none or is_head:
+            self.length = 0
 
     def _read_head(self) -> tuple[str, int, str, dict[str, str]]:
         version, status, reason = self._read_status()  # type: ignore[attr-defined]
