@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import holdfast
@@ -141,3 +142,14 @@ def test_memory_that_is_free_in_a_keeper_is_returned_to_the_host() -> None:
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     held, left = map(int, shown.stdout.split())
     assert held > 1.5 * FreeMemory.MOST_BYTES and left < held / 4
+
+
+def test_what_a_keeper_held_for_a_while_does_not_keep_it_from_returning_memory_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = iter([size << 20 for size in (60, 60, 500, 460, 70, 120, 60)])
+    monkeypatch.setattr(module, "private_bytes", lambda _: next(sizes))
+    free = FreeMemory()
+    for _ in range(4):  # at 500 it is large for a while, at 120 with what is free
+        free.give_back()
+    assert next(sizes, None) is None

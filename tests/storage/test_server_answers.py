@@ -203,6 +203,61 @@ def test_a_forked_child_never_takes_a_connection_of_its_parent_or_waits_for_its_
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
+def asked_of_one_that_says(said: bytes, method: str = "GET") -> Answer:
+    """What comes of a request to a server that says this and ends the connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def work() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(said)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        server = Connections(Server("127.0.0.1", listener.getsockname()[1], False), answer_s=5.0)
+        return server.send(method, "/", {"host": "x"})
+    finally:
+        listener.close()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        "Content-Length: 5, 5",
+        "Content-Length:",
+        "Content-Length: +5",
+        "Content-Length: 5\r\n 5",
+        "Content-Length: 5\r\ncontent-length: 2",
+        "Transfer-Encoding: gzip, chunked",
+    ],
+)
+def test_a_body_whose_length_is_not_said_for_certain_is_never_whole(lengths: str) -> None:
+    with pytest.raises(NoAnswer, match="HTTPException"):
+        asked_of_one_that_says(b"HTTP/1.1 200 OK\r\n%s\r\n\r\nhe" % lengths.encode())
+
+
+def test_no_object_is_of_a_size_that_is_no_number() -> None:
+    with pytest.raises(NoAnswer, match="HTTPException"):
+        asked_of_one_that_says(b"HTTP/1.1 200 OK\r\nContent-Length: 5, 5\r\n\r\n", "HEAD")
+    assert asked_of_one_that_says(b"HTTP/1.1 404 None\r\n\r\n", "HEAD").status == 404
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "HTTP/1.1 200 OK\r\nContent-Length: 5\r\ncontent-length: 5",
+        "HTTP/1.1 200 OK\r\nContent-Length:\r\n 5",
+        "HTTP/1.1 200 OK\r\nX-One: a\r\n \r\n\tb\r\nContent-Length: 5",
+        "HTTP/1.1 103 Early Hints\r\nLink: a\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 5",
+    ],
+)
+def test_an_unusual_head_is_read_to_its_end(head: str) -> None:
+    found = asked_of_one_that_says(f"{head}\r\n\r\nhello".encode())
+    assert (found.status, found.body) == (200, b"hello")
+    assert found.headers["content-length"] == "5" and found.headers.get("x-one", "a b") == "a b"
+
+
 def serve_each_once(ends: bool) -> tuple[int, list[int]]:
     """Answers one request on each connection, then ends it at once, or at the next request."""
     listener, asked = socket.create_server(("127.0.0.1", 0)), list[int]()
@@ -371,11 +426,38 @@ def test_what_comes_by_tls_while_a_slow_line_takes_more_is_no_answer_yet(
     left = iter([300_000, 200_000, 200_000, 0])
     monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: next(left))
     monkeypatch.setattr(http_client, "_is_readable", lambda *_: True)
+    monkeypatch.setattr(http_client, "_is_ended", lambda _: False)
     connection = http.client.HTTPConnection("127.0.0.1", 1)
     connection.sock = SlowLine()
     assert send_request(connection, [bytes(2 << 20)]) is None
     connection.sock = None
     assert next(left, None) is None
+
+
+def test_a_server_that_ended_a_connection_by_tls_is_listened_to_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one that refuses a part before it has read it: it never takes the rest."""
+    ours, theirs = socket.socketpair()
+
+    class EndedLine(SecretLine):
+        def gettimeout(self) -> float:
+            return 60.0
+
+        def fileno(self) -> int:
+            return ours.fileno()
+
+    monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: 300_000)
+    theirs.sendall(b"HTTP/1.1 503 Slow Down\r\n\r\n")
+    theirs.shutdown(socket.SHUT_WR)
+    connection = http.client.HTTPConnection("127.0.0.1", 1)
+    connection.sock = EndedLine()
+    begun_s = time.monotonic()
+    assert send_request(connection, [bytes(2 << 20)]) is None
+    assert time.monotonic() - begun_s < 10
+    connection.sock = None
+    ours.close()
+    theirs.close()
 
 
 @pytest.fixture

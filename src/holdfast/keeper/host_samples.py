@@ -129,9 +129,11 @@ class FreeMemory:
         self._least_bytes = 0
 
     def give_back(self) -> None:
-        """Return it if the process has grown so much since the last time; may take some ms."""
+        """Return it if the process has grown so much since it was smallest; may take some ms."""
         pid = os.getpid()
-        if private_bytes(pid) < self._least_bytes + self.MOST_BYTES:
+        size_bytes = private_bytes(pid)
+        if size_bytes < self._least_bytes + self.MOST_BYTES:
+            self._least_bytes = min(self._least_bytes, size_bytes)
             return
         with suppress(AttributeError, OSError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)

@@ -42,11 +42,15 @@ _IDLE_S = 4.0
 _TLS_SLICE_BYTES = 256 << 10
 #: Of a larger request a plain connection gets a buffer of this size.
 _LARGE_BYTES, _SEND_BUFFER_BYTES = 1 << 20, 4 << 20
+#: Between two looks at what is taken, while something is there to be read.
+_LONGEST_PAUSE_S = 0.02
 #: The most pieces of memory that one call of the system takes.
 _PIECES = 512
 #: The most fields of an answer's head, and bytes of one of them.
 _MOST_FIELDS, _LONGEST_LINE = 100, 64 << 10
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
+#: Heads that another one follows: Continue, Processing, Early Hints.
+_MORE_FOLLOWS = (100, 102, 103)
 
 
 class NoAnswer(Exception):
@@ -219,6 +223,13 @@ def _is_readable(sock: socket.socket, within_s: float) -> bool:
     return bool(poll.poll(1000 * within_s))
 
 
+def _is_ended(sock: socket.socket) -> bool:
+    """True if the other end has ended the connection: what it said before may be there."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
 @cache
 def _tls(ca_file: str) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_file or None)
@@ -251,7 +262,7 @@ class _Response(http.client.HTTPResponse):
     def begin(self) -> None:
         """Reads the head."""
         version, status, reason, fields = self._read_head()
-        while status == 100:
+        while status in _MORE_FOLLOWS:
             version, status, reason, fields = self._read_head()
         if not version.startswith("HTTP/1."):
             raise http.client.UnknownProtocol(version)
@@ -262,12 +273,16 @@ class _Response(http.client.HTTPResponse):
         self.chunked = fields.get("transfer-encoding", "").lower() == "chunked"
         self.chunk_left = None
         self.will_close = self._check_close()  # type: ignore[attr-defined]
-        length = fields.get("content-length", "")
-        self.length = int(length) if length.isdecimal() and not self.chunked else None
-        if status in (204, 304) or status < 200 or self._method == "HEAD":  # type: ignore[attr-defined]
+        length = fields.get("content-length")
+        self.length = int(length) if length and length.isdecimal() and not self.chunked else None
+        has_none = status in (204, 304) or status < 200
+        is_head = self._method == "HEAD"  # type: ignore[attr-defined]
+        is_unsaid = self.length is None and not self.chunked and (length is not None or not is_head)
+        if is_unsaid and not has_none:
+            # It would be whole wherever the connection breaks.
+            raise http.client.HTTPException("an answer that does not say how long it is")
+        if has_none or is_head:
             self.length = 0
-        if self.length is None and not self.chunked:
-            self.will_close = True
 
     def _read_head(self) -> tuple[str, int, str, dict[str, str]]:
         version, status, reason = self._read_status()  # type: ignore[attr-defined]
@@ -276,18 +291,20 @@ class _Response(http.client.HTTPResponse):
             line = self.fp.readline(_LONGEST_LINE + 1).decode("latin-1")
             if not line.endswith("\n"):
                 raise http.client.HTTPException("an answer whose head is cut off, or without end")
-            if not line.strip():
+            if line in ("\r\n", "\n"):
                 return version, status, reason, fields
             if line[0] in " \t":  # it goes on with the one before
-                fields[name] = f"{fields.get(name, '')} {line.strip()}"
+                fields[name] = f"{fields.get(name, '')} {line.strip()}".strip()
                 continue
             name, colon, value = line.partition(":")
             if not colon:
                 raise http.client.HTTPException(
                     "an answer with a line in its head that is no field"
                 )
-            name = name.lower()
-            fields[name] = value.strip()
+            name, value = name.lower(), value.strip()
+            if name in _LENGTHS and fields.get(name, value) != value:
+                raise http.client.HTTPException("an answer that says two lengths of itself")
+            fields[name] = value
         raise http.client.HTTPException("an answer with too many fields in its head")
 
 
@@ -357,16 +374,18 @@ class _Uptake:
 
     def wait(self) -> None:
         """Returns when all is taken, or the server says something. What comes by TLS may be a
-        message of its own: it is read when the server has taken nothing for half of the time.
+        message of its own: it is read when the server has ended the connection, or has taken
+        nothing for half of the time.
         """
         is_plain, pause_s = not isinstance(self._sock, ssl.SSLSocket), 0.001
         longest_s = min(1.0, self._timeout_s / 8)
         while self.require():
             if _is_readable(self._sock, longest_s):
-                if is_plain or time.monotonic() - self._since_s > self._timeout_s / 2:
+                is_idle = time.monotonic() - self._since_s > self._timeout_s / 2
+                if is_plain or is_idle or _is_ended(self._sock):
                     return
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s)
+                pause_s = min(2 * pause_s, longest_s, _LONGEST_PAUSE_S)
 
 
 def _unsent_bytes(sock: socket.socket) -> int:
