@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -306,10 +306,10 @@ class ShardStore:
         self._quarantined = [one for one in self._quarantined if one is not row]
         try:
             self._files.patch(row, data)
-            self._files.store_records(row.half, [(row.offset_bytes, row.data)])
+            stored = self._files.store_records(row.half, [(row.offset_bytes, row.data)])
         except OSError:
             return False
-        self.add([row])
+        self.add([replace(row, data=stored[0].data)])  # mapped from the file that is there
         return True
 
     # ── serving ──────────────────────────────────────────────────────────────────────────────────
