@@ -561,3 +561,73 @@ def test_the_time_of_both_loads_counts_as_setting_values(lent: None, tmp_path: P
     finally:
         stop()
     assert held.calls == 2 and told[-1].set_s >= 0.4
+
+
+class Two(Held):
+    """A small tensor and a large one, which are reset before others are taken in their place."""
+
+    count = 0
+    has_more = False
+
+    def __init__(self, begin: float) -> None:
+        super().__init__(numbers(10_000, begin), keep)
+        self.large = numbers(20_000, begin)
+
+    def state_dict(self) -> State:
+        more = {"more": 1} if self.has_more else {}
+        return {"tensor": self.tensor, "large": self.large, "count": self.count, **more}
+
+    def load_state_dict(self, saved: State) -> None:
+        self.calls += 1
+        self.tensor.zero_()
+        self.large.zero_()
+        self.tensor, self.large, self.count = saved["tensor"], saved["large"], saved["count"] + 1
+
+
+@pytest.mark.parametrize("spare_bytes", [0, 50_000])
+def test_an_object_that_is_called_twice_is_given_copies_of_all_that_it_took(
+    spare_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It counts its restores, and shows more than was saved: neither adds what it is given."""
+    monkeypatch.setattr(restore_targets, "SPARE_BYTES", spare_bytes)
+    holdfast.save(tmp_path, {"two": Two(1.0)})
+    two = Two(50.0)
+    two.has_more = True
+    holdfast.load(tmp_path, {"two": two})
+    assert torch.equal(two.tensor, numbers(10_000)) and torch.equal(two.large, numbers(20_000))
+    assert (two.calls, two.count) == (2, 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_of_two_objects_stays_one_tensor(size: int, tmp_path: Path) -> None:
+    def state(begin: float) -> State:
+        shared = numbers(size, begin)
+        return {"one": Held(shared, keep), "other": Held(shared, copy)}
+
+    holdfast.save(tmp_path, state(1.0))
+    again = state(50.0)
+    holdfast.load(tmp_path, again)
+    assert torch.equal(again["one"].tensor, numbers(size))
+    assert again["one"].tensor.data_ptr() == again["other"].tensor.data_ptr()
+
+
+def test_where_no_memory_is_left_objects_are_given_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    holdfast.save(tmp_path, {"held": Held(numbers(10_000), keep)})
+    held = Held(numbers(10_000, 50.0), keep)
+    there = held.tensor
+    monkeypatch.setattr(restore_targets, "made_anew", full)
+    holdfast.load(tmp_path, {"held": held})
+    assert held.tensor is there and torch.equal(there, numbers(10_000))
+
+
+def test_what_is_restored_in_inference_mode_can_be_trained_on(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(10_000), keep)})
+    held = Held(numbers(10_000, 50.0), keep)
+    with torch.inference_mode():
+        holdfast.load(tmp_path, {"held": held})
+    assert not held.tensor.is_inference()

@@ -33,13 +33,15 @@ _PIECE = 1 << 22
 class LentTensors:
     """The tensors that are in the value of each key, and that its object or another has as well.
 
-    Made when they hold what was stored.
+    Made when they hold what was stored. ``made``: the other tensors in these values, which no
+    object had.
     """
 
-    def __init__(self, lent: Mapping[str, Tensors]) -> None:
-        self._lent = lent
+    def __init__(self, lent: Mapping[str, Tensors], made: Mapping[str, Tensors]) -> None:
+        self._lent, self._made = lent, made
         tensors = {leaf: one for found in lent.values() for leaf, one in found.items()}
-        self._forms = {leaf: _Form.of(tensor) for leaf, tensor in tensors.items()}
+        others = {leaf: one for found in made.values() for leaf, one in found.items()}
+        self._forms = {leaf: _Form.of(one) for leaf, one in (tensors | others).items()}
         self._sums = dict(zip(tensors, _sums(tensors.values()), strict=True))
         self._changed: set[str] = set()
 
@@ -61,8 +63,8 @@ class LentTensors:
         return [key for key, lent in self._lent.items() if not self._changed.isdisjoint(lent)]
 
     def of(self, keys: Collection[str]) -> dict[str, torch.Tensor]:
-        """Returns the changed tensors in the values of these keys, by leaf; one that has another
-        form by now is replaced by a new one.
+        """Returns the changed tensors in the values of these keys, by leaf, and those that were
+        made: the object may have them by now. One that has another form is replaced by a new one.
         """
         found = {
             leaf: tensor
@@ -71,6 +73,8 @@ class LentTensors:
             for leaf, tensor in tensors.items()
             if leaf in self._changed
         }
+        for key in self._made.keys() & keys:
+            found.update(self._made[key])
         forms = self._forms
         return {n: one if forms[n].is_of(one) else forms[n].anew(one) for n, one in found.items()}
 
@@ -124,6 +128,28 @@ def contents(value: Any, where: str) -> Any:
         return f"{found.dtype} {tuple(found.shape)} {_sums([found])[0]}"
 
     return codec.encode(value, where, tensor=describe)
+
+
+def is_as_given(shown: Any, given: Any, before: Any) -> bool:
+    """Returns whether an object shows what it was given: ``contents`` of each.
+
+    Of what is no tensor it may also show what it showed ``before``, when it had been given it once:
+    a count of restores, for example. What it adds twice differs from both. It may show more names.
+    """
+    if shown == given:
+        return True
+    if isinstance(given, dict):
+        if "$leaf" in given or not isinstance(shown, dict):
+            return "$leaf" not in given and bool(shown == before)
+        was = before if isinstance(before, dict) else {}
+        return all(
+            key in shown and is_as_given(shown[key], one, was.get(key))
+            for key, one in given.items()
+        )
+    if isinstance(given, list) and isinstance(shown, list) and len(shown) == len(given):
+        is_alike = isinstance(before, list) and len(before) == len(given)
+        return all(map(is_as_given, shown, given, before if is_alike else [None] * len(given)))
+    return bool(shown == before)
 
 
 def _sums(tensors: Iterable[torch.Tensor]) -> list[int]:

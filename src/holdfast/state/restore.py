@@ -31,7 +31,7 @@ from holdfast.events import Warned, emit
 from holdfast.format import values as codec
 from holdfast.state import optimizers
 from holdfast.state.identity import ClaimedMemory, made_anew
-from holdfast.state.lent_tensors import LentTensors, contents, copy_of
+from holdfast.state.lent_tensors import LentTensors, contents, copy_of, is_as_given
 from holdfast.state.mapped.checkpoint_view import CheckpointView
 from holdfast.state.modules import extra_state, set_extra_state
 from holdfast.state.objects import Objects, State
@@ -207,7 +207,7 @@ class StateRestore:
         self.shared = {k: codec.decode(v, strict=True) for k, v in self.encoded.items()}
         self.changed: list[str] = []
         """After ``finish``: the keys whose objects changed the tensors they were given."""
-        self._lent = LentTensors({})
+        self._lent = LentTensors({}, {})
         self._small: dict[str, codec.SmallTensor] = {}
         for value in shared.values():  # one that is wanted may refer to one that is not
             codec.decode(value, tensor=self._note_small)
@@ -349,13 +349,14 @@ class StateRestore:
         that adds what it is given to what it has has it twice.
         """
         with torch.inference_mode(False), torch.no_grad():
+            mine = {key: value for key, value in self.encoded.items() if key in keys}
+            before = {key: contents(self._shown(key), key) for key in mine}
             lent = self._lent.of(keys)
             read_again([one for one in lent.items() if one[0] not in self._small])
             for name in self._small.keys() & lent.keys():
                 fill_small(lent[name], self._small[name])
             torch.autograd.graph.increment_version(list(map(local_of, lent.values())))
             copies = {name: copy_of(tensor) for name, tensor in lent.items()}
-            mine = {key: value for key, value in self.encoded.items() if key in keys}
             filled = {key: self._decoded(value, copies) for key, value in mine.items()}
             for key in filled.keys() & self.objects.modules.keys():
                 there = self._shown(key)
@@ -363,7 +364,9 @@ class StateRestore:
             given = {key: contents(value, key) for key, value in filled.items()}
             self._give(filled)
             amiss = [
-                key for key, value in given.items() if contents(self._shown(key), key) != value
+                key
+                for key, value in given.items()
+                if not is_as_given(contents(self._shown(key), key), value, before[key])
             ]
             if amiss:
                 raise RestoreError(
@@ -386,7 +389,7 @@ class StateRestore:
         objects = self.objects
         filled = {key: self._decoded(value) for key, value in self.encoded.items()}
         given = (key for key in filled if key in objects.modules or key in objects.stateful)
-        self._lent = LentTensors({key: self._lent_for(key) for key in given})
+        self._lent = LentTensors(*self._in_values(given))
         for key, optimizer in objects.optimizers.items():
             if key in filled:
                 optimizers.load_values(optimizer, objects.parameters(key), filled[key])
@@ -415,16 +418,27 @@ class StateRestore:
                     item.load_state_dict(filled[key])
                     then(key)
 
-    def _lent_for(self, key: str) -> dict[str, torch.Tensor]:
-        """Returns the filled tensors in the value of ``key`` that were not made for it."""
-        names: list[str] = []
-        codec.decode(
-            self.encoded[key],
-            leaf=lambda leaf: names.append(self._values.name(leaf)),
-            tensor=lambda small: names.append(small.name),
-        )
-        found = {name: self._filled[name] for name in names if name in self._filled}
-        return {name: one for name, one in found.items() if not self._values.is_made(name, one)}
+    def _in_values(
+        self, keys: Iterable[str]
+    ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, torch.Tensor]]]:
+        """Returns the filled tensors in the values of keys by leaf: those that an object has, and
+        those that were made.
+        """
+        lent: dict[str, dict[str, torch.Tensor]] = {}
+        made: dict[str, dict[str, torch.Tensor]] = {}
+        for key in keys:
+            names: list[str] = []
+            codec.decode(
+                self.encoded[key],
+                leaf=lambda leaf, names=names: names.append(self._values.name(leaf)),
+                tensor=lambda small, names=names: names.append(small.name),
+            )
+            lent[key], made[key] = {}, {}
+            for name in names:
+                if name in self._filled:
+                    one = self._filled[name]
+                    (made if self._values.is_made(name, one) else lent)[key][name] = one
+        return lent, made
 
     def _decoded(self, value: Any, copies: Mapping[str, torch.Tensor] = _NONE) -> Any:
         """Decodes a value with the tensors that were filled, or with ``copies`` of them, and makes

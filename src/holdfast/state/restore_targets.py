@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -130,8 +132,8 @@ class ValueTensors:
     """The tensors that ``shared``, the decoded values by key, refers to.
 
     An object that takes its values by a call is given tensors of no other, as after ``torch.load``:
-    it may reset its own before it takes them, or add them. Up to ``SPARE_BYTES``, and not what a
-    module, an optimizer or a container of the state holds as well, which stays one tensor.
+    it may reset its own before it takes them, or add them. Up to ``SPARE_BYTES`` where there is
+    memory for it, and not what another entry of the state holds as well, which stays one tensor.
 
     ``small``: the tensors that are stored among the values. ``references``: the names by which
     values refer to tensors of modules -> their names here.
@@ -150,6 +152,8 @@ class ValueTensors:
         self._fresh: dict[str, torch.Tensor] = {}
         self._made: set[str] = set()
         self._spare_bytes = SPARE_BYTES
+        holders = Counter(chain.from_iterable(map(self._names_in, shared.values())))
+        self._tied = {name for name, count in holders.items() if count > 1}
 
     def __contains__(self, name: str) -> bool:
         """True if the leaf is one of them."""
@@ -192,9 +196,10 @@ class ValueTensors:
             if found is None:
                 raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
             if name not in of_modules and name not in self._fresh:
-                room = _room_for(found, there)
-                if room is there and is_taken and self._is_spare(there):
-                    room = _room_beside(there)
+                with torch.inference_mode(False):  # it is trained on later, outside of any
+                    room = _room_for(found, there)
+                    if room is there and is_taken and name not in self._tied:
+                        room = self._room_beside(there)
                 self._fresh[name] = room
                 if room is not there:
                     self._made.add(name)
@@ -210,13 +215,34 @@ class ValueTensors:
                 one = there[index] if is_there else None
                 self._collect(item, one, of_modules, is_taken)
 
-    def _is_spare(self, there: torch.Tensor) -> bool:
-        """True if there is memory left for another tensor in the place of this."""
+    def _names_in(self, saved: Any) -> set[str]:
+        """Returns the names here of the tensors that a value refers to."""
+        if isinstance(saved, codec.SmallTensor):
+            return {saved.name}
+        if isinstance(saved, codec.LeafRef):
+            return {saved.name if saved.name in self._small else self.name(saved.name)}
+        if isinstance(saved, StoredObject):
+            return self._names_in(saved.value)
+        items = saved.values() if isinstance(saved, dict) else saved
+        is_container = isinstance(saved, (dict, list, tuple))
+        return set().union(*map(self._names_in, items)) if is_container else set()
+
+    def _room_beside(self, there: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the same form and kind in memory of its own; ``there`` itself where
+        no memory is left for one.
+        """
         size_bytes = local_of(there).nbytes
         if size_bytes > self._spare_bytes:
-            return False
+            return there
+        try:
+            room = made_anew(there)
+        except RuntimeError:  # the device is full, or the type has no such tensors
+            self._spare_bytes = 0
+            return there
         self._spare_bytes -= size_bytes
-        return True
+        if isinstance(there, torch.nn.Parameter):
+            return torch.nn.Parameter(room, requires_grad=there.requires_grad)
+        return room.requires_grad_(there.requires_grad)
 
 
 def _data_of(there: Any, name: str) -> Any:
@@ -238,11 +264,3 @@ def _room_for(spec: Spec, there: Any) -> torch.Tensor:
         if tuple(there.shape) == shape:
             return torch.empty_like(there, dtype=dtype)
     return empty(shape, spec[0])
-
-
-def _room_beside(there: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same form and kind in memory of its own."""
-    room = made_anew(there)
-    if isinstance(there, torch.nn.Parameter):
-        return torch.nn.Parameter(room, requires_grad=there.requires_grad)
-    return room.requires_grad_(there.requires_grad)
