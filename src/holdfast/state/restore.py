@@ -427,17 +427,10 @@ class StateRestore:
         lent: dict[str, dict[str, torch.Tensor]] = {}
         made: dict[str, dict[str, torch.Tensor]] = {}
         for key in keys:
-            names: list[str] = []
-            codec.decode(
-                self.encoded[key],
-                leaf=lambda leaf, names=names: names.append(self._values.name(leaf)),
-                tensor=lambda small, names=names: names.append(small.name),
-            )
             lent[key], made[key] = {}, {}
-            for name in names:
-                if name in self._filled:
-                    one = self._filled[name]
-                    (made if self._values.is_made(name, one) else lent)[key][name] = one
+            for name in self._values.names_in(self.shared[key]) & self._filled.keys():
+                one = self._filled[name]
+                (made if self._values.is_made(name, one) else lent)[key][name] = one
         return lent, made
 
     def _decoded(self, value: Any, copies: Mapping[str, torch.Tensor] = _NONE) -> Any:

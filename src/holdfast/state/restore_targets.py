@@ -152,7 +152,7 @@ class ValueTensors:
         self._fresh: dict[str, torch.Tensor] = {}
         self._made: set[str] = set()
         self._spare_bytes = SPARE_BYTES
-        holders = Counter(chain.from_iterable(map(self._names_in, shared.values())))
+        holders = Counter(chain.from_iterable(map(self.names_in, shared.values())))
         self._tied = {name for name, count in holders.items() if count > 1}
 
     def __contains__(self, name: str) -> bool:
@@ -215,17 +215,17 @@ class ValueTensors:
                 one = there[index] if is_there else None
                 self._collect(item, one, of_modules, is_taken)
 
-    def _names_in(self, saved: Any) -> set[str]:
+    def names_in(self, saved: Any) -> set[str]:
         """Returns the names here of the tensors that a value refers to."""
         if isinstance(saved, codec.SmallTensor):
             return {saved.name}
         if isinstance(saved, codec.LeafRef):
             return {saved.name if saved.name in self._small else self.name(saved.name)}
         if isinstance(saved, StoredObject):
-            return self._names_in(saved.value)
+            return self.names_in(saved.value)
         items = saved.values() if isinstance(saved, dict) else saved
         is_container = isinstance(saved, (dict, list, tuple))
-        return set().union(*map(self._names_in, items)) if is_container else set()
+        return set().union(*map(self.names_in, items)) if is_container else set()
 
     def _room_beside(self, there: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the same form and kind in memory of its own; ``there`` itself where
