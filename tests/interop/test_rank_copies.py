@@ -19,11 +19,12 @@ from holdfast.cli import main
 from holdfast.errors import ForeignFormatError, HoldfastError, NotFound
 from holdfast.geometry.box import Box
 from holdfast.interop import deepspeed
-from holdfast.interop.foreign import Extent, ForeignLeaf, StoredBox
+from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.opening import open_source
 from holdfast.interop.rank_copies import RankCopies
 from holdfast.interop.source_files import SourceFiles
+from holdfast.protocol.image_plan import plan_rank
 from support.checkpoints.dcp_ways import quietly
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -137,6 +138,18 @@ def test_values_that_contain_themselves_are_compared_to_an_end() -> None:
     assert compare.differing([{"a": one}, {"a": other}]) == ["a"]
 
 
+def test_values_that_are_nested_deep_are_compared_to_the_end() -> None:
+    def nested(innermost: int) -> Any:
+        value: Any = [innermost]
+        for _ in range(5000):
+            value = [value]
+        return value
+
+    compare = RankCopies(_Memory(bytes(8)))
+    assert compare.differing([{"a": nested(1)}, {"a": nested(1)}]) == []
+    assert compare.differing([{"a": nested(1)}, {"a": nested(2)}]) == ["a"]
+
+
 # ── buffers and values ───────────────────────────────────────────────────────────────────────────
 
 
@@ -247,3 +260,18 @@ def test_a_sharded_model_beside_a_whole_one_is_noted(tmp_path: Path) -> None:
     assert any("pytorch_model_fsdp_0/" in note and "is not read" in note for note in notes), notes
     with pytest.raises(HoldfastError), holdfast.open(root) as opened:
         opened.read("model.absent")
+
+
+def test_parts_without_elements_are_in_no_image(tmp_path: Path) -> None:
+    """Headers are computed from the layout too, which has none of them."""
+    (tmp_path / "file").write_bytes(bytes(64))
+    whole = Box.whole((3,))
+    parts = [
+        StoredBox(whole.between(0, min(rank, 3), min(rank + 1, 3)), Extent("file", 4 * rank), rank)
+        for rank in range(4)
+    ]
+    found = ForeignCheckpoint("x", 0, {"w": ForeignLeaf("F32", (3,), tuple(parts))}, world=4)
+    store = ForeignStore(SourceFiles(tmp_path), found)
+    for rank in range(4):
+        names = {entry.name for entry in store._plan(rank)[0].entries}
+        assert names == {entry.name for entry in plan_rank(store.layout, rank).entries}

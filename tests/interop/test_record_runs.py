@@ -6,6 +6,7 @@ import itertools
 import pickle
 import pickletools
 import random
+import re
 import struct
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.errors import ForeignFormatError
-from holdfast.interop import pickle_records, pickles
+from holdfast.interop import pickle_records, pickles, record_runs
 from holdfast.interop.pickles import interpret
 from holdfast.interop.record_runs import RecordRuns
 
@@ -163,3 +164,19 @@ def test_hostile_numbers_of_sizes_are_refused() -> None:
     assert outcome(negative) == slowly(negative)
     with pytest.raises(ForeignFormatError):
         interpret(negative, "here")
+
+
+def test_forms_that_are_forgotten_again_and_again_are_no_longer_learned() -> None:
+    """To compile one takes longer than to go by opcodes: a file could ask for it at each record."""
+    runs = RecordRuns()
+    data = metadata(6)
+    machine = pickles._Machine(memoryview(data), "here", 1 << 30)
+    machine.runs = runs
+    machine.run()
+    for _ in range(record_runs.MAX_LEARNED):
+        runs._learned = {"chunk": re.compile(b"x")}
+        runs.forget()
+    chunk = pickle_records.Record("ChunkStorageMetadata", {})
+    machine.at, before = 0, dict(runs._learned)
+    runs.follow(chunk, machine)
+    assert runs._learned == before == {} and runs._may_learn <= 0

@@ -115,6 +115,15 @@ def mapped(**changes: Any) -> dict[str, Any]:
     return {"affine_map": {"version": 1, "params": {"^w$": {"logical_shape": [4], "ranks": ranks}}}}
 
 
+def again_and_again(count: int) -> dict[str, Any]:
+    """A map by which the second rank has a piece of the first so many times: each is read."""
+    piece = {"shape": [2], "source": [0, [1]], "dest": [0, [1]], "locations": [0, 1]}
+    ranks = {
+        rank: {"shard_shape": [2], "pieces": [piece] * (count if rank else 1)} for rank in range(2)
+    }
+    return {"affine_map": {"version": 1, "params": {"^w$": {"logical_shape": [2], "ranks": ranks}}}}
+
+
 @pytest.mark.parametrize(
     ("info", "said"),
     [
@@ -142,6 +151,8 @@ def mapped(**changes: Any) -> dict[str, Any]:
         (mapped(dest=[1, [1]]), "no box of the tensor"),
         (mapped(locations=[1]), "is of another rank"),
         (mapped(shape=None), "has no shape"),
+        (again_and_again(2), "has elements of rank 1 twice"),
+        (again_and_again(5000), "has 5000 pieces for rank 1"),
     ],
 )
 def test_what_a_file_does_not_say_for_certain_is_refused_by_name(info: Any, said: str) -> None:

@@ -186,11 +186,11 @@ class _Checkpoint:
         buffers = set(trees[0].get("buffer_names") or ())
         held = [
             {
-                f"the buffer {k:.200}": v
+                f"the buffer {k!s:.200}": v
                 for k, v in (one.get("module") or {}).items()
                 if k in buffers
             }
-            | {f"{k:.200} of the client state": v for k, v in one.items() if k in rest}
+            | {f"{k!s:.200} of the client state": v for k, v in one.items() if k in rest}
             for one in every
         ]
         self._note_differing(held, self._mains[0])

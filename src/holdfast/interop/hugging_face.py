@@ -51,14 +51,16 @@ def state_dict(
         reader = LeafReader(opened.checkpoint, saved.leaves)
         tensors: dict[str, Any] = {}
         wants: list[tuple[str, Box, memoryview]] = []
+        wanted_bytes = 0
         for leaf in dict.fromkeys(names.values()):
             known = saved.leaves[leaf]
             memory = bytearray(known.size_bytes)
             wants.append((leaf, Box.whole(known.shape), memoryview(memory)))
             tensors[leaf] = tensor_of(memory, known.dtype, known.shape)
-            if sum(len(into) for *_, into in wants) >= _TOGETHER_BYTES:
+            wanted_bytes += known.size_bytes
+            if wanted_bytes >= _TOGETHER_BYTES:
                 reader.fill(wants)
-                wants = []
+                wants, wanted_bytes = [], 0
         reader.fill(wants)
         opened.checkpoint.require_unchanged()
     return {name: tensors[leaf] for name, leaf in names.items()}

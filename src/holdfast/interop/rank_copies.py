@@ -97,28 +97,39 @@ class RankCopies:
         return [
             key
             for key, value in first.items()
-            if any(key in one and not self._is_same(value, one[key], set()) for one in others)
+            if any(key in one and not self._is_same(value, one[key]) for one in others)
         ]
 
-    def _is_same(self, one: Any, other: Any, seen: set[tuple[int, int]]) -> bool:
-        if isinstance(one, ForeignLeaf):
-            return isinstance(other, ForeignLeaf) and self._is_same_leaf(one, other)
-        if type(one) is not type(other):
-            return False
-        if isinstance(one, Record):
-            one, other = {one.kind: one.fields}, {other.kind: other.fields}
-        if not isinstance(one, (dict, list, tuple)):
-            return bool(one == other) or (one != one and other != other)
-        if (id(one), id(other)) in seen or one is other:
-            return True  # compared before, or is being compared: a list may contain itself
-        seen.add((id(one), id(other)))
-        if len(one) != len(other):
-            return False
-        if isinstance(one, dict):
-            return one.keys() == other.keys() and all(
-                self._is_same(one[key], other[key], seen) for key in one
-            )
-        return all(self._is_same(a, b, seen) for a, b in zip(one, other, strict=True))
+    def _is_same(self, value: Any, its_copy: Any) -> bool:
+        """Not by recursion: a file may nest its values as deep as it likes."""
+        left, seen = [(value, its_copy)], set()
+        while left:
+            one, other = left.pop()
+            if isinstance(one, ForeignLeaf):
+                if not (isinstance(other, ForeignLeaf) and self._is_same_leaf(one, other)):
+                    return False
+                continue
+            if type(one) is not type(other):
+                return False
+            if isinstance(one, Record):
+                one, other = {one.kind: one.fields}, {other.kind: other.fields}
+            elif not isinstance(one, (dict, list, tuple)):
+                if one != other and not (one != one and other != other):
+                    return False
+                continue
+            elif one is other or (id(one), id(other)) in seen:
+                continue  # compared before, or is being compared: a list may contain itself
+            else:
+                seen.add((id(one), id(other)))
+            if len(one) != len(other):
+                return False
+            if isinstance(one, dict):
+                if one.keys() != other.keys():
+                    return False
+                left += [(one[key], other[key]) for key in one]
+            else:
+                left += zip(one, other, strict=True)
+        return True
 
     def _is_same_leaf(self, one: ForeignLeaf, other: ForeignLeaf) -> bool:
         if (one.dtype, one.shape) != (other.dtype, other.shape):

@@ -41,6 +41,8 @@ _NUMBER_BYTES = 32
 _PAIR_BYTES = 2 * _RECORD_BYTES + 3 * _NUMBER_BYTES
 #: Memory of records is counted for so many bytes of them together.
 _CHARGED_BYTES = 1 << 16
+#: How often forms are learned anew: a writer never takes a place of the memo twice.
+MAX_LEARNED = 100
 #: So many sizes are kept, to be taken again where they are the same.
 _MAX_KEPT = 1 << 14
 #: More than the metadata of any checkpoint have; they bound the time.
@@ -74,16 +76,20 @@ class RecordRuns:
         self._sizes: dict[bytes, Sizes] = {}
         self._numbers: dict[bytes, int] = {}
         self._texts: dict[bytes, tuple[str, int]] = {}
-        self._left = MAX_RECORDS
+        self._left, self._may_learn = MAX_RECORDS, MAX_LEARNED
         #: The sizes that are kept, by their id: each is a tuple of a few numbers.
         self.known: set[int] = set()
 
     def forget(self) -> None:
         """Another object has taken a place of the memo: it may be one that a record names."""
-        self._learned.clear()
+        if self._learned:
+            self._learned.clear()
+            self._may_learn -= 1
 
     def follow(self, record: Record, machine: Machine) -> None:
         """Interpret what is like ``record``, which was the last, as far as that reaches."""
+        if self._may_learn <= 0:  # to compile forms takes longer than to go by opcodes
+            return
         if record.kind == _CHUNK.name:
             self._follow_chunks(machine)
         elif record.kind == _INFO.name:

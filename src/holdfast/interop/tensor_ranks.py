@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NoReturn
 
 from holdfast.errors import UsageError
@@ -27,6 +28,8 @@ _HALVES, _VOCABULARY = "parameter_with_2_sub_params_cat_dim_0", "vocabulary_para
 _REFUSED = ("parameter_to_average_patterns", "autotp_unsupported_parameter_patterns")
 _PARTED = "parameter_with_sub_params"
 MAX_PATTERNS = 100_000
+#: More than maps have of one rank's shard; each is compared with those of the other ranks.
+MAX_PIECES = 4096
 #: What patterns may have, so that none takes long: letters, ``\.``, ``.``, ``.*``, ``\d``, ``\d+``.
 _TOKEN = re.compile(r"\\d\+?|\\[^a-zA-Z0-9]|\.\*|[^\\.^$*+?{}()\[\]|]|\.")
 _MAX_REPEATED = 1
@@ -246,8 +249,13 @@ class TensorRanks:
             held, listed = _sizes(about.get("shard_shape")), about.get("pieces")
             if held != shape or not isinstance(listed, list):
                 self._refuse(name, f"its map has {held} for rank {rank}, whose shard is {shape}")
+            if len(listed) > MAX_PIECES:
+                self._refuse(name, f"its map has {len(listed)} pieces for rank {rank}")
             for is_first, piece in self._pieces(name, listed, rank, shape, whole):
                 (pieces if is_first else copies)[rank].append(piece)
+            every = chain(pieces[rank], copies[rank])
+            if sum(piece.inner.volume for piece in every) > math.prod(shape):
+                self._refuse(name, f"its map has elements of rank {rank} twice")
         return JoinedTensor(whole, tuple(map(tuple, pieces)), tuple(map(tuple, copies)))
 
     def _pieces(
