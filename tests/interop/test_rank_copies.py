@@ -270,7 +270,9 @@ def test_parts_without_elements_are_in_no_image(tmp_path: Path) -> None:
         StoredBox(whole.between(0, min(rank, 3), min(rank + 1, 3)), Extent("file", 4 * rank), rank)
         for rank in range(4)
     ]
-    found = ForeignCheckpoint("x", 0, {"w": ForeignLeaf("F32", (3,), tuple(parts))}, world=4)
+    nothing = ForeignLeaf("F32", (0,), (StoredBox(Box.whole((0,)), Extent("file", 0), 1),))
+    leaves = {"n": nothing, "w": ForeignLeaf("F32", (3,), tuple(parts))}
+    found = ForeignCheckpoint("x", 0, leaves, world=4)
     store = ForeignStore(SourceFiles(tmp_path), found)
     for rank in range(4):
         names = {entry.name for entry in store._plan(rank)[0].entries}

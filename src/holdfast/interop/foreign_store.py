@@ -102,8 +102,6 @@ class ForeignStore:
         for name, leaf in sorted(found.leaves.items()):
             # Without elements there is none, as in the layout: headers are computed from that, too.
             some = [one for one in leaf.parts if not one.box.is_empty]
-            if 0 in leaf.shape:
-                some = [*leaf.parts[:1]]
             for part in sorted(some, key=lambda one: one.box.start):
                 self._parts[part.rank].append((name, leaf, part))
         manifest = self._manifest(shared)
