@@ -125,8 +125,9 @@ def warn_if_begun_anew(root: str, step: int) -> None:
         emit(
             Warned(
                 message=f"step {step} is saved in {root}, which has step {newest}, and this "
-                "process has loaded nothing from there: the run began anew. If it was to go on, "
-                "stop it and load the newest step first. torchtitan looks for the folders of DCP "
+                "process has loaded nothing from there through DCP: the run began anew. If it "
+                "was to go on, stop it and load the newest step first. torchtitan looks for the "
+                "folders of DCP "
                 f"and needs initial_load_path={root!r} with initial_load_model_only=False"
             )
         )

@@ -66,6 +66,9 @@ def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = 
     fitting = _Fitting(found.notes)
     numbers = _Numbers(orders, _modules(tree))
     for key, value in tree.items():
+        if not isinstance(key, str):
+            found.notes.append(f"{key!r:.200} is left out: it is no text, as the names of a state")
+            continue
         part = Arranged()
         try:
             fitted = fitting.fit_entry(value, key)
