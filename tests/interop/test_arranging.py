@@ -172,6 +172,7 @@ def test_one_dictionary_in_very_many_places_is_an_error(monkeypatch: pytest.Monk
 
 
 def test_an_entry_whose_name_is_no_text_is_left_out() -> None:
-    found = arrange({"note": "x", 1: 5, None: 6, (1, 2): 7})
+    odd: dict[Any, Any] = {"note": "x", 1: 5, None: 6, (1, 2): 7}
+    found = arrange(odd)
     assert found.values == {"note": "x"} and len(found.notes) == 3
     assert found.notes[0].startswith("1 is left out: it is no text")
