@@ -5,6 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from holdfast.capture import mesh_teller
 
 PROGRAM = """
 import json
@@ -60,3 +66,14 @@ def test_the_largest_mesh_is_told_once_with_its_names_and_again_when_it_changes(
     assert (first["event"], first["incarnation"], first["step"], first["rank"]) == (
         "MeshUsed", 3, 5, 0,
     )  # fmt: skip
+
+
+def test_a_mesh_that_cannot_be_asked_does_not_stop_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def changed(tensors: object) -> None:
+        raise TypeError("torch has changed")
+
+    monkeypatch.setattr(mesh_teller, "_largest", changed)
+    description = cast(Any, SimpleNamespace(table_hash="a", bindings=[]))
+    mesh_teller.MeshTeller().tell(cast(Any, SimpleNamespace(rank=0)), 1, description)

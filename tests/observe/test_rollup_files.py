@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,13 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
-from holdfast.observe import rollup_writer
+from holdfast.observe import rollup_maker, rollup_writer
 from holdfast.observe.event_files import EventFile, closed_files, compress, give_up, set_aside
 from holdfast.observe.findings import find
 from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
-from holdfast.observe.rollup_files import read_ends, rollup_path
+from holdfast.observe.rollup_files import Covered, FileEnd, name_of, read_ends, rollup_path
+from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
 from observe.test_trails import wait_until
 from support.runs.told import Told, of, tell_death, tell_save, tell_start
@@ -207,6 +211,114 @@ def test_the_next_keeper_goes_on_where_one_was_killed(
     found = said(root)
     assert found.pop("torn_lines") == 6
     assert_alike(found, expected, "rolled up by another")
+
+
+def test_what_ranks_have_not_done_is_in_roll_ups(tmp_path: Path) -> None:
+    told = Told(tmp_path, {})
+    tell_start(told, 1, 10.0, RANKS)
+    for rank, host in RANKS.items():
+        returned = of(
+            events.SaveReturned, 1, rank, step=3, held_s=0.1, describe_s=0.0, volatile_s=0.0,
+            wait_previous_s=0.0, size_bytes=10, durable=True,
+        )  # fmt: skip
+        told(returned, 20.0, host)
+        if rank != 4:
+            copied = of(
+                events.ImageCaptured, 1, rank, step=3, elapsed_s=0.1, copy_s=0.1, size_bytes=10
+            )
+            told(copied, 21.0, host)
+    root = told.write()
+    roll_up_all(root)
+    (save,) = read_report(root).saves
+    assert save.uncopied == (4,)
+    assert save.unwritten == (0, 1, 2, 3, 5)
+
+
+@pytest.mark.promise
+def test_a_roll_up_that_is_lost_between_others_covers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    roll_up_all(root)
+    for trail in trails_of(root):
+        path = rollup_path(trail)
+        lines = path.read_bytes().splitlines(keepends=True)
+        for at in (0, 3, 4):
+            lines[at] = b"\0" * (len(lines[at]) - 1) + b"\n"
+        path.write_bytes(b"".join(lines))
+    found = said(root)
+    assert found.pop("torn_lines") == 3 * len(trails_of(root))
+    del expected["torn_lines"]
+    for save in (*found["saves"], *expected["saves"]):
+        del save["late_rank"]  # of ranks that called at once, whichever is read first
+    assert_alike(found, expected)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_each_byte_is_covered_once_by_roll_ups_in_any_order(parts: list[tuple[int, int]]) -> None:
+    line = b'{"n": 1}\n'
+    covered, taken = Covered(), Counter[int]()
+    file = io.BytesIO(line * 10)
+    name = name_of(file)
+    for start, end in parts:
+        if covered.take(FileEnd(name, start * len(line), end * len(line))):
+            taken.update(range(start, end))
+    left = b"".join(covered.blocks(file))
+    assert set(taken.values()) <= {1}
+    assert len(left) == (10 - len(taken)) * len(line)
+
+
+def test_a_file_that_cannot_be_rolled_up_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    (trail, *_) = trails_of(root)
+    data = trail.read_bytes()
+    packed = compress(set_aside(trail))
+    packed.write_bytes(packed.read_bytes()[:-40])
+    trail.write_bytes(data.partition(b"\n")[2])
+    writer = RollupWriter(trail)
+    with pytest.raises(EOFError):
+        writer.poll(is_last=True)
+    while writer.poll(is_last=True):
+        pass
+    writer.close()
+    assert [one.end for one in read_ends(trail).ends.values()] == [trail.stat().st_size]
+
+
+def test_what_could_not_be_rolled_up_once_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    now_s, calls = [0.0], []
+
+    def out_of_memory(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return roll_up(*args, **named)
+
+    monkeypatch.setattr(rollup_maker, "roll_up", out_of_memory)
+    writer = RollupWriter(trails_of(root)[0], clock=lambda: now_s[0])
+    for _ in range(6):
+        with suppress(MemoryError):
+            writer.poll()
+        now_s[0] += 61
+    writer.close()
+    assert len(calls) >= 4
+    assert_alike(said(root), expected)
+
+
+def test_roll_ups_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    roll_up_all(root)
+    (trail, *_) = trails_of(root)
+    packed = compress(set_aside(rollup_path(trail)))
+    packed.write_bytes(packed.read_bytes()[:-40])
+    assert [one.partition(":")[0] for one in read_report(root).unreadable] == [packed.name]
 
 
 @given(st.lists(st.integers(0, 1000), max_size=6), st.randoms(use_true_random=False))

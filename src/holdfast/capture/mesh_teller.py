@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +29,9 @@ class MeshTeller:
         if place.rank != 0 or description.table_hash == self._table:
             return
         self._table = description.table_hash
-        told = _largest(binding.tensor for binding in description.bindings)
+        told = None
+        with suppress(Exception):  # a report must never stop training, whatever torch has changed
+            told = _largest(binding.tensor for binding in description.bindings)
         if told is not None and told != self._told:
             self._told = told
             emit(

@@ -241,11 +241,18 @@ LINE_BYTES = 1 << 20
 _BLOCK_BYTES = 128 << 10
 
 
-def blocks_in(file: BinaryIO) -> Iterator[bytes]:
-    """Yields a file in blocks of whole lines; of a line that is longer than any record only its
-    beginning.
+def blocks_in(file: BinaryIO, size_bytes: int = 1 << 62) -> Iterator[bytes]:
+    """Yields a file, or the next ``size_bytes`` of it, in blocks of whole lines; of a line that is
+    longer than any record only its beginning.
     """
-    read = cast(Any, file).read1  # what is in front of damage is read, too
+
+    def read(most_bytes: int) -> bytes:
+        nonlocal size_bytes
+        # What is in front of damage is read, too.
+        data: bytes = cast(Any, file).read1(min(most_bytes, size_bytes))
+        size_bytes -= len(data)
+        return data
+
     left = b""
     while data := read(_BLOCK_BYTES):
         end = data.rfind(b"\n") + 1

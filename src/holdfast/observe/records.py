@@ -160,7 +160,7 @@ class RecordReader:
         """
         for trail in self._writers:
             covered = Covered()
-            for rollup in read_rollups(trail, covered, self._decoder):
+            for rollup in read_rollups(trail, covered, self._decoder, self._refuse):
                 self._count_rollup(rollup)
                 yield rollup
                 yield self._kept(rollup)
@@ -225,9 +225,7 @@ class RecordReader:
         for writer in self._writers if writers is None else writers:
             for file in open_parts(writer, self._refuse):
                 try:
-                    if covered is not None and covered.skip(file):
-                        continue
-                    for block in blocks_in(file):
+                    for block in blocks_in(file) if covered is None else covered.blocks(file):
                         self._advance(len(block))
                         yield block
                 except UNREADABLE as error:  # the others are read

@@ -15,7 +15,14 @@ from typing import BinaryIO, Protocol
 import msgspec
 import xxhash
 
-from holdfast.observe.event_files import UNREADABLE, blocks_in, open_parts, trails, trails_in
+from holdfast.observe.event_files import (
+    UNREADABLE,
+    Refused,
+    blocks_in,
+    open_parts,
+    trails,
+    trails_in,
+)
 from holdfast.observe.event_place import event_place
 from holdfast.observe.rollup_groups import Rollup
 
@@ -66,30 +73,52 @@ def name_of(file: BinaryIO) -> str:
 
 @dataclass(slots=True)
 class Covered:
-    """How far each event file of a writer is rolled up, by its ``name_of``."""
+    """How far each event file of a writer is rolled up, by its ``name_of``, and what of it before
+    that is not: its roll-up was torn.
+    """
 
     ends: dict[str, FileEnd] = field(default_factory=dict)
+    gaps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def take(self, one: Rollup | FileEnd) -> bool:
-        """Takes that a part is rolled up; False if that was taken already."""
-        known = self.ends.get(one.file)
-        if known is not None and (known.is_end or one.start < known.end or one.end < one.start):
+        """Takes that a part is rolled up; False if some of it was taken already."""
+        known = self.ends.get(one.file) or FileEnd(one.file, 0, 0)
+        if one.end < one.start:
             return False
-        self.ends[one.file] = FileEnd(one.file, one.start, one.end, one.is_end)
+        gaps = self.gaps.get(one.file, [])
+        if one.start < known.end:
+            around = next((gap for gap in gaps if gap[0] <= one.start and one.end <= gap[1]), None)
+            if around is None:
+                return False
+            gaps.remove(around)
+            gaps += (around[0], one.start), (one.end, around[1])
+        elif known.is_end:
+            return False
+        else:
+            gaps.append((known.end, one.start))
+            self.ends[one.file] = FileEnd(one.file, one.start, one.end, one.is_end)
+        self.gaps[one.file] = sorted(gap for gap in gaps if gap[0] < gap[1])
         return True
 
-    def skip(self, file: BinaryIO) -> bool:
-        """Goes to what of a file is not rolled up; returns True if nothing is."""
-        end = self.ends.get(name_of(file))
-        if end is not None and end.is_end:
-            return True
-        file.seek(0 if end is None else end.end)
-        return False
+    def blocks(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yields what of a file is not rolled up, in blocks of whole lines."""
+        name = name_of(file)
+        for start, end in self.gaps.get(name, ()):
+            file.seek(start)
+            yield from blocks_in(file, end - start)
+        last = self.ends.get(name) or FileEnd(name, 0, 0)
+        if not last.is_end:
+            file.seek(last.end)
+            yield from blocks_in(file)
 
 
-def read_rollups(trail: Path, covered: Covered, counter: TornCounter) -> Iterator[Rollup]:
-    """Yields the roll-ups of a writer, oldest first, and notes what they cover."""
-    for line in _lines(trail):
+def read_rollups(
+    trail: Path, covered: Covered, counter: TornCounter, refused: Refused
+) -> Iterator[Rollup]:
+    """Yields the roll-ups of a writer, oldest first, and notes what they cover. ``refused``: called
+    for a file that cannot be read.
+    """
+    for line in _lines(trail, refused):
         try:
             found = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -102,7 +131,7 @@ def read_rollups(trail: Path, covered: Covered, counter: TornCounter) -> Iterato
 def read_ends(trail: Path) -> Covered:
     """Returns how far the files of a writer are rolled up."""
     covered = Covered()
-    for line in _lines(trail):
+    for line in _lines(trail, lambda *_: None):
         try:
             covered.take(_decode_end(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -110,10 +139,10 @@ def read_ends(trail: Path) -> Covered:
     return covered
 
 
-def _lines(trail: Path) -> Iterator[bytes]:
-    for file in open_parts(rollup_path(trail), lambda *_: None):
+def _lines(trail: Path, refused: Refused) -> Iterator[bytes]:
+    for file in open_parts(rollup_path(trail), refused):
         try:
             for block in blocks_in(file):
                 yield from (line for line in block.split(b"\n") if line.strip())
-        except UNREADABLE:  # the others are read
-            continue
+        except UNREADABLE as error:  # the others are read
+            refused(Path(file.name), error)

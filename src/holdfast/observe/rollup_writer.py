@@ -83,12 +83,15 @@ class RollupWriter:
         )
         self._covered: Covered | None = None
         self._reading: _OpenFile | None = None
+        self._refused: dict[str, float] = {}
+        """Until when a file that could not be rolled up is left alone."""
         self._next_s = 0.0
 
     def poll(self, *, is_last: bool = False) -> bool:
         """Rolls up a chunk, if one is due; True if more may be. ``is_last``: however little it is.
 
-        Raises OSError where a file cannot be read.
+        Raises OSError, EOFError or zlib.error where a file cannot be read: the others come first
+        then.
         """
         now_s = self._clock()
         if now_s < self._next_s and not is_last:
@@ -97,6 +100,15 @@ class RollupWriter:
         if one is None:
             self._next_s = now_s + _LOOK_S
             return False
+        try:
+            return self._go_on(one, now_s, is_last=is_last)
+        except Exception:  # what was read of it is read again
+            self._refused[one.name] = now_s + EVERY_S
+            one.file.close()
+            self._reading = None
+            raise
+
+    def _go_on(self, one: _OpenFile, now_s: float, *, is_last: bool) -> bool:
         is_over = not is_named(one.file, self._trail)  # before: what is appended later is elsewhere
         is_due = is_over or is_last or now_s >= one.since_s + EVERY_S or self._has_chunk(one)
         if not is_due or not (is_over or one.is_waiting()):
@@ -140,7 +152,8 @@ class RollupWriter:
                 file = open_file(path)
                 name = name_of(file)
                 end = self._covered.ends.get(name)
-                if not name or (end is not None and end.is_end):
+                is_refused = self._refused.get(name, now_s) > now_s
+                if not name or is_refused or (end is not None and end.is_end):
                     file.close()
                     continue
                 at = 0 if end is None else end.end
@@ -151,9 +164,10 @@ class RollupWriter:
     def finish(self, *, deadline_s: float) -> None:
         """Rolls up what is there; gives up after ``deadline_s``."""
         until_s = self._clock() + deadline_s
-        with suppress(*UNREADABLE):
-            while self._clock() < until_s and self.poll(is_last=True):
-                pass
+        more = True
+        while more and self._clock() < until_s:
+            with suppress(*UNREADABLE):  # the others are rolled up
+                more = self.poll(is_last=True)
         self.close()
 
     def close(self) -> None:

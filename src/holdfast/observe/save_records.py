@@ -249,7 +249,7 @@ class _SaveParts:
         reached = ranks.asked_bytes.keys(), ranks.image_bytes.keys(), ranks.written_bytes.keys()
         self._note_missing(*reached)
         for known, more in zip(self.seen or (), reached, strict=False):
-            known |= more
+            known.update(more)
         self.asked_bytes += sum(ranks.asked_bytes.values())
         self.image_bytes += sum(ranks.image_bytes.values())
         self.images += len(ranks.image_bytes)
