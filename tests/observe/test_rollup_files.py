@@ -315,6 +315,27 @@ def test_what_could_not_be_rolled_up_once_is_read_again(
     assert_alike(said(root), expected)
 
 
+def test_what_follows_records_that_a_host_lost_with_its_power_is_read(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    for trail in trails_of(root):
+        lines = trail.read_bytes().splitlines(keepends=True)
+        middle = len(lines) // 2
+        trail.write_bytes(b"".join(lines[:middle]))
+        RollupWriter(trail).begin()
+        assert not closed_files(trail)
+        RollupWriter(trail).finish(deadline_s=60)
+        trail.write_bytes(b"".join(lines[: middle - 5]))
+        writer = RollupWriter(trail)
+        writer.begin()
+        file = EventFile(trail)
+        file.append(lines[middle:])
+        file.close()
+        assert_alike(said(root), expected)
+        writer.finish(deadline_s=60)
+    assert_alike(said(root), expected)
+
+
 def test_roll_ups_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     root = tell_run(tmp_path, RANKS)
     roll_up_all(root)

@@ -308,6 +308,9 @@ class RingDrainer:
         self._thread.start()
 
     def _work(self) -> None:
+        if self._rollups is not None:
+            with suppress(Exception):  # there is no file yet
+                self._rollups.begin()
         while not self._stopping.wait(self._every_s):
             with suppress(Exception):  # whatever it met, the next look may not meet it
                 if self.drain.poll() and self._rollups is not None:

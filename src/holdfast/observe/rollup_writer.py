@@ -24,6 +24,7 @@ from holdfast.observe.event_files import (
     closed_files,
     is_named,
     open_file,
+    set_aside,
 )
 from holdfast.observe.rollup_files import Covered, name_of, read_ends, rollup_path
 
@@ -86,6 +87,19 @@ class RollupWriter:
         self._refused: dict[str, float] = {}
         """Until when a file that could not be rolled up is left alone."""
         self._next_s = 0.0
+
+    def begin(self) -> None:
+        """Sets aside an event file that is shorter than what was rolled up of it, as a host that
+        lost its power may leave it: what is appended there would be taken for rolled up.
+
+        Raises OSError where there is none.
+        """
+        ends = read_ends(self._trail).ends  # before: the file grows
+        with open_file(self._trail) as file:
+            end = ends.get(name_of(file))
+            is_cut = end is not None and os.fstat(file.fileno()).st_size < end.end
+        if is_cut:
+            set_aside(self._trail)
 
     def poll(self, *, is_last: bool = False) -> bool:
         """Rolls up a chunk, if one is due; True if more may be. ``is_last``: however little it is.
