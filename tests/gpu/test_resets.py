@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.state import restore_targets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.untimed]
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.complex128)
@@ -34,13 +35,20 @@ class Sums:
             own.logical_or_(saved[name]) if own.dtype is torch.bool else own.add_(saved[name])
 
 
+@pytest.mark.parametrize(("spare_bytes", "calls"), [(0, 2), (restore_targets.SPARE_BYTES, 1)])
 @pytest.mark.parametrize("size", [5, 100_000])
 def test_sums_on_a_device_that_are_reset_before_they_are_taken_are_those_that_were_saved(
-    size: int, tmp_path: Path, device: str
+    size: int,
+    spare_bytes: int,
+    calls: int,
+    tmp_path: Path,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(restore_targets, "SPARE_BYTES", spare_bytes)
     holdfast.save(tmp_path, {"sums": Sums(1, size, device)})
     again, expected = Sums(7, size, device), Sums(1, size, device)
     holdfast.load(tmp_path, {"sums": again})
-    assert again.calls == 2
+    assert again.calls == calls
     for name, found in again.sums.items():
         assert found.device.type == device and torch.equal(found, expected.sums[name]), name
