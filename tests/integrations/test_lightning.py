@@ -281,7 +281,7 @@ def test_a_fabric_that_nothing_saves_says_so_once_where_the_environment_names_a_
         for _ in range(2):
             fabric.backward(model(torch.ones(1, 2)).sum())
             optimizer.step()
-    said = [text for text in told if "nothing saves this loop of Fabric" in text]
+    said = [text for text in told if "no fabric_checkpointer was made for this Fabric" in text]
     assert len(said) == (not is_kept)
 
 

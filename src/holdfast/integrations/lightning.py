@@ -411,7 +411,7 @@ def callbacks() -> list[Callback]:
 
 
 class FabricWatch:
-    """Says at the first update of a Fabric that nothing saves it in the root of HOLDFAST_ROOT.
+    """Says at the first update of a Fabric with HOLDFAST_ROOT that it has no fabric_checkpointer.
 
     A loop of Fabric is the user's own: which objects it is made of, and when a step of it is whole,
     is what ``fabric_checkpointer`` is told.
@@ -426,8 +426,9 @@ class FabricWatch:
             self.is_saved = True  # it is said once
             emit(
                 Warned(
-                    message=f"HOLDFAST_ROOT={self._root}, and nothing saves this loop of Fabric: "
-                    "make fabric_checkpointer(fabric, root, state) after fabric.setup(), and call "
+                    message=f"HOLDFAST_ROOT={self._root}, and no fabric_checkpointer was made for "
+                    "this Fabric: unless a Checkpointer of your own saves it, nothing does. Make "
+                    "fabric_checkpointer(fabric, root, state) after fabric.setup(), and call "
                     "its restore() and step()"
                 )
             )
