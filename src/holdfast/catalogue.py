@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import FormatError, HoldfastError, NewerFormat, NotFound
 from holdfast.format.manifest import (
@@ -217,8 +219,7 @@ class Described(Protocol):
 M = TypeVar("M", bound=Described, covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class RootContents(Generic[M]):
+class RootContents(Struct, Generic[M], frozen=True):
     """The checkpoints and starts of a root."""
 
     manifests: tuple[M, ...] = ()
@@ -299,8 +300,7 @@ class RootContents(Generic[M]):
         return next((m for m in self.manifests if m.generation == generation), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogue(RootContents[Manifest]):
+class Catalogue(RootContents[Manifest], frozen=True):
     """The content of a root, read once."""
 
 

@@ -30,9 +30,9 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from holdfast.catalogue import LEASES, ROOT, layout_path, lease_path, manifest_path, read_bounded
@@ -150,8 +150,7 @@ class _Seen(msgspec.Struct):
     changed_s: float
 
 
-@dataclass(slots=True)
-class LeaseWatch:
+class LeaseWatch(Struct):
     """Tracks which files readers lease, for a remover that holds the root's lock.
 
     A lease that it sees for the first time holds, and from then on as long as it is seen to change.

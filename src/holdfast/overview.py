@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -108,8 +109,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Overview(RootContents[Summary]):
+class Overview(RootContents[Summary], frozen=True):
     """The content of a root in short. ``unread``: what is listed, and of which nothing else is
     known yet. ``tags``: of the documents that are listed, by path. ``read``: manifests that were
     read. ``lacking``: the number of documents that were neither known nor in the index.
@@ -399,8 +399,7 @@ class _Packed(msgspec.Struct, array_like=True):
     records: list[tuple[str, Incarnation]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Index:
+class _Index(Struct, frozen=True):
     """What an index says, by path, with the tags of its documents."""
 
     manifests: Mapping[str, tuple[str, Summary]] = field(default_factory=dict)

@@ -10,12 +10,13 @@ import glob
 import os
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.capture.copier import device_rate
 from holdfast.capture.saver import Saver
@@ -53,8 +54,7 @@ _NO_PLACE = frozenset({errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOL
 _HANG_UP_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(Struct, frozen=True):
     """The options that must be equal on all ranks."""
 
     root: str
@@ -68,13 +68,12 @@ class RunOptions:
     grace_s: float | None = None
     cache: str = ""
     """The directory that the caches of runs are in; "" for none."""
-    cache_keep: Keep = Keep()  # noqa: RUF009  (a frozen value)
+    cache_keep: Keep = Keep()
     check_settings: Callable[[], object] = tuple
     """Raises for a setting of this machine that has no meaning, before a keeper is started."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartedRun:
+class StartedRun(Struct, frozen=True):
     """A started run, on one rank."""
 
     run_id: str

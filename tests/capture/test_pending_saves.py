@@ -7,12 +7,12 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import holdfast
 from holdfast import Every

@@ -270,7 +270,7 @@ def test_a_keeper_of_rows_that_is_late_is_waited_for_and_costs_no_healthy_host(
     arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorter = 10.0  # all times but those of the late one's
-    limits = dataclasses.replace(LIMITS, progress_s=LIMITS.progress_s / shorter)
+    limits = msgspec.structs.replace(LIMITS, progress_s=LIMITS.progress_s / shorter)
     group = Group(arena_dir, [[72 * MIB], [], [], []], 2)
     for host in group.hosts:
         host.served.options["limits"] = limits

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from holdfast.format.manifest import Generation
 from holdfast.parity.planning.protection import (
@@ -144,7 +145,9 @@ class World:
 
         hosts = tuple((name, replace(host, rows=rows(host))) for name, host in self.hosts)
         told = frozenset((again(turn), name) for turn, name in self.told)
-        return replace(self, hosts=hosts, told=told, mind=replace(self.mind, round_id=again(now)))
+        return replace(
+            self, hosts=hosts, told=told, mind=structs.replace(self.mind, round_id=again(now))
+        )
 
     # ── what can happen ──────────────────────────────────────────────────────────────────
 
@@ -374,7 +377,7 @@ def test_with_four_slots_no_capture_waits_and_with_three_only_while_something_is
 # ── every rule is needed ─────────────────────────────────────────────────────────────────────
 
 
-class SlotsGo(Protection):
+class SlotsGo(Protection, frozen=True):
     """The images of what is protected are written over."""
 
     @property
@@ -382,7 +385,7 @@ class SlotsGo(Protection):
         return frozenset({self.captured} if self.captured else ())
 
 
-class OneHalf(Protection):
+class OneHalf(Protection, frozen=True):
     """Rows are written where those that are needed lie."""
 
     @property
@@ -390,16 +393,16 @@ class OneHalf(Protection):
         return self.half
 
 
-class Hasty(Protection):
+class Hasty(Protection, frozen=True):
     """The first seal is taken for all."""
 
     def has_sealed(self, turn: int, member: str) -> Protection:
         if self.coding is None or turn != self.round_id:
             return self
-        return replace(self, protected=self.coding, half=self.coding_half, coding=None)
+        return structs.replace(self, protected=self.coding, half=self.coding_half, coding=None)
 
 
-class Forgetful(Protection):
+class Forgetful(Protection, frozen=True):
     """A seal of rows that were given up counts for those that are made now."""
 
     def has_sealed(self, turn: int, member: str) -> Protection:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack
+from msgspec.structs import replace
 
 from holdfast import events
 from holdfast.errors import ChecksumMismatch, CoverageError, StorageError

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.errors import AlreadyPublished, RootBusy, StorageError
 from holdfast.keeper import incarnations

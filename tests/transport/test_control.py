@@ -8,10 +8,10 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.errors import Fenced, FormatError, HoldfastError, PeerError, UsageError
 from holdfast.transport import channel

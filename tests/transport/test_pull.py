@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from holdfast.errors import Fenced, PeerError, UsageError
 from holdfast.transport.client import WantedRange

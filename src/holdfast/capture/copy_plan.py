@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
+from msgspec import Struct
 
 from holdfast.accelerator.devices import host_address, memory_key
 from holdfast.errors import UsageError
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 64 << 10
 
 
-@dataclass(slots=True)
-class TensorCopy:
+class TensorCopy(Struct):
     """One piece of a tensor: its source bytes, and its offset from the start of the image's
     data.
     """
@@ -96,13 +96,12 @@ class FrozenRegion(NamedTuple):
     """The byte ranges of all of them."""
 
 
-@dataclass(slots=True)
-class CopyPlan:
+class CopyPlan(Struct):
     """All copies of one rank's image, ordered by offset."""
 
     image: ImagePlan
     copies: tuple[TensorCopy, ...]
-    frozen: dict[str, FrozenLeaf] = field(default_factory=dict)
+    frozen: dict[str, FrozenLeaf] = msgspec.field(default_factory=dict)
     """The large frozen leaves in the image."""
     in_place: frozenset[str] = frozenset()
     """Those of them that are captured in place."""

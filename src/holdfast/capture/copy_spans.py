@@ -7,10 +7,10 @@ torch needs of each, the views of its two ends, is kept with the slot; a span of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 
 from holdfast.capture.copy_plan import Segment, SlotTarget
 from holdfast.capture.transfers import Transfer, TransferGroup, TransferSegment, make_segment
@@ -43,8 +43,7 @@ class CopySpan(NamedTuple):
         return tuple(batch.device for batch in self.batches)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedSpans:
+class PreparedSpans(Struct, frozen=True):
     """The spans of one slot, and what they were made for."""
 
     groups: Sequence[TransferGroup]

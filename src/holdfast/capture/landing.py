@@ -10,9 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
+from msgspec import Struct, field
 
 from holdfast.accelerator import devices
 from holdfast.capture import staging
@@ -26,8 +26,7 @@ _FEW_THREADS, _MOST_THREADS = 4, 12
 _LOOK_S = 0.5
 
 
-@dataclass(slots=True)
-class LandingJob:
+class LandingJob(Struct):
     """What is done when the copies before these events are in host memory."""
 
     segment: Segment

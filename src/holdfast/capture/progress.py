@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from holdfast.capture.copy_plan import SharedCopy
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSeal:
+class ImageSeal(Struct, frozen=True):
     """Checksums and sizes of the finished image."""
 
     image_bytes: int
@@ -27,8 +26,7 @@ class GpuCopyStuck(Exception):
     """A GPU no longer answers, so its copies may still be in flight into the slot."""
 
 
-@dataclass(slots=True)
-class CopyProgress:
+class CopyProgress(Struct):
     """Callbacks of a copier: check for cancellation, report progress, wait for ring space."""
 
     check: Callable[[], None]

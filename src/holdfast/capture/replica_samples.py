@@ -11,10 +11,10 @@ import ctypes
 import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import xxhash
+from msgspec import Struct, field
 from torch.optim import Optimizer
 
 from holdfast.accelerator import devices
@@ -231,8 +231,7 @@ def _unequal(leaf: str, one: _Number, other: _Number) -> UsageError:
 # image has anyway, of the blocks that contain only parameters, and the few bytes around them.
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedParameters:
+class TrainedParameters(Struct, frozen=True):
     """Training facts of one save: ``leaves`` that optimizers change, and the steps they took."""
 
     leaves: frozenset[str] = frozenset()

@@ -10,10 +10,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import torch
+from msgspec import Struct, field
 
 from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import SharedCopy
@@ -119,8 +119,7 @@ class RingCredit:
         return self._moved_at_s
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(Struct, frozen=True):
     """Longest waits of the training thread, in seconds, before a snapshot is abandoned."""
 
     first_grant_s: float = 300.0
@@ -181,8 +180,7 @@ class SaveTimes:
         return int(10 * spare_s) * 100 if spare_s >= _LEAST_SPARE_S else 0
 
 
-@dataclass(frozen=True, slots=True)
-class RankIdentity:
+class RankIdentity(Struct, frozen=True):
     """Identity of this rank in the run."""
 
     run_id: str
@@ -194,8 +192,7 @@ class RankIdentity:
     """Identity of the run's root (``Store.identity``)."""
 
 
-@dataclass(slots=True)
-class Reading:
+class Reading(Struct):
     """A save that reads the state on ``thread`` until ``over``; no update begins meanwhile."""
 
     thread: int = field(default_factory=threading.get_ident)
@@ -204,8 +201,7 @@ class Reading:
     """True if an update waited for the reading in vain, and began."""
 
 
-@dataclass(slots=True)
-class CaptureTask:
+class CaptureTask(Struct):
     """One capture in progress: what it copies, and who waits for it. What is known of it is in the
     ``SaveStore``.
     """

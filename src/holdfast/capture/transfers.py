@@ -9,11 +9,12 @@ host.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from holdfast.capture import staging
 from holdfast.capture.copy_plan import SMALL_BYTES, CopyPlan, Segment, SegmentCopy, TensorCopy
@@ -33,8 +34,7 @@ _CARRIERS = {one: _INTEGERS[one.itemsize] for one in DTYPE_NAMES if one not in _
 GROUP_BYTES = 4 * PIECE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(Struct, frozen=True):
     """A range of the image's data that is copied from one device at once."""
 
     offset: int
@@ -235,8 +235,7 @@ class _BufferFill(NamedTuple):
         return cls(batches(pairs), buffer[start % 16 : start % 16 + stop - start], start, stop)
 
 
-@dataclass(slots=True)
-class TransferSegment:
+class TransferSegment(Struct):
     """A part of the image's data in whole blocks (the last may end within one)."""
 
     start: int
@@ -252,8 +251,7 @@ class TransferSegment:
     """Those of its group, cut at its borders."""
 
 
-@dataclass(slots=True)
-class TransferGroup:
+class TransferGroup(Struct):
     """Up to four segments, and the transfers to them, cut at the group's borders."""
 
     segments: list[TransferSegment]

@@ -17,7 +17,7 @@ from holdfast.errors import FormatError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.leases import ReadLease
 from holdfast.observe.text import count_text, on_one_line, rate_text, seconds_text, size_text
-from holdfast.restore.reading.verify import DeepProgress, ReadPart, verify
+from holdfast.restore.reading.verify import EVERYTHING, DeepProgress, ReadPart, verify
 
 #: A note of what was read is written at most so often.
 _NOTE_S = 5.0
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _part(text: str | None) -> ReadPart:
     if text is None:
-        return ReadPart()
+        return EVERYTHING
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and len(text) < MAX_DIGITS):
         raise UsageError(f"--part {text}: give K/N, such as 1/7: the first of seven parts")

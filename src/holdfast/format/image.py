@@ -20,9 +20,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
+from msgspec import Struct
 
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count, checksum, text, unpack_table
@@ -227,8 +227,7 @@ def fill_in(plan: ImagePlan, metadata: Mapping[str, str], values_bytes: int) -> 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True):
     """A parsed image header. Offsets of entries count from ``data_start``."""
 
     metadata: dict[str, str]

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+from msgspec import Struct
+
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box, cover_fault, overlap
 
@@ -412,8 +414,7 @@ def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-@dataclass(frozen=True, slots=True)
-class Clash:
+class Clash(Struct, frozen=True):
     """Two leaves, ``one`` and ``other``, whose mappings contradict each other, and why."""
 
     one: str

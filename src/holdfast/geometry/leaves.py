@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import gt
 
+from msgspec import Struct
+
 from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.mesh import MAX_RANKS, Instance, local_boxes
@@ -156,16 +158,14 @@ MAX_NAME_LENGTH = 1 << 16
 MIN_FROZEN_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
+class _Leaf(Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
     spread: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeafEntry(_Leaf):
+class LeafEntry(_Leaf, frozen=True):
     """A leaf as one rank declares it, with the instance that this rank is in.
 
     None: a plain tensor, whole on this rank. It does not say which rank that is, so that
@@ -197,8 +197,7 @@ class LeafEntry(_Leaf):
         return local_boxes(self.shape, self.instance.mesh, self.instance.placements, rank)
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSpec(_Leaf):
+class LeafSpec(_Leaf, frozen=True):
     """A leaf as all ranks agreed on it.
 
     ``instances`` are disjoint sets of ranks that each hold the whole leaf: with FSDP2 and tensor

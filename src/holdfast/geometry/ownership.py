@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.leaf_classes import (
@@ -31,8 +31,7 @@ __all__ = ["PART_BYTES", "Owned", "WriteOwners"]
 Owned = tuple[tuple[int, Box], ...]
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     """All shares of one size of neighbouring leaves, assigned to one group's rows."""
 
     group: ReplicaGroup

@@ -10,9 +10,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+
+from msgspec import Struct
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box, flat
@@ -41,8 +42,7 @@ KINDS = {
 _PART = re.compile(r"\s*([a-z]+)\s*=\s*([0-9]{1,7})\s*")
 
 
-@dataclass(frozen=True, slots=True)
-class NamedParallelism:
+class NamedParallelism(Struct, frozen=True):
     """Mesh dimensions by name, in the order of ranks: the last one runs fastest."""
 
     names: tuple[str, ...]
@@ -78,8 +78,7 @@ def asked(text: str) -> NamedParallelism:
     return NamedParallelism(tuple(sizes), tuple(sizes.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Laid:
+class _Laid(Struct, frozen=True):
     """The placement of one leaf: ``stages`` and ``experts`` are the coordinates that have it; None:
     all.
     """

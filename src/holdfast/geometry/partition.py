@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.geometry.box import Box, apart, between
 from holdfast.geometry.leaves import Part, Ranks
@@ -25,8 +25,7 @@ MAX_OVERLAP = 16
 _Region = tuple[Box, list[Part]]
 
 
-@dataclass(slots=True)
-class Partition:
+class Partition(Struct):
     """``cells``: disjoint boxes in order, each with all ranks that can store it.
 
     ``missing``: a box that nobody holds, None when everything is held.

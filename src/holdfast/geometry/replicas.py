@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.leaf_classes import LeafClass, Numbers, ReplicaGroup
@@ -31,16 +31,14 @@ SUM_BYTES = 4
 MOST_ROWS, MOST_LEAVES, MOST_RANKS = 8, 16, 64
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(Struct, frozen=True):
     """A box of a leaf with one checksum; ``leaf`` counts the layout's leaves."""
 
     leaf: int
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class TileDifference:
+class TileDifference(Struct, frozen=True):
     """A leaf that is not the same on all ranks that hold it.
 
     ``ranks``, of which only the first are named: those that differ from the majority; where there

@@ -13,9 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from holdfast.catalogue import (
     PARTS,

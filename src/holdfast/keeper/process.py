@@ -17,9 +17,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
@@ -65,8 +67,7 @@ def _load_planning() -> None:
 Step = Literal["serve", "save", "let followers stop", "end", "stop", "exit"]
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(Struct, frozen=True):
     """What is so at one tick of a keeper."""
 
     leads: bool = True
@@ -96,8 +97,7 @@ class Situation:
     """It was told to stop, and there is no time left to wait for anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lifecycle:
+class Lifecycle(Struct, frozen=True):
     """How far a keeper is on its way to its end: serving, stopping, or letting go.
 
     It drains before it ends: the newest snapshot is saved, each at most once.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import msgspec
+from msgspec import structs
 
 from holdfast.catalogue import (
     DAMAGED,
@@ -391,7 +392,7 @@ def _records(
         proved = (one for other in others if (one := _proved(n, found, other, there)) is not None)
         good = next(proved, None)
         if good is not None:
-            known = replace(known, incarnations=(*known.incarnations, good))
+            known = structs.replace(known, incarnations=(*known.incarnations, good))
         fault = broken.get(path, f"{path} is missing")
         yield DocumentDamage(path, fault, None if good is None else seal(good))
 

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from holdfast.catalogue import (
     COPIES,
     DAMAGED,
@@ -50,8 +52,7 @@ _BESIDE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(Struct, frozen=True):
     """A directory or file that no manifest names."""
 
     path: str

@@ -10,11 +10,12 @@ import functools
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.accelerator import devices
 from holdfast.geometry.box import HAVE_A_MEAN, ITEMSIZE, Box
@@ -31,8 +32,7 @@ from holdfast.state.mapped.tensor_parts import LeafPart
 from holdfast.state.tensors import TORCH_DTYPES, empty, leaf_entry, local_of
 
 
-@dataclass(slots=True)
-class _CopyRequest:
+class _CopyRequest(Struct):
     """The boxes of one stored leaf that this rank wants."""
 
     dtype: str

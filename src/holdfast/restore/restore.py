@@ -10,11 +10,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from msgspec import msgpack
+from msgspec.structs import replace
 
 from holdfast.collector import paused_collector
 from holdfast.errors import (

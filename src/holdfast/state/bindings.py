@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 
 from holdfast.accelerator.devices import (
     host_address,
@@ -26,8 +26,7 @@ from holdfast.state.tensors import DTYPE_NAMES, TINY_BYTES
 from holdfast.state.walk import Found
 
 
-@dataclass(slots=True)
-class Binding:
+class Binding(Struct):
     """A leaf's name, its tensor, and this rank's part of it."""
 
     name: str

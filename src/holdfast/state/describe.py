@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -51,8 +52,7 @@ _CLONED_BYTES, _CLONES_BYTES = 1 << 20, 16 << 20
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
 
 
-@dataclass(slots=True)
-class Description:
+class Description(Struct):
     """The state of one moment. ``table`` is this rank's leaves, as sent to the coordinator."""
 
     bindings: Bindings

@@ -16,9 +16,9 @@ them first. What no checksum shows is a leaf that changes, and changes back befo
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from holdfast.accelerator.devices import memory_key
 from holdfast.state.tensors import local_of
@@ -30,8 +30,7 @@ MOVES = 2
 EQUAL_IMAGES = 2
 
 
-@dataclass(slots=True)
-class _History:
+class _History(Struct):
     """What is known of one leaf that looks frozen."""
 
     version: int

@@ -6,12 +6,12 @@ Loads no torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True, slots=True)
-class ParameterOrder:
+
+class ParameterOrder(Struct, frozen=True):
     """The names of the parameters in each group of an optimizer, in their order.
 
     ``options``: those of each group, as they are before a load. ``registered``: the same names in

@@ -16,12 +16,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
@@ -505,8 +505,7 @@ def _naming(key: str) -> Iterator[None]:
 _SHARED, _GENERATORS, _LIST = "a value of all ranks", "random generators", "a SplitList"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredState:
+class StoredState(Struct, frozen=True):
     """The values of a checkpoint: ``shared`` by key, decoded, for those of ``keys`` that are
     selected; ``own`` of this rank, encoded; the keys of all ranks' ``lists``.
     """

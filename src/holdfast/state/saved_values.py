@@ -10,8 +10,9 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from holdfast.format import values as codec
 from holdfast.state.modules import extra_state_names
@@ -55,8 +56,7 @@ class ItemSource(NamedTuple):
     leaves: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedValues:
+class SavedValues(Struct, frozen=True):
     """One rank's values, as encoded, from the documents of one or more saved ranks.
 
     ``left``: values in the documents that do not belong to this state, in words; ``taken``: the

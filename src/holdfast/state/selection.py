@@ -5,14 +5,14 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import UsageError
 from holdfast.rules.patterns import Pattern
 
 
-@dataclass(frozen=True, slots=True)
-class LeafSelection:
+class LeafSelection(Struct, frozen=True):
     """A selection by patterns. Names are those of the state, key first, or those of the checkpoint;
     either will do.
 

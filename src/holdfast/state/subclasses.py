@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,8 +25,7 @@ from holdfast.state.tensors import TORCH_DTYPES, local_of
 StoredParts = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A state tensor of a subclass as it is stored.
 
     ``name``: its name in the optimizer's state, such as "exp_avg". ``parts``: the dtype and shape

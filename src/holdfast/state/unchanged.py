@@ -16,6 +16,7 @@ from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -275,8 +276,7 @@ class _OtherTensors(Exception):
     """Raised when a tensor in a value is not the one that the last walk met there."""
 
 
-@dataclass(slots=True)
-class CachedWalk:
+class CachedWalk(Struct):
     """The results of a walk that the next one reuses."""
 
     watch: ChangeDetector

@@ -6,11 +6,11 @@ Only the names in it are kept from one save to the next, as the text they become
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,8 +26,7 @@ from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small,
 _OPTIONS_DEPTH, _STATE_DEPTH = 3, 1
 
 
-@dataclass(frozen=True, slots=True)
-class ValuesBeside:
+class ValuesBeside(Struct, frozen=True):
     """The places where an optimizer keeps values that are no tensor; valid while its tensors do not
     change place.
     """

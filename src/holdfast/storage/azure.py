@@ -12,10 +12,12 @@ import math
 import xml.etree.ElementTree as xml
 from collections.abc import Iterable, Iterator, Mapping
 
+from msgspec.structs import replace
+
 from holdfast.errors import StorageError
 from holdfast.storage import checksums
 from holdfast.storage.azure_account import account
-from holdfast.storage.bucket import SETTLE_S, Bucket, Outcome, Part, Signed, Upload, with_
+from holdfast.storage.bucket import SETTLE_S, Bucket, Outcome, Part, Signed, Upload
 from holdfast.storage.checksums import Body
 from holdfast.storage.http_client import Answer
 from holdfast.storage.listings import (
@@ -173,7 +175,7 @@ class AzureContainer(Bucket):
         block = _block(number, checksum)
         query = {"comp": "block", "blockid": block}
         outcome = self.send("PUT", key, query=query, headers=dict([checksum]), body=body)
-        return with_(outcome, headers={**(outcome.headers or {}), "etag": block})
+        return replace(outcome, headers={**(outcome.headers or {}), "etag": block})
 
     def end_upload(
         self, key: str, upload: str, parts: Iterable[Part], *, if_match: str = ""
@@ -198,9 +200,9 @@ class AzureContainer(Bucket):
             return Outcome(204)
         made = self._commit(key, [], {"if-none-match": "*"})
         if not made.is_done:
-            return with_(made, status=204) if made.status == 412 else made
+            return replace(made, status=204) if made.status == 412 else made
         gone = self.send("DELETE", key, headers={"if-match": made.header("etag")})
-        return with_(gone, status=204) if gone.status in (404, 412) else gone
+        return replace(gone, status=204) if gone.status in (404, 412) else gone
 
     def uploads(self, prefix: str) -> list[Upload]:
         found = []

@@ -19,6 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from holdfast.errors import StorageError
 from holdfast.policy.arguments import bytes_per_second
 from holdfast.storage.checksums import Body
@@ -38,8 +41,7 @@ ON_THE_WAY = frozenset({"RequestTimeout", "BadDigest", "Md5Mismatch", "Crc64Mism
 NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What came of a request, after all its tries.
 
     ``is_first_try``: False where an earlier try may have had its effect. ``status`` 0: no answer,
@@ -75,8 +77,7 @@ class Outcome:
         return (self.headers or {}).get(name, "")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """A part of an unfinished upload. ``checksum``: header and value, where the server keeps it."""
 
     number: int
@@ -85,8 +86,7 @@ class Part:
     checksum: tuple[str, str] = ("", "")
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
+class Upload(Struct, frozen=True):
     """An upload that was begun and not yet ended."""
 
     key: str
@@ -255,7 +255,7 @@ class Bucket(ABC):
     def delete(self, key: str) -> Outcome:
         """Removes an object; a missing one is fine."""
         outcome = self.send("DELETE", key)
-        return with_(outcome, status=204) if outcome.is_absent else outcome
+        return replace(outcome, status=204) if outcome.is_absent else outcome
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects. StorageError names the first that stays."""
@@ -298,7 +298,7 @@ class Bucket(ABC):
         if is_first and last.is_done:
             return last
         is_known = last.status and last.status not in BUSY
-        return with_(last, status=last.status if is_known else 0, is_first_try=is_first)
+        return replace(last, status=last.status if is_known else 0, is_first_try=is_first)
 
     def _try_noted(
         self,
@@ -359,7 +359,7 @@ class Bucket(ABC):
         outcome = self._outcome(kind, answer)
         may_have_effect = not outcome.status or outcome.status >= 500
         if outcome.message:
-            outcome = with_(outcome, message=signed.hidden_in(outcome.message))
+            outcome = replace(outcome, message=signed.hidden_in(outcome.message))
         return outcome, may_have_effect
 
     def require_allowed(self, method: str) -> None:
@@ -393,12 +393,6 @@ class Bucket(ABC):
 
     def _advice(self, outcome: Outcome) -> str:
         return self.advice.get(outcome.code) or self.advice.get(str(outcome.status), "")
-
-
-def with_(outcome: Outcome, **changed: object) -> Outcome:
-    """Returns an outcome that differs in what is named."""
-    found = {name: getattr(outcome, name) for name in Outcome.__dataclass_fields__}
-    return Outcome(**{**found, **changed})
 
 
 def _kind(method: str, query: Mapping[str, str]) -> str:

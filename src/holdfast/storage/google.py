@@ -11,8 +11,10 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from holdfast.storage import checksums
-from holdfast.storage.bucket import Outcome, Part, Signed, Upload, with_
+from holdfast.storage.bucket import Outcome, Part, Signed, Upload
 from holdfast.storage.checksums import Body
 from holdfast.storage.google_identity import server, token_source
 from holdfast.storage.http_client import Answer, refuse_plain
@@ -87,7 +89,7 @@ class GoogleBucket(XmlBucket):
         generation = outcome.header("x-goog-generation")
         if not generation:
             return outcome
-        return with_(outcome, headers={**(outcome.headers or {}), "etag": generation})
+        return replace(outcome, headers={**(outcome.headers or {}), "etag": generation})
 
     def checksum(self, body: Body) -> tuple[str, str]:
         found = checksums.crc32c(body)
@@ -121,7 +123,7 @@ class GoogleBucket(XmlBucket):
             if made.is_first_try and made.status:
                 return made
             if not self._comes_to_be(below):  # nobody else has this name
-                return with_(made, is_first_try=False)
+                return replace(made, is_first_try=False)
         condition = self._condition(if_none=not if_match, if_match=if_match)
         named = self._name(key, below, condition)
         if named.is_done:
@@ -144,7 +146,7 @@ class GoogleBucket(XmlBucket):
         self._comes_to_be(key)
         there = self.head(key)
         is_same = there.is_done and _is_same(there, self.head(below))
-        return there if is_same else with_(outcome, is_first_try=False)
+        return there if is_same else replace(outcome, is_first_try=False)
 
     def abort_upload(self, key: str, upload: str) -> Outcome:
         below, id_ = _below(key, upload)

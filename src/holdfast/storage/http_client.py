@@ -20,10 +20,11 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.errors import StorageError
 from holdfast.storage.checksums import Body
@@ -64,8 +65,7 @@ class NoAnswer(Exception):
         self.is_sent, self.is_stale = is_sent, is_stale
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """What a server said. ``size_bytes``: how much of a body was read into the caller's memory."""
 
     status: int
@@ -74,8 +74,7 @@ class Answer:
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
+class Server(Struct, frozen=True):
     """An address. ``is_secure``: by TLS."""
 
     host: str

@@ -16,9 +16,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
 from types import TracebackType
+
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from holdfast.errors import RootBusy, StorageError
 from holdfast.events import Warned, emit
@@ -31,8 +33,7 @@ _MAX_BYTES = 8192
 _BY_HAND = "freed by hand"
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTimes:
+class LeaseTimes(Struct, frozen=True):
     """Seconds. A holder changes nothing ``stop_s`` after it last began a renewal that succeeded;
     what is left of ``take_over_s`` is for a request that it had begun.
     """
@@ -45,8 +46,7 @@ class LeaseTimes:
         assert self.renew_s < self.stop_s < self.take_over_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(Struct, frozen=True):
     """What a lease object says. An empty nonce: it is free.
 
     ``pending_s``: for how long, from when it was written, a request of an earlier holder may land.
@@ -317,8 +317,7 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
             time.sleep(min(1.0, times.renew_s / 4))
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseHolder:
+class LeaseHolder(Struct, frozen=True):
     """Who has a lease. ``pid``: its process, where that is one of this machine and lives, else 0.
     ``renewed``: when the object was last written, as its server says.
     """

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import secrets
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.bucket import Bucket
@@ -19,8 +21,7 @@ _ONE, _OTHER = b"holdfast probe 1", b"holdfast probe 2"
 _TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True):
     """What a server kept of what was tried."""
 
     server: str

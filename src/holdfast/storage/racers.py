@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import secrets
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import BrokenBarrierError
 from typing import Protocol
+
+from msgspec import Struct
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.bucket import Bucket
@@ -34,8 +35,7 @@ class Gate(Protocol):
     def abort(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RaceReport:
+class RaceReport(Struct, frozen=True):
     """How many of the racers were told in each round that they had created, or replaced."""
 
     created: tuple[int, ...]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.base import SinkFill, Store, already_published, flat
@@ -35,8 +36,7 @@ class Changes(Protocol):
     def __call__(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Filling:
+class _Filling(Struct):
     """The bytes of a part that are there, by their place in it."""
 
     size_bytes: int

@@ -14,8 +14,9 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec import Struct, field
 
 from holdfast.events import Warned, emit
 
@@ -49,8 +50,7 @@ def _renew_all() -> None:
 os.register_at_fork(after_in_child=_renew_all)
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(Struct, frozen=True):
     """How long and how often a request is tried: pauses double from ``first_s`` to ``longest_s``,
     each of a random length up to that, and none begins that would end after ``total_s``. A request
     that took all of that time at its first try is tried once more, unless ``is_strict``; without
@@ -114,8 +114,7 @@ class RateLimit:
             now_s = self._clock()
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class RequestCounts:
+class RequestCounts(Struct, eq=False, weakref=True):
     """What was sent and tried again, by kind of request; safe from several threads."""
 
     url: str

@@ -13,9 +13,10 @@ import termios
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from holdfast.errors import Fenced, FormatError, PeerError, UsageError
 from holdfast.transport.client_connection import Peer, failed
@@ -94,8 +95,7 @@ SPARED_S = 1.0
 _VERDICT_KINDS = {b"o": "fenced", b"n": "behind", b"a": "misdirected"}
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelBounds:
+class ChannelBounds(Struct, frozen=True):
     """Limits on what the other side may use."""
 
     frame_bytes: int = 257 << 20

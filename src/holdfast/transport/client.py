@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import UsageError
 from holdfast.transport.client_connection import (
@@ -39,8 +40,7 @@ MOST_DOCUMENT_BYTES = 64 << 20
 _NO_END_S = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class WantedRange:
+class WantedRange(Struct, frozen=True):
     """Asks for ``len(into)`` bytes from ``start`` of what a peer offers under a path."""
 
     peer: Peer

@@ -15,7 +15,8 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import Fenced, PeerError
 from holdfast.transport.wire import admission as refusals
@@ -30,8 +31,7 @@ _PIECE_BYTES = 1 << 20
 """Bytes of a body that one call waits for: shorter calls cost a thread more than the bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientTimeouts:
+class ClientTimeouts(Struct, frozen=True):
     """Timeouts of a client that waits for a peer."""
 
     connect_s: float = 5.0
@@ -206,8 +206,7 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(Struct, frozen=True):
     """A keeper on another host: its name and its address."""
 
     name: str
@@ -221,8 +220,7 @@ class Peer:
         return f"{self.name} at {self.host} port {self.port}"
 
 
-@dataclass(eq=False, slots=True)
-class SignedRequest:
+class SignedRequest(Struct, eq=False):
     """One request, until it is answered."""
 
     method: str

@@ -13,8 +13,9 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from holdfast.errors import ArenaError
 from holdfast.format.checksum import Buffer
@@ -28,8 +29,7 @@ _REMEMBERED = 1024
 """Withdrawn paths that are remembered, to distinguish them from paths that never existed."""
 
 
-@dataclass(eq=False, slots=True)
-class Resource:
+class Resource(Struct, eq=False):
     """Bytes that are offered under one path."""
 
     path: str

@@ -18,7 +18,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from holdfast.transport.resources import Resource, Resources, held
 from holdfast.transport.wire import admission as refusals
@@ -162,8 +163,7 @@ COUNTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Limits on what one peer, proven or not, may use of a server."""
 
     head_bytes: int = 8192
@@ -183,8 +183,7 @@ class Limits:
     """The longest wait without one byte that the peer takes."""
 
 
-@dataclass(slots=True)
-class Service:
+class Service(Struct):
     """The parts that all connections of a server share."""
 
     signer: Signer

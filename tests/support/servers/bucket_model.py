@@ -5,7 +5,6 @@ Everything above single tries is the code that speaks to servers; only the way t
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import threading
@@ -19,6 +18,7 @@ from urllib.parse import quote
 from xml.sax.saxutils import escape
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.storage import objects
 from holdfast.storage.bucket import Outcome
@@ -233,7 +233,7 @@ class ModelBucket(S3Bucket):
                 return Outcome(0, "", "no answer"), True
             outcome = world.answer(method, key, query, headers, data)
             date = {"date": world.date()}
-            outcome = dataclasses.replace(outcome, headers=dict(outcome.headers or {}) | date)
+            outcome = replace(outcome, headers=dict(outcome.headers or {}) | date)
             if fault == "lost":
                 return Outcome(0, "", "no answer"), True
         if into is not None and outcome.is_done:

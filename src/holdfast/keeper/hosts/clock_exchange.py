@@ -12,7 +12,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.events import ClocksCompared, emit
 from holdfast.keeper.hosts.facts import Fact
@@ -53,8 +54,7 @@ def tell_time(asked: AskTime) -> TellTime:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ClockReading:
+class ClockReading(Struct, frozen=True):
     """What one exchange says: how far the own clock is ahead, and how long all was under way."""
 
     ahead_s: float

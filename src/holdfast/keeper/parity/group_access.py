@@ -10,9 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import ArenaError
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
@@ -64,8 +65,7 @@ class MappedRanges:
         return self._view[start:stop]
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperReach:
+class KeeperReach(Struct, frozen=True):
     """How a keeper reaches the parts of groups. ``slots``: its own slots of the attempt, by rank.
 
     ``rows``: parity shards stored here, with the paths of their buffers; ``peers``: all other

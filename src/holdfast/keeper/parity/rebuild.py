@@ -12,8 +12,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.attempts import Attempt
@@ -37,8 +38,7 @@ _AGAIN_S = 5.0
 TRIES = 3
 
 
-@dataclass(slots=True)
-class _LostImage:
+class _LostImage(Struct):
     """An image to be decoded on ``host``; into ``slot``, once it is allocated."""
 
     rank: int

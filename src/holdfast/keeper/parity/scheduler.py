@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.coordinator import Coordinator
@@ -437,8 +438,7 @@ class ParityScheduler:
         self.poll()
 
 
-@dataclass(slots=True)
-class _Dropping:
+class _Dropping(Struct):
     """Deletion of earlier shards, which hosts serve in place of new ones of the same name.
 
     The new protection of an attempt is announced when all ``hosts`` have deleted the earlier

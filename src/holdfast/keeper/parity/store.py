@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import ArenaError, FormatError
 from holdfast.events import Warned, emit
@@ -32,8 +33,7 @@ _RECORD = ".record"
 _UNKNOWN_BYTES = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class StoredParity:
+class StoredParity(Struct, frozen=True):
     """A complete parity shard: its buffer and offset, and its record."""
 
     half: int

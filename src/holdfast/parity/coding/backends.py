@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.parity.coding.codes import Backend, Bytes, NumpyBackend, Row, parity_rows, times
 
@@ -20,8 +20,7 @@ _SIZES = (1, 15, 32, 63, 64, 100, 257)
 _GUARD = 0xA5
 
 
-@dataclass(frozen=True, slots=True)
-class BackendChoice:
+class BackendChoice(Struct, frozen=True):
     """The selected backend, and why each faster one was rejected."""
 
     backend: Backend

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from holdfast.errors import ChecksumMismatch, Fenced, HoldfastError, NotProtected, UsageError
 from holdfast.format.image import BlockTable, table_offset
@@ -48,8 +49,7 @@ PATIENCE_S = 30.0
 """Timeout for anything one member waits for from another, beside the waits of its rate budget."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardMemory:
+class ShardMemory(Struct, frozen=True):
     """Memory for one exchange. Pages that were touched before are several times faster.
 
     ``rows``: for each (stripe, row) that the member stores, memory of the shard's size.
@@ -64,8 +64,7 @@ class ShardMemory:
     offset_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SealedShard:
+class SealedShard(Struct, frozen=True):
     """A complete parity shard, and its record as it is stored and offered."""
 
     kept: StoredShard

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import ArenaError
 from holdfast.format.checksum import BLOCK_BYTES
@@ -33,8 +35,7 @@ _OF_NORMAL = 1.4826 * 1.2533
 """Factor from the median deviation of values to the error of their median, before its 1/sqrt(n)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPacing:
+class StepPacing(Struct, frozen=True):
     """Step times of a run, and the rate that follows. Every event returns a new value."""
 
     rate_bytes_s: int | None = None
@@ -131,8 +132,7 @@ def passing_bytes(parity: int) -> int:
     return DEPTH * (parity - 1) * WINDOW_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(Struct, frozen=True):
     """The memory that each host needs, in bytes."""
 
     rows: int

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.format.manifest import Generation
 
@@ -26,8 +28,7 @@ class CaptureDone(NamedTuple):
     attempt: str
 
 
-@dataclass(frozen=True, slots=True)
-class Cover:
+class Cover(Struct, frozen=True):
     """Parity of a snapshot over one division of the hosts; a new division does not end it.
 
     ``members``: all hosts that store its parity shards; empty where some shards are lost.
@@ -37,8 +38,7 @@ class Cover:
     members: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Protection:
+class Protection(Struct, frozen=True):
     """The coordinator's state of protection. Every event returns a new value.
 
     A new coordinator begins with the result of ``take_over``. A member that is told to begin ends

@@ -12,9 +12,9 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
 from holdfast.geometry.box import ITEMSIZE, Box, between, flat
@@ -42,8 +42,7 @@ from holdfast.restore.restore_clock import RestoreClock
 _READ_BLOCKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(Struct, frozen=True):
     """Bytes that one rank read from storage, and bytes that it received from other ranks
     instead.
     """
@@ -185,8 +184,7 @@ class BlockExchange:
 # Copies wanted elements from verified blocks into destination arrays.
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(Struct, frozen=True):
     """The start of one fetch in the data of its image, and its destination."""
 
     fetch: Fetch

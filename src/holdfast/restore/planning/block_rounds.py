@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import msgpack
+from msgspec.structs import replace
 
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES, checksum

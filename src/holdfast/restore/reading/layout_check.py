@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from msgspec import Struct
+
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.parallelism import NamedLayout
@@ -28,8 +30,7 @@ from holdfast.restore.reading.read import READERS
 PLANNED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
+class RankPart(Struct, frozen=True):
     """The wants of one rank, and the number of ranks with the same wants, this one included."""
 
     rank: int
@@ -37,8 +38,7 @@ class RankPart:
     wants: Sequence[Want]
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
+class RankPlan(Struct, frozen=True):
     """One rank's restore.
 
     ``wanted_bytes``: of its leaves. ``read_bytes``: whole blocks, when it reads for itself.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.image import piece_name
@@ -23,8 +24,7 @@ from holdfast.storage.base import Store
 _BLOCKS_AT_ONCE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Struct, frozen=True):
     """The extent of a check and its ``faults`` in words; without faults the checkpoint is good.
 
     ``blocks`` and ``size_bytes``: what was read.
@@ -37,8 +37,7 @@ class VerifyReport:
     elapsed_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPart:
+class ReadPart(Struct, frozen=True):
     """One of ``of`` parts of all blocks, from 1 on: together they are all, each in one."""
 
     number: int = 1
@@ -49,8 +48,11 @@ class ReadPart:
             raise UsageError(f"part {self.number}/{self.of}: give one from 1/{self.of} on")
 
 
-@dataclass(slots=True)
-class DeepProgress:
+#: Every block.
+EVERYTHING = ReadPart()
+
+
+class DeepProgress(Struct):
     """How far a deep check of one checkpoint has read, in runs of blocks, and what it found."""
 
     runs: int = 0
@@ -63,7 +65,7 @@ def verify(
     *,
     deep: bool,
     progress: Callable[[int, int], None] | None = None,
-    part: ReadPart = ReadPart(),
+    part: ReadPart = EVERYTHING,
     begun: DeepProgress | None = None,
 ) -> VerifyReport:
     """Check one checkpoint. A deep check calls ``progress(done_bytes, all_bytes)`` while it reads.

@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
+from msgspec import Struct, field
 
 from holdfast.geometry.box import HAVE_A_MEAN, Box
 from holdfast.state.hidden_state import memory_gone
@@ -23,8 +23,7 @@ from holdfast.state.mapped.tensor_parts import LeafPart, TensorMapping
 from holdfast.state.tensors import DTYPE_NAMES
 
 
-@dataclass(frozen=True, slots=True)
-class RowCopies:
+class RowCopies(Struct, frozen=True):
     """Copies in the checkpoint: ``count`` rows of ``leaf``; ``name`` is one of them here.
 
     Their elements have no mean: the elements of a copy that lie in ``boxes`` must be equal in all
@@ -38,8 +37,7 @@ class RowCopies:
     boxes: tuple[Box, ...]
 
 
-@dataclass(slots=True)
-class CheckpointView:
+class CheckpointView(Struct):
     """A checkpoint as this state sees it.
 
     ``specs``: (dtype, shape) by the names here. ``aliases``: further names here -> the name here.
@@ -99,16 +97,14 @@ class CheckpointView:
 _HINTS, _SEARCHED = 5, 2000
 
 
-@dataclass(frozen=True, slots=True)
-class PartMatch:
+class PartMatch(Struct, frozen=True):
     """A part of a tensor, with name and spec of its stored leaf; None where nothing is stored."""
 
     part: LeafPart
     found: tuple[str, Spec] | None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMatch:
+class TensorMatch(Struct, frozen=True):
     """A tensor of the state, matched with the stored leaves of its parts.
 
     ``first``: the name under which the tensor was first met. ``leaves``: of all its parts.

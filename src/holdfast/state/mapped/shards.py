@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.errors import UsageError
@@ -266,8 +267,7 @@ def _shape(what: str, value: Sequence[int]) -> Shape:
 # Describes views of a tensor's memory as boxes of leaves. Nothing is ever copied.
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Struct, frozen=True):
     """A way to view elements of a tensor as a box of a leaf.
 
     With a ``flat``, the elements from that number on are viewed in the shape ``run`` first. Then

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance
@@ -18,8 +19,7 @@ from holdfast.state.tensors import local_of
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LeafPart:
+class LeafPart(Struct, frozen=True):
     """The part of one stored leaf that a tensor holds: ``views[n]`` is ``boxes[n]`` of the leaf.
 
     With an ``instance`` there are no boxes, and the one view is all that a mesh gives to this rank.
@@ -50,8 +50,7 @@ class LeafPart:
         return LeafPart(self.leaf, shape, tuple(boxes), views)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMapping:
+class TensorMapping(Struct, frozen=True):
     """How one tensor maps to stored leaves. ``padding``: the elements stored nowhere. ``dtype`` as
     in Seen.
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hmac
 import struct
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import FormatError
 
@@ -31,8 +32,7 @@ VERDICTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelHello:
+class ChannelHello(Struct, frozen=True):
     """Names the caller, the host it means to reach, and its incarnation."""
 
     nonce: bytes

@@ -13,11 +13,10 @@ loss, and hears a verdict again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from msgspec import msgpack
+from msgspec import Struct, field, msgpack
 
 #: The most hosts that speak to one.
 FAN_OUT = 32
@@ -211,8 +210,7 @@ class _PhaseFrame(msgspec.Struct, array_like=True):
     word: Word
 
 
-@dataclass(slots=True)
-class _PhaseState:
+class _PhaseState(Struct):
     own: Word | None = None
     join: Join = max
     timeout_s: float = 0.0

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import UsageError
 from holdfast.format.checksum import Buffer
@@ -21,8 +22,7 @@ from holdfast.format.checksum import Buffer
 LEAST_SECRET_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class HttpRequest:
+class HttpRequest(Struct, frozen=True):
     """A request: the resource, the client that asks, and the server that is meant."""
 
     method: str
@@ -61,8 +61,7 @@ class HttpRequest:
         return "\n".join(lines).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpAnswer(Struct, frozen=True):
     """The head of a server's answer to a request, in front of the bytes."""
 
     status: int
