@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,6 +14,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 #: An event and a result that users know by this name.
 SHARED_CLASS_NAMES = {"Restored"}
 MOST_LINES = 600
+#: Packages of which a trainer's or keeper's start imports more than a file or two.
+LOADED_BY_TRAINING = ["accelerator", "capture", "coordinator", "format", "geometry", "keeper"]
+LOADED_BY_TRAINING += ["parity", "persist", "policy", "protocol", "restore", "state", "storage"]
+LOADED_BY_TRAINING += ["transport"]
+PUBLIC_DATACLASSES = ["Every", "FlatBuffer", "FlatShard", "Keep", "LocalPatch", "Patch"]
+PUBLIC_DATACLASSES += ["RestorePlan", "Restored", "Seen", "Shard"]
 
 
 def test_the_code_map_is_what_the_captions_say() -> None:
@@ -45,6 +52,25 @@ def test_no_class_name_is_there_twice() -> None:
                 places[node.name].append(str(path.relative_to(SOURCE)))
     twice = {name: same for name, same in places.items() if len(same) > 1}
     assert not {name: twice[name] for name in twice.keys() - SHARED_CLASS_NAMES}
+
+
+def test_values_that_training_loads_are_structs() -> None:
+    """Each dataclass takes 0.5 ms of every start (docs/design/0021-values.md)."""
+    plain = re.compile(r"dataclass(\((frozen|slots|eq|, |=True|=False)+\))?")
+    only_dataclasses_can = re.compile(
+        r"cached_property|init=False|repr=False|compare=False|InitVar"
+    )
+    found = [
+        f"{path.relative_to(SOURCE)}: {node.name}"
+        for path in FILES
+        if path.relative_to(SOURCE).parts[0] in LOADED_BY_TRAINING
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and any(plain.fullmatch(ast.unparse(one)) for one in node.decorator_list)
+        and node.name not in PUBLIC_DATACLASSES
+        and not only_dataclasses_can.search(ast.unparse(node))
+    ]
+    assert found == []
 
 
 def test_no_file_is_too_long_to_be_read_in_one_sitting() -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from threading import get_ident
 from typing import TypeVar
 
+from msgspec import Struct
 from torch.optim import Optimizer
 
 from holdfast.capture.handles import SaveHandle
@@ -31,8 +31,7 @@ class StepBegan(BaseException):
     """An optimizer began to step before the state was read. Not an error: the save is deferred."""
 
 
-@dataclass(eq=False)
-class Deferral:
+class Deferral(Struct, eq=False):
     """A deferred save. ``act`` may return a function to call when its turn is over."""
 
     act: Callable[[], Callable[[], object] | None]

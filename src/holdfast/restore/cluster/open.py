@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFound
 from holdfast.format.manifest import AttemptId, Generation, ImageId
@@ -54,8 +55,7 @@ class LocalSlot(NamedTuple):
     image: ImageId
 
 
-@dataclass(frozen=True)
-class ClusterReach:
+class ClusterReach(Struct, frozen=True):
     """Gives a rank on ``host`` access to the holdings of all hosts; of one, without a name, there
     are no ``peers``.
 
