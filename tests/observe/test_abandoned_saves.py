@@ -1,4 +1,4 @@
-"""After a restore of an older step neither a report nor `holdfast top` counts on what came after."""
+"""After a restore of an older step neither a report nor `top` counts on what came after it."""
 
 from __future__ import annotations
 

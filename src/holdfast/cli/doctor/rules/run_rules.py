@@ -440,7 +440,7 @@ def _damaged(root: RootFacts) -> Iterator[Finding]:
             "bad",
             "root",
             f"checkpoint {name} is damaged: {faults[0]}{more}",
-            f"holdfast repair {where} --from COPY, or holdfast verify {where} for all that is wrong",
+            f"holdfast repair {where} --from COPY; holdfast verify {where} says all that is wrong",
         )
     if len(root.damaged) > _SHOWN:
         more = count_text(len(root.damaged) - _SHOWN, "more checkpoint")
