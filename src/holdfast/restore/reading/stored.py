@@ -217,7 +217,7 @@ def nothing_fits(store: Store, contents: Overview, step: int | str | None) -> Ho
     ending = "" if step is None else f"{'-' if isinstance(step, int) else '/'}{step}.json"
     if any(path.endswith(ending) for path, _ in broken_manifests(contents)):
         return RestoreError(
-            f"{text}\nPut good copies of the files back, as `holdfast repair ROOT --from COPY` does, "
+            f"{text}\nPut good copies of them back, as `holdfast repair ROOT --from COPY` does, "
             "or begin anew with another root."
         )
     return NotFound(text, root=store.url, step=step)
