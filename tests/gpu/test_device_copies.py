@@ -149,11 +149,10 @@ def test_a_large_volatile_leaf_takes_no_memory_of_the_device_and_is_of_the_momen
             with torch.no_grad():  # at once, while copies of it are in flight
                 for one in [*average.parameters(), apart]:
                     one.add_(1.0)
+    again: dict[str, Any] = {"apart": torch.zeros_like(apart)}
+    again["average"] = torch.optim.swa_utils.AveragedModel(model)
     for step, handle in enumerate(handles):
         handle.wait_durable(60)
-        again: dict[str, Any] = {}
-        again["average"] = torch.optim.swa_utils.AveragedModel(nn.Linear(4096, 2048).to(device))
-        again["apart"] = torch.zeros_like(apart)
         holdfast.load(tmp_path, again, step)
         loaded = {name: one.cpu() for name, one in again["average"].state_dict().items()}
         loaded["apart"] = again["apart"].cpu()
