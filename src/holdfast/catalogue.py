@@ -148,7 +148,14 @@ def read_document(store: Store, kind: type[D], path: str) -> D:
     """Reads a sealed document of a root. Raises NotFound or FormatError when there is no readable
     one.
     """
-    return _read_sealed(store, kind, path)[0]
+    try:
+        return _read_sealed(store, kind, path)[0]
+    except NewerFormat:
+        raise
+    except FormatError as error:
+        is_mended = kind in (Manifest, Incarnation)
+        how = ", as `holdfast repair ROOT --from COPY` does" if is_mended else ""
+        raise type(error)(f"{error}. Put back a good copy of it{how}", **error.fields) from error
 
 
 def _read_sealed(store: Store, kind: type[D], path: str) -> tuple[D, str]:
@@ -395,7 +402,7 @@ def read_manifests(
         broken: list[tuple[str, str]] = []
         return _read_manifest(store, one, broken), broken
 
-    found = list(_map(store, read, generations))
+    found = list(read_each(store, read, generations))
     return [one for one, _ in found if one is not None], [why for _, some in found for why in some]
 
 
@@ -414,12 +421,14 @@ def read_records(
             record = None
         return record, broken
 
-    found = list(_map(store, read, (name for name in names if _INCARNATION_NAME.fullmatch(name))))
+    found = list(
+        read_each(store, read, (name for name in names if _INCARNATION_NAME.fullmatch(name)))
+    )
     there = tuple(record for record, _ in found if record is not None)
     return there, [why for _, some in found for why in some]
 
 
-def _map(store: Store, read: Callable[[K], R], items: Iterable[K]) -> Iterable[R]:
+def read_each(store: Store, read: Callable[[K], R], items: Iterable[K]) -> Iterable[R]:
     """Reads one after the other; several at once in a bucket, where each is a request."""
     items = list(items)
     if not settle_s(store) or len(items) < 2:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import NoReturn, TypeVar
 
 import torch
@@ -190,6 +189,11 @@ class Checkpointer:
         # collector may run this on any thread, which must not wait.
         weakref.finalize(self, self._stop_tracing, 0.0).atexit = False
         listeners.add(self._saver)
+
+    def __repr__(self) -> str:
+        last = self._restored_step if self._promised.last_step is None else self._promised.last_step
+        step = "no step yet" if last is None else f"step {last}"
+        return f"<Checkpointer in {self.root}: {step}{', closed' * self._is_closed}>"
 
     @property
     def state(self) -> State:
@@ -573,6 +577,7 @@ class Checkpointer:
             outcome = "closed" if say_goodbye else "failed"
             emit(self._training.ended(outcome))
             self._stop_tracing(events_s)
+            self._offers.close()
             self.world.close()
 
     def _keep_promises(self, timeout_s: float) -> None:
@@ -582,12 +587,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

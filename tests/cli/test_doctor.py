@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.catalogue import catalogue
 from holdfast.cli import EXIT_CODES, doctor, main
 from holdfast.cli.doctor import judge
+from holdfast.cli.doctor import root as doctor_root
 from holdfast.cli.doctor.rules.findings import (
     Arena,
     Facts,
@@ -497,3 +500,38 @@ def test_a_root_of_a_newer_format_is_bad_and_one_broken_manifest_too(
     (tmp_path / "holdfast.json").write_text("{}")
     assert main(["doctor", str(tmp_path), "--quick"]) == 11
     assert "not a Holdfast document" in capsys.readouterr().out
+
+
+def test_files_that_are_missing_or_cut_short_are_told_without_being_read(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(LocalStore(tmp_path))
+    assert main(["doctor", str(tmp_path), "--quick"]) == 0
+    image = next((tmp_path / "steps").glob("2-40-*/live-00001.safetensors"))
+    os.truncate(image, image.stat().st_size - 1)
+    next((tmp_path / "steps").glob("1-20-*/live-00000.safetensors")).unlink()
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path), "--quick"]) == 11
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"checkpoint 2-40 is damaged: steps/2-40\S* has \d+ bytes, the manifest", said)
+    assert re.search(r"checkpoint 1-20 is damaged: steps/1-20\S* is not there", said)
+    assert f"holdfast repair {tmp_path} --from COPY" in said
+    for layout in (tmp_path / "layouts").iterdir():
+        layout.unlink()
+    assert main(["doctor", str(tmp_path), "--quick", "--json"]) == 11
+    damaged = json.loads(capsys.readouterr().out)["facts"]["root"]["damaged"]
+    assert len(damaged) == 6 and all(
+        re.match(r"layouts/\S+ is not there", d[1][0]) for d in damaged
+    )
+    monkeypatch.setattr(doctor_root, "_MOST_FILES", 2)
+    assert main(["doctor", str(tmp_path), "--quick"]) == 11
+    assert "files of 5 older checkpoints were not looked up" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_damaged(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    fill(store)
+    listed = catalogue(store)
+    store.remove("manifests/2-40.json")
+    store.remove_tree("steps/2-40-a2x40")
+    assert doctor_root._damaged(store, listed) == ((), 0)

@@ -64,9 +64,9 @@ def test_snapshots_taken_behind_training_are_of_the_step_they_name(
         truth[step] = content(state)
         handles[step] = checkpointer.save(step, durable=True)
         train(state)  # fenced: must not reach into the copy
+    again = build(1, device)
     for step, handle in handles.items():
         handle.wait_durable(60)
-        again = build(1, device)
         holdfast.load(tmp_path, again, step)
         found = content(again)
         assert all(torch.equal(found[name], truth[step][name]) for name in truth[step])

@@ -11,6 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast.accelerator import devices, vendors
+from holdfast.capture import staging
 from holdfast.capture.device_copies import side_stream
 from holdfast.events import Event, ImagePassed, MemoryPinned, subscribe
 from support.runs.mishaps import listening
@@ -137,6 +138,7 @@ def test_pieces_are_lent_again_behind_their_copies(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "register", lambda *_: 2)  # all goes through pinned pieces
+    monkeypatch.setattr(staging, "pieces", staging.StagingPieces(1))  # each is the one before
     model = build(0, device, width=1000, layers=8, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = {"model": model, "optimizer": optimizer}

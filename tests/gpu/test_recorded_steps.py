@@ -48,6 +48,7 @@ def test_replays_of_a_step_recorded_during_a_save_overwrite_nothing_of_it(
     assert [name for name, one in truth.items() if not torch.equal(found[name], one)] == []
 
 
+@pytest.mark.untimed  # its delays are its own
 def test_copies_that_several_threads_land_break_no_graph(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

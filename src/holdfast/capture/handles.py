@@ -62,6 +62,13 @@ class SaveHandle:
         self._reached: set[str] = set()
         self._failed: dict[str, HoldfastError] = {}
 
+    def __repr__(self) -> str:
+        failure = self.failure
+        instead = "" if self.step == self.requested_step else f" instead of {self.requested_step}"
+        wanted = ", to be durable" * self.durable
+        why = "" if failure is None else f" ({type(failure).__name__}: {failure})"
+        return f"<SaveHandle of step {self.step}{instead}{wanted}: {self.state}{why}>"
+
     @property
     def state(self) -> str:
         """ "pending", "captured", "cached", "protected", "durable" or "failed".

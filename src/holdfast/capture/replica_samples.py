@@ -27,6 +27,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
 from holdfast.protocol.messages import CHANGED, NOTHING_TO_SAY
 from holdfast.state.bindings import Bindings, LeafSource
+from holdfast.state.step_calls import parameters_of
 
 _SUM_MASK = (1 << 32) - 1
 
@@ -243,6 +244,8 @@ class TrainedParameters(Struct, frozen=True):
 UNTRAINED = TrainedParameters()
 #: Key under which calls of ``before_update`` are counted, beside the optimizers' keys.
 BY_HAND = ""
+#: So many saves in a row before which only other optimizers stepped are no training in turns.
+_IDLE_SAVES = 2
 
 
 class OptimizerSteps:
@@ -257,6 +260,8 @@ class OptimizerSteps:
         self._optimizers: dict[str, weakref.ref[Optimizer]] = {}
         self._whole: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._by_hand = 0
+        self._idle_saves = 0
+        """Saves in a row before which other optimizers stepped, and none of the state."""
 
     def note(self, optimizer: Optimizer) -> None:
         """Note an optimizer that is about to step, unless the step may leave all parameters
@@ -289,18 +294,39 @@ class OptimizerSteps:
         """
         if bindings is not self._bindings:
             found = optimizers()
-            groups = (group for each in found.values() for group in each.param_groups)
-            ids = {id(p) for group in groups for p in group["params"]}
+            ids = {id(parameter) for each in found.values() for parameter in parameters_of(each)}
             self._leaves = frozenset(b.name for b in bindings if id(b.tensor) in ids)
             self._optimizers = {key: weakref.ref(each) for key, each in found.items()}
             self._bindings = bindings
         living = [(key, one) for key, ref in self._optimizers.items() if (one := ref())]
         stepped = any(one in self._stepped for _, one in living)
+        self._warn_of_others(living, stepped)
         self._stepped.clear()
         updates = {key: self._whole.get(one, 0) for key, one in living}
         if not living:  # beside an optimizer it has other uses, on some ranks only
             updates[BY_HAND] = self._by_hand
         return TrainedParameters(self._leaves, stepped, updates)
+
+    def _warn_of_others(self, living: list[tuple[str, Optimizer]], stepped: bool) -> None:
+        """Says once that what trains is not what is saved, as when a notebook made both anew."""
+        others: list[Optimizer] = []
+        if living and not stepped and self._stepped:
+            own = {id(parameter) for _, one in living for parameter in parameters_of(one)}
+            others = [one for one in self._stepped if own.isdisjoint(map(id, parameters_of(one)))]
+        if not others:
+            self._idle_saves = 0
+            return
+        self._idle_saves += 1
+        if self._idle_saves == _IDLE_SAVES:
+            keys = ", ".join(f"state[{key!r}]" for key, _ in living)
+            emit(
+                Warned(
+                    message=f"{type(others[0]).__name__} trains parameters that are not in the "
+                    f"state, and {keys} took no step in the last {_IDLE_SAVES} saves: the objects "
+                    "of before are saved, if model and optimizer were made anew. Put the new ones "
+                    "in their place: checkpointer.state['model'] = model, and so on, on every rank."
+                )
+            )
 
 
 def _is_trained(group: dict[str, object]) -> bool:

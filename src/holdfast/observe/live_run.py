@@ -6,6 +6,7 @@ that into the state of the newest saves, the hosts and the last troubles.
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
 import statistics
@@ -22,6 +23,7 @@ from holdfast.events import AnyEvent, HostSampled
 from holdfast.observe.clocks import OF_CLOCKS, HostClocks
 from holdfast.observe.event_files import UNREADABLE, is_named
 from holdfast.observe.event_place import event_place
+from holdfast.observe.exposure import abandoned_by
 from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.records import RecordHead
@@ -138,9 +140,9 @@ class UnderWay:
     missed: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Reached:
-    """The newest generation in a state, and when it came there, by the wall clock of ``host``."""
+    """A generation in a state, and when it came there, by the wall clock of ``host``."""
 
     incarnation: int
     step: int
@@ -159,7 +161,9 @@ class LiveRun:
         """How many records the clocks of hosts were compared by."""
         self._first = math.inf, ""
         self._last_s: dict[str, float] = {}
-        self.reached: dict[str, Reached] = {}
+        self._came: dict[str, list[Reached]] = {}
+        """The newest generations that came into each state, as a heap."""
+        self._parents: dict[int, tuple[int, int]] = {}
         self.saves: dict[tuple[int, int], UnderWay] = {}
         self.phases: dict[str, deque[tuple[float, int]]] = {}
         """The last lengths of each phase, with the rank."""
@@ -205,6 +209,7 @@ class LiveRun:
                     self.hosts[event.host] = event
             case events.Restored():
                 self.counts["restores"] += event.rank == 0
+                self._parents[event.incarnation] = event.parent_incarnation, event.step
             case _:
                 pass
 
@@ -260,10 +265,11 @@ class LiveRun:
         states = self._save(event).states
         is_new = state not in states
         states.add(state)
-        before = self.reached.get(state)
-        if before is None or (before.incarnation, before.step) < (event.incarnation, event.step):
-            place = event.incarnation, event.step, head.time_s, head.by_host
-            self.reached[state] = Reached(*place)
+        came = self._came.setdefault(state, [])
+        if is_new:
+            heapq.heappush(came, Reached(event.incarnation, event.step, head.time_s, head.by_host))
+            if len(came) > _SAVES:
+                heapq.heappop(came)
         return is_new
 
     def _note_held(self, of: events.SaveReturned | events.FenceWaited, head: RecordHead) -> None:
@@ -286,6 +292,16 @@ class LiveRun:
         self._troubles.append((head.time_s, head.by_host, printable(where + text)))
 
     # ── what it comes to ─────────────────────────────────────────────────────────────────────────
+
+    @property
+    def reached(self) -> dict[str, Reached]:
+        """Returns the newest generation in each state, of those that the run has not given up."""
+        is_given_up = abandoned_by(self._parents)
+        kept = {
+            state: max((one for one in came if not is_given_up(one)), default=None)
+            for state, came in self._came.items()
+        }
+        return {state: newest for state, newest in kept.items() if newest is not None}
 
     @property
     def newest(self) -> UnderWay | None:

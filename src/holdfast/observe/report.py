@@ -111,6 +111,8 @@ class Save:
     """Of a save that was not captured: ranks that returned and copied no image; 16 at most."""
     unwritten: tuple[int, ...] = ()
     """Of one that was to be durable and is not: ranks whose image was not written; 16 at most."""
+    is_abandoned: bool = False
+    """A later start went on from an older generation."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:

@@ -19,7 +19,7 @@ from holdfast.collector import paused_collector
 from holdfast.events import AnyEvent
 from holdfast.geometry.mesh import MAX_RANKS
 from holdfast.observe.clocks import CommonClock, HostMoment
-from holdfast.observe.exposure import pace_of
+from holdfast.observe.exposure import mark_abandoned, pace_of
 from holdfast.observe.interference import BackgroundWork
 from holdfast.observe.ledger import account
 from holdfast.observe.links import LinkTrips
@@ -287,7 +287,8 @@ class _Fold:
     def report(self, root: str, counts: RecordCounts) -> Report:
         """Returns the report, when every record was taken."""
         common = self._lives.clock()
-        saves = self._saves.saves(common)
+        restores = self._restores.restores(common)
+        saves = mark_abandoned(self._saves.saves(common), restores)
         times = self._lives.times(common)
         ledger = account(times) if times else None
         ranks_by_host = self._lives.newest_ranks()
@@ -317,7 +318,7 @@ class _Fold:
             ranks_by_host=ranks_by_host,
             behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),
             last_s=last_s,
-            restores=self._restores.restores(common),
+            restores=restores,
             keeper_losses=self._keeper_losses(common),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),
             pinned=tuple(one for _, one in sorted(self._pinned.items())),

@@ -53,7 +53,7 @@ def health_text(report: Report, findings: Sequence[RunFinding]) -> str:
 def _standing(report: Report) -> Iterator[str]:
     if report.starts:
         yield _end_of(report.starts[-1])
-    durable = [save for save in report.saves if save.state == "durable"]
+    durable = [s for s in report.saves if s.state == "durable" and not s.is_abandoned]
     if durable:
         yield f"newest durable {durable[-1].incarnation}-{durable[-1].step}"
     elif report.saves:

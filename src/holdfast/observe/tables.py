@@ -191,7 +191,7 @@ def _save_table(saves: Iterable[Save]) -> Table:
     for save in saves:
         table.add_row(
             f"{save.incarnation}-{save.step}",
-            save.state + (f", ring of {size_text(save.ring_bytes)}" if save.ring_bytes else ""),
+            _state_text(save),
             _of_rank(save, "held_s"),
             _of_rank(save, "fence_s"),
             seconds_text(save.captured_s),
@@ -200,6 +200,11 @@ def _save_table(saves: Iterable[Save]) -> Table:
             rate_text(save.throughput_bytes_per_s),
         )
     return table
+
+
+def _state_text(save: Save) -> str:
+    ring = f", ring of {size_text(save.ring_bytes)}" if save.ring_bytes else ""
+    return save.state + ring + ", abandoned" * save.is_abandoned
 
 
 def _of_rank(save: Save, quantity: str) -> str:

@@ -273,7 +273,7 @@ def _settle(calls: Iterable[StepCall], error: BaseException | None) -> None:
             continue
         call.is_settled = True
         if call.is_whole:
-            mend(_parameters(call.optimizer))
+            mend(parameters_of(call.optimizer))
             for each in tuple(listeners) if call.is_step else ():
                 each.stepped(call.optimizer)
         elif call.has_begun and not hasattr(type(call.optimizer), "broken_off"):
@@ -403,7 +403,7 @@ class Break:
     def __init__(self, optimizer: Optimizer, error: BaseException | None) -> None:
         self.why = "it did not end" if error is None else f"{type(error).__name__}: {error}"
         self.name = type(optimizer).__qualname__
-        self._parameters = [weakref.ref(one) for one in _parameters(optimizer)]
+        self._parameters = [weakref.ref(one) for one in parameters_of(optimizer)]
 
     def concerns(self, parameters: set[int]) -> bool:
         """True if one of these ids is among its parameters."""
@@ -414,7 +414,8 @@ class Break:
 _breaks: list[Break] = []
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yields the parameters that an optimizer updates."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -7,15 +7,26 @@ import socket
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from holdfast.catalogue import ROOT, Catalogue, catalogue, is_root, read_document
+from holdfast.catalogue import (
+    LAYOUTS,
+    ROOT,
+    Catalogue,
+    catalogue,
+    is_root,
+    layout_path,
+    manifest_path,
+    read_document,
+    read_each,
+)
 from holdfast.cli.checkpoints import root_holder
 from holdfast.cli.doctor.arena import root_keys
 from holdfast.cli.doctor.host import probe_place
 from holdfast.cli.doctor.rules.findings import PlaceFacts, ProtectedFacts, Rendezvous, RootFacts
 from holdfast.cli.doctor.rules.run_rules import BUCKET
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, NotFound
 from holdfast.events import (
     ProtectionPlanned,
     RunStarted,
@@ -36,6 +47,9 @@ from holdfast.storage.open import (
     probe_bucket,
     race_in_bucket,
 )
+
+#: The files whose sizes are looked up; of a bucket each is a request.
+_MOST_FILES = 2000
 
 
 def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
@@ -86,6 +100,7 @@ def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFac
     held = LeaseWatch(store).paths() if unnamed else frozenset()
     unnamed = [path for path in unnamed if path not in held]
     there = {manifest.generation for manifest in found.manifests}
+    damaged, unchecked = _damaged(store, found)
     holder = root_holder(path)
     return RootFacts(
         path=path,
@@ -96,6 +111,8 @@ def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFac
         newest_written_bytes=newest.image_bytes if newest else 0,
         newest_images=len(newest.images) if newest else 0,
         broken=found.broken,
+        damaged=damaged,
+        unchecked=unchecked,
         gap=found.gap,
         leftovers=len(unnamed),
         leftover_bytes=sum(leftover(store, one).size_bytes for one in unnamed),
@@ -104,6 +121,38 @@ def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFac
         holder_pid=0 if holder is None else holder.pid,
         holder="" if holder is None else holder.signed,
     )
+
+
+def _damaged(store: Store, found: Catalogue) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], int]:
+    """Returns the checkpoints that lack a file or have one of another size, with what is wrong, and
+    how many older ones were not looked at. No content is read.
+    """
+    layouts = set(store.list(LAYOUTS))
+    damaged, files, checked = [], 0, 0
+    for manifest in sorted(found.manifests, key=lambda one: one.generation, reverse=True):
+        refs = (*manifest.images, *manifest.parts)
+        files += len(refs)
+        if checked and files > _MOST_FILES:
+            break
+        checked += 1
+        layout = layout_path(manifest.layout)
+        faults = [] if Path(layout).name in layouts else [f"{layout} is not there"]
+        faults += filter(None, read_each(store, partial(_size_fault, store), refs))
+        if faults and store.exists(manifest_path(manifest.generation)):  # else it was just removed
+            damaged.append((str(manifest.generation), tuple(faults)))
+    return tuple(damaged), len(found.manifests) - checked
+
+
+def _size_fault(store: Store, ref: documents.ImageRef) -> str:
+    try:
+        there = store.size_bytes(ref.path)
+    except NotFound:
+        return f"{ref.path} is not there"
+    except HoldfastError as error:
+        return str(error)
+    if there == ref.size_bytes:
+        return ""
+    return f"{ref.path} has {there} bytes, the manifest says {ref.size_bytes}"
 
 
 # Finds the hosts that a run recorded, and the rendezvous of launchers on this machine.

@@ -74,6 +74,7 @@ class CheckpointReader:
     """
 
     def __init__(self, store: Store, step: int | str | None) -> None:
+        self._url = store.url
         self._lease = ReadLease(store)
         self._lease.end_with(self)
         try:
@@ -86,6 +87,9 @@ class CheckpointReader:
             leaf.name: LeafInfo(leaf.name, leaf.dtype, tuple(leaf.shape))
             for leaf in self.layout.leaves
         }
+
+    def __repr__(self) -> str:
+        return f"<CheckpointReader of step {self.step} in {self._url}, leaves: {len(self.leaves)}>"
 
     @property
     def step(self) -> int:

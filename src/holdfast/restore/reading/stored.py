@@ -216,7 +216,10 @@ def nothing_fits(store: Store, contents: Overview, step: int | str | None) -> Ho
     text = _why_nothing(store, contents, step)
     ending = "" if step is None else f"{'-' if isinstance(step, int) else '/'}{step}.json"
     if any(path.endswith(ending) for path, _ in broken_manifests(contents)):
-        return RestoreError(f"{text}\nPut the files back, or begin anew with another root.")
+        return RestoreError(
+            f"{text}\nPut good copies of them back, as `holdfast repair ROOT --from COPY` does, "
+            "or begin anew with another root."
+        )
     return NotFound(text, root=store.url, step=step)
 
 

@@ -196,6 +196,10 @@ class RootFacts:
     """Bytes of the newest checkpoint, without those it shares with earlier ones."""
     newest_images: int = 0
     broken: tuple[tuple[str, str], ...] = ()
+    damaged: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Checkpoints that lack files or have some of another size, with what is wrong with each."""
+    unchecked: int = 0
+    """Older checkpoints whose files were not looked up."""
     gap: str = ""
     """The missing record of a start, and the question that it leaves open."""
     leftovers: int = 0

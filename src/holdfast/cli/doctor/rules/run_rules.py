@@ -240,6 +240,8 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "glusterfs")
 #: after.
 SPARE = 3
 _FILES = 1000
+#: The damaged checkpoints that are named.
+_SHOWN = 8
 BUCKET = "bucket"
 
 
@@ -409,6 +411,7 @@ def _root(root: RootFacts) -> Iterator[Finding]:
             f"Put back a good copy of {root.path}/{path}, or delete it if it can go. Nothing is "
             "swept before.",
         )
+    yield from _damaged(root)
     if root.gap:
         yield Finding(
             "warn" if root.newest else "bad",
@@ -427,6 +430,24 @@ def _root(root: RootFacts) -> Iterator[Finding]:
             f"{size_text(root.leftover_bytes)}",
             f"The next run removes them; by hand: holdfast prune {root.path}",
         )
+
+
+def _damaged(root: RootFacts) -> Iterator[Finding]:
+    where = shlex.quote(root.path)
+    for name, faults in root.damaged[:_SHOWN]:
+        more = f", and {count_text(len(faults) - 1, 'file')} more" if len(faults) > 1 else ""
+        yield Finding(
+            "bad",
+            "root",
+            f"checkpoint {name} is damaged: {faults[0]}{more}",
+            f"holdfast repair {where} --from COPY; holdfast verify {where} says all that is wrong",
+        )
+    if len(root.damaged) > _SHOWN:
+        more = count_text(len(root.damaged) - _SHOWN, "more checkpoint")
+        yield Finding("bad", "root", f"{more} are damaged, too", f"holdfast verify {where}")
+    if root.unchecked:
+        text = f"the files of {count_text(root.unchecked, 'older checkpoint')} were not looked up"
+        yield Finding("ok", "root", text)
 
 
 def _pins(root: RootFacts) -> Iterator[Finding]:
