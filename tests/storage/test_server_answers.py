@@ -475,6 +475,7 @@ def answer_by_tls(certificate: Path, serve: Serve, body_bytes: int, answer_s: fl
             server.join()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(("size_bytes", "head"), [(64 << 20, 1), (1_500_000, 1), (64 << 20, 0)])
 def test_by_tls_a_server_that_answers_and_reads_no_further_is_listened_to_at_once(
     certificate: Path, size_bytes: int, head: int
