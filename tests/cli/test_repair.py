@@ -68,6 +68,15 @@ def test_bad_input_is_refused_with_what_to_do(
     )
 
 
+def test_a_directory_without_the_memory_of_a_host_is_refused(
+    roots: tuple[Path, Path], tmp_path: Path, capsys: Out
+) -> None:
+    said = error_of(capsys, "repair", roots[0], "--arenas", tmp_path / "no", code=2)
+    assert "has no arenas in it: give a directory like" in said
+    (tmp_path / "host" / "r@host").mkdir(parents=True)
+    assert "LOST" in text_of(capsys, "repair", roots[0], "--arenas", tmp_path / "host", code=4)
+
+
 def test_a_repair_loads_no_torch(roots: tuple[Path, Path]) -> None:
     assert run_alone("repair", roots[0], "--from", roots[1]).returncode == 0
 

@@ -5,14 +5,17 @@ Every state that the model of ``holdfast.testing.faults.power`` allows is laid o
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -82,10 +85,6 @@ def test_ten_thousand_states_after_a_loss_of_power_are_all_whole(tmp_path: Path)
     assert [one for one in found if one[1]] == []
 
 
-def _nothing(*_: object) -> None:
-    """Leave an fsync out."""
-
-
 def _write_without_sync(target: str, data: bytes) -> None:
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     os.pwrite(descriptor, data, 0)
@@ -110,34 +109,87 @@ def _publish_before_sync(
 _numbers = count()
 
 
-#: What the harness must see: object, attribute, what stands in its place.
-LEFT_OUT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "fsync of a published file": lambda p: p.setattr(local, "write_durably", _write_without_sync),
-    "sync of a published name": lambda p: p.setattr(local, "sync_directory", _nothing),
-    "sync of an image's name": lambda p: p.setattr(direct, "sync_directory", _nothing),
-    "fsync of an image": lambda p: p.setattr(direct, "os", _Without("fsync")),
-    "link before fsync": lambda p: p.setattr(LocalStore, "publish", _publish_before_sync),
+class SyncCall(NamedTuple):
+    """A call of a module of storage that makes something durable: which, and in which line."""
+
+    module: ModuleType
+    function: str
+    line: int
+
+
+def sync_calls() -> dict[str, SyncCall]:
+    """Every one of them, by the function that it stands in and its place there."""
+    found: dict[str, SyncCall] = {}
+    for module in (direct, files, local):
+        assert module.__file__ is not None
+        tree = ast.parse(Path(module.__file__).read_text())
+        functions = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef))
+        for function in functions:
+            calls = [one for one in ast.walk(function) if isinstance(one, ast.Call)]
+            called = ((ast.unparse(one.func), one.lineno) for one in calls)
+            syncs = sorted((line, name) for name, line in called if name in _SYNCS)
+            for number, (line, name) in enumerate(syncs):
+                place = f"{module.__name__.rpartition('.')[2]}.{function.name}-{number}"
+                found[place] = SyncCall(module, name, line)
+    return found
+
+
+_SYNCS = ("os.fsync", "sync_directory")
+#: Seen by tests of their own: what another process has published is relied upon only then.
+_OF_OTHERS = {
+    "local.sync_names-0": "tests/persist/test_drains.py",
+    "local.publish-0": "tests/storage/test_durability.py",
 }
 
 
 class _Without:
-    """The module ``os`` without one function."""
+    """The module ``os``, whose fsync does nothing in one line."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, line: int) -> None:
+        self._line = line
 
     def __getattr__(self, name: str) -> Any:
-        return _nothing if name == self._name else getattr(os, name)
+        found = getattr(os, name)
+        return _unless_in(self._line, found) if name == "fsync" else found
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
+def _unless_in(line: int, real: Callable[..., None]) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        if sys._getframe(1).f_lineno != line:
+            real(*arguments)
+
+    return call
+
+
+def leave_out(patch: pytest.MonkeyPatch, call: SyncCall) -> None:
+    if call.function == "os.fsync":
+        patch.setattr(call.module, "os", _Without(call.line))
+    else:
+        real = getattr(call.module, call.function)
+        patch.setattr(call.module, call.function, _unless_in(call.line, real))
+
+
+def require_seen(recorder: PowerRecorder, scratch: Path) -> None:
+    assert any(wrong for _, wrong in wrong_states(recorder, scratch, 4 * SAMPLE))
+
+
+@pytest.mark.parametrize("name", sorted(sync_calls().keys() - _OF_OTHERS.keys()))
 def test_the_harness_sees_every_fsync_that_is_left_out(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        LEFT_OUT[name](patch)
+        leave_out(patch, sync_calls()[name])
         recorder = recorded(tmp_path / "root")
-    assert any(wrong for _, wrong in wrong_states(recorder, tmp_path / "states", 4 * SAMPLE))
+    require_seen(recorder, tmp_path / "states")
+
+
+def test_the_harness_sees_that_a_name_is_given_before_the_bytes_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "publish", _publish_before_sync)
+        recorder = recorded(tmp_path / "root")
+    require_seen(recorder, tmp_path / "states")
 
 
 def cut_and_open(kind: str, work_dir: Path, most: int) -> list[tuple[int, str]]:
@@ -193,10 +245,10 @@ def test_a_thousand_disks_of_a_real_file_system_are_whole(kind: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["fsync of a published file", "sync of a published name"])
+@pytest.mark.parametrize("name", ["files.write_durably-0", "local.publish-1"])
 def test_an_fsync_that_is_left_out_is_seen_on_a_real_disk(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without("ext4")
-    LEFT_OUT[name](monkeypatch)
+    leave_out(monkeypatch, sync_calls()[name])
     assert any(wrong for _, wrong in cut_and_open("ext4", tmp_path, DISKS))

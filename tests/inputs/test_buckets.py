@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,14 +10,15 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.catalogue import catalogue
+from holdfast.catalogue import LOCK, catalogue
 from holdfast.cli import main
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError, RootBusy, StorageError, UsageError
 from holdfast.maintenance.repairs import plan_repair
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.http_client import Answer, Connections
-from support.checkpoints.keeper_roots import save_steps
+from support.checkpoints.keeper_roots import paths_in, save_steps
 from support.servers.bucket_model import World, model_store
+from support.servers.object_servers import ObjectServer, object_store, use
 
 ROOT = "s3://bucket/runs/gpt"
 
@@ -37,11 +39,11 @@ ANSWERS = {
     "a token that has ended": (_said(400, "ExpiredToken"), "Renew the credentials"),
     "another clock": (_said(403, "RequestTimeTooSkewed"), "Set this machine's clock"),
 }
-DOORS: dict[str, Callable[[], object]] = {
-    "open": lambda: holdfast.open(ROOT),
-    "load": lambda: holdfast.load(ROOT, {"w": torch.zeros(4)}),
-    "save": lambda: holdfast.save(ROOT, {"w": torch.zeros(4)}, step=1),
-    "Checkpointer": lambda: holdfast.Checkpointer(ROOT, {"w": torch.zeros(4)}),
+DOORS: dict[str, Callable[[str], object]] = {
+    "open": holdfast.open,
+    "load": lambda root: holdfast.load(root, {"w": torch.zeros(4)}),
+    "save": lambda root: holdfast.save(root, {"w": torch.zeros(4)}, step=1),
+    "Checkpointer": lambda root: holdfast.Checkpointer(root, {"w": torch.zeros(4)}),
 }
 
 
@@ -64,7 +66,7 @@ def test_a_bucket_that_refuses_is_one_error_that_says_what_to_do(
     answer, advice = ANSWERS[what]
     said.append(answer)
     with pytest.raises(HoldfastError) as raised:
-        DOORS[door]()
+        DOORS[door](ROOT)
     text = str(raised.value)
     assert advice in text and "runs/gpt" in text and "canary" not in text
     assert not (isinstance(raised.value, StorageError) and raised.value.retryable)
@@ -99,3 +101,30 @@ def test_of_a_bucket_of_which_a_rule_deleted_half_the_rest_is_restored_and_all_i
     assert {f"root/{one.path}" for one in plan.files} == set(gone)
     assert all(one.lost and one.faults[0] == "it is missing" for one in plan.files)
     assert {key: data for key, data in world.objects.items() if "/readers/" not in key} == before
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_address_with_credentials_in_it_is_refused_without_showing_them(
+    door: str, said: list[Answer], arena_dir: Path
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        DOORS[door]("s3://AKIAKEY:canary@bucket/runs/gpt")
+    text = str(raised.value)
+    assert "credentials" in text and "canary" not in text and "AKIAKEY" not in text
+    assert not list(arena_dir.iterdir()), "no keeper was started"
+
+
+@pytest.mark.parametrize("door", ["save", "Checkpointer"])
+def test_a_root_that_another_run_writes_to_is_one_error_and_stays_as_it_was(
+    door: str, moto_server: ObjectServer, monkeypatch: pytest.MonkeyPatch, arena_dir: Path
+) -> None:
+    use(moto_server, monkeypatch)
+    store = object_store(f"busy/{uuid.uuid4().hex}")
+    save_steps(store, (10, 20))
+    before = {path: store.read(path) for path in paths_in(store)}
+    with store.lock(LOCK, "run blue on host-9"):
+        with pytest.raises(RootBusy) as raised:
+            DOORS[door](store.url)
+        text = str(raised.value)
+        assert "run blue on host-9" in text and store.url in text
+        assert {path: store.read(path) for path in paths_in(store)} == before

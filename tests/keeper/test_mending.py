@@ -21,7 +21,6 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import group_access as mending
 from holdfast.keeper.parity.group_access import (
     KeeperReach,
-    decode_image,
     encode_again,
     open_group,
     pieces_of,
@@ -31,6 +30,7 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.keeper.scrub import HEADER, DamagedImage, _decode_image
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol.arena import SlotRecord
+from holdfast.restore.cluster.decode import decode_image
 from holdfast.transport.wire.http import parity_path, record_path
 from support.checkpoints.images import assemble, seals
 from support.peers import exchanging

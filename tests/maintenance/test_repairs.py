@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,21 +15,31 @@ from holdfast.errors import FormatError, HoldfastError, RootBusy, StorageError, 
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.maintenance.copies import copy
+from holdfast.maintenance.memory_files import MemoryFiles
 from holdfast.maintenance.repairs import RepairPlan, RepairReport, plan_repair, repair
-from holdfast.maintenance.slot_images import SlotImages
+from holdfast.parity.planning.record import ParityRecord, seal
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, remove
 from holdfast.policy.when import Keep
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile, SlotRecord, root_key
+from holdfast.restore.cluster.arena_shards import RECORD_SUFFIX, shard_path
 from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from support.checkpoints import keeper_roots
-from support.checkpoints.images import split_leaf
-from support.checkpoints.keeper_roots import LAYOUT, all_contents, change, paths_in, save_steps
+from support.checkpoints.images import seals, split_leaf
+from support.checkpoints.keeper_roots import (
+    LAYOUT,
+    all_contents,
+    change,
+    job_at,
+    paths_in,
+    save_steps,
+)
 from support.checkpoints.roots import whole
+from support.peers.lost_hosts import Group
 
 FIRST, SECOND = Generation(1, 10), Generation(1, 20)
 
@@ -560,6 +570,39 @@ def test_a_source_that_is_pruned_and_takes_no_lease_leads_to_an_error_that_says_
     assert all_contents(root) == before
 
 
+def fill_arena(
+    arena: Path, images: dict[int, bytes], shards: Iterable[tuple[bytes, ParityRecord]] = ()
+) -> None:
+    """The shared memory of one host: captured images, and shards of parity."""
+    (arena / "parity").mkdir(parents=True)
+    for rank, image in images.items():
+        slot = SlotFile.create(arena / f"{rank:05}{SLOT_SUFFIX}", len(image))
+        slot.image[: len(image)] = image
+        header, table = seals(image)
+        slot.write_record(
+            SlotRecord(
+                state="captured",
+                image_bytes=len(image),
+                header_xxh3=header,
+                table_xxh3=table,
+            )
+        )
+        slot.close()
+    rows = [*shards]
+    buffer = SlotFile.create(shard_path(arena, "0"), sum(len(data) for data, _ in rows) + 1)
+    at = 0
+    for data, record in rows:
+        buffer.image[at : at + len(data)] = data
+        (arena / "parity" / f"0-{at}{RECORD_SUFFIX}").write_bytes(seal(record))
+        at += len(data)
+    buffer.close()
+
+
+def captured_at(step: int) -> dict[int, bytes]:
+    """The images of this step, as they were in memory: frozen parts are in them."""
+    return {rank: bytes(one.memory) for rank, one in job_at(step).images.items()}
+
+
 @pytest.mark.parametrize("is_damaged_there", [False, True])
 def test_what_shared_memory_still_has_is_brought_back(
     is_damaged_there: bool, tmp_path: Path
@@ -568,32 +611,92 @@ def test_what_shared_memory_still_has_is_brought_back(
     save_steps(root, (10, 20))
     kept = all_contents(root)
     (_, newest), home = catalogue(root).manifests, tmp_path / "memory"
-    arena = home / f"r+{root_key(root.identity())}@host"
-    arena.mkdir(parents=True)
-    for ref in newest.images:
-        slot = SlotFile.create(arena / f"{ref.rank:05}{SLOT_SUFFIX}", ref.size_bytes)
-        slot.image[: ref.size_bytes] = root.read(ref.path)
-        record = SlotRecord(
-            state="captured",
-            run_id="r",
-            image_bytes=ref.size_bytes,
-            header_xxh3=ref.header_xxh3,
-            table_xxh3=ref.table_xxh3,
-        )
-        slot.write_record(record)
-        if is_damaged_there and ref.rank == 0:
-            slot.image[4100] ^= 1
-        slot.close()
+    memory = captured_at(20)
+    if is_damaged_there:  # behind the frozen part
+        memory[0] = memory[0][:-20_000] + bytes(1) + memory[0][-19_999:]
+    fill_arena(home / f"r+{root_key(root.identity())}@host", memory)
+    fill_arena(home / "r+0123456789abcdef@host", captured_at(10))  # of another root
     first, second = newest.images
+    part, other = newest.parts
     change(root, first.path, 4100)
+    change(root, first.path, -20_000)
+    change(root, part.path, 4100)
     root.remove(second.path)
+    root.remove(other.path)
     assert not any(one.is_mendable for one in plan_repair(root, [], None).files)
-    slots = SlotImages(root, catalogue(root).manifests, home)
-    assert len(slots) == 2
-    plan, report = repair(root, [], None, memory=[slots])
-    slots.close()
-    mended = {second.path} if is_damaged_there else {first.path, second.path}
+    files = MemoryFiles(root, catalogue(root).manifests, home)
+    assert len(files) == 4
+    plan, report = repair(root, [], None, memory=[files])
+    files.close()
+    mended = {second.path, part.path, other.path} | (set() if is_damaged_there else {first.path})
     assert set(report.mended) == mended and not report.failed
     assert {one.path for one in plan.files if one.is_mendable} == mended
-    assert root.read(second.path) == kept[second.path]
-    assert (root.read(first.path) == kept[first.path]) is not is_damaged_there
+    now = all_contents(root)
+    assert {path: now[path] for path in mended} == {path: kept[path] for path in mended}
+    assert (now == kept) is not is_damaged_there
+
+
+def lost_host(
+    tmp_path: Path, layout: Layout, slot: str = "there"
+) -> tuple[LocalStore, dict[str, bytes], Path, Path]:
+    """A root without the files of rank 0's image, whose host "a" is lost with its memory; the
+    arenas of "b", which is this host, and of "c".
+    """
+    root = LocalStore(tmp_path / "root")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper_roots, "LAYOUT", layout)
+        save_steps(root, (10, 20))
+        images = captured_at(20)
+    kept = all_contents(root)
+    newest = manifest_of(root, SECOND)
+    hosts = {"a": [0], "b": [1], "c": list[int]()}
+    group = Group(hosts, images, 1, newest.attempt, newest.generation, layout)
+    shards = group.rows.values()
+    rows = {host: [(bytes(d), r) for at, d, r in shards if at == host] for host in hosts}
+    assert rows["b"] and rows["c"]
+    if slot == "changed":
+        changed = bytearray(images[1])
+        part = slice(10_000, 1_000_000, 5_000)
+        changed[part] = bytes(one ^ 1 for one in changed[part])
+        images[1] = bytes(changed)
+    own, other = tmp_path / "memory", tmp_path / "from c"
+    slots = {} if slot == "gone" else {1: images[1]}
+    fill_arena(own / f"r+{root_key(root.identity())}@b", slots, rows["b"])
+    fill_arena(other / "r+fedcba9876543210@c", {}, rows["c"])
+    for ref in (*newest.images[:1], *newest.parts[:1]):
+        root.remove(ref.path)
+    return root, kept, own, other
+
+
+WHOLE = Layout(2, (split_leaf("w", "F32", (2, 280_000), 2),))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("slot", ["there", "changed", "gone"])
+@pytest.mark.parametrize("layout", [LAYOUT, WHOLE])
+def test_what_a_lost_host_had_is_brought_back_by_the_parity_of_the_others(
+    layout: Layout, slot: str, tmp_path: Path
+) -> None:
+    """The other image may be in memory alone, or in the root, too, which then has it whole."""
+    root, kept, own, other = lost_host(tmp_path, layout, slot)
+    files = MemoryFiles(root, catalogue(root).manifests, own, others=[other])
+    plan, report = repair(root, [], None, memory=[files])
+    files.close()
+    assert len(plan.files) == (2 if layout is LAYOUT else 1)
+    now = all_contents(root) if not report.failed and len(report.mended) == len(plan.files) else {}
+    if layout is WHOLE or slot == "there":
+        assert now == kept
+    else:  # nothing wrong takes the place of what is lost
+        assert not now and not report.failed
+        lost = [one.path for one in plan.files if one.lost]
+        assert lost and not any(root.exists(path) for path in lost)
+        assert all(root.read(path) == kept[path] for path in report.mended)
+
+
+def test_without_the_memory_of_all_others_a_lost_host_has_nothing(tmp_path: Path) -> None:
+    root, _, own, other = lost_host(tmp_path, WHOLE)
+    files = MemoryFiles(root, catalogue(root).manifests, own)
+    assert not repair(root, [], None, memory=[files])[1].mended
+    files.close()
+    with pytest.raises(UsageError, match="no arenas in it"):
+        MemoryFiles(root, [], own, others=[other, tmp_path / "elsewhere"])

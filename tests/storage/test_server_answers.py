@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import http.client
+import ipaddress
 import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from holdfast.errors import StorageError, UsageError
 from holdfast.storage import http_client
@@ -405,6 +414,7 @@ def test_by_tls_the_same_is_given_again_while_a_slow_line_takes_any_of_what_it_h
 
     left = iter([0, 256 << 10])  # at each time-out: the second slice is not taken
     monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: next(left))
+    monkeypatch.setattr(http_client, "_is_readable", lambda *_: False)
     body, line = os.urandom(1 << 20), SlowLine()
     connection = http.client.HTTPConnection("127.0.0.1", 1)
     connection.sock = line
@@ -414,50 +424,105 @@ def test_by_tls_the_same_is_given_again_while_a_slow_line_takes_any_of_what_it_h
     assert line.given == [256 << 10] * 4 and line.taken == body[: 512 << 10]
 
 
-def test_what_comes_by_tls_while_a_slow_line_takes_more_is_no_answer_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """TLS sends messages of its own, after each beginning of a connection."""
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of this machine, with its key, in one file."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
+    path.write_bytes(text + made.public_bytes(Encoding.PEM))
+    return path
 
-    class SlowLine(SecretLine):
-        def gettimeout(self) -> float:
-            return 60.0
 
-    left = iter([300_000, 200_000, 200_000, 0])
-    monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: next(left))
-    monkeypatch.setattr(http_client, "_is_readable", lambda *_: True)
-    monkeypatch.setattr(http_client, "_is_ended", lambda _: False)
-    connection = http.client.HTTPConnection("127.0.0.1", 1)
-    connection.sock = SlowLine()
-    assert send_request(connection, [bytes(2 << 20)]) is None
-    connection.sock = None
-    assert next(left, None) is None
+Serve = Callable[[ssl.SSLSocket], None]
 
 
-def test_a_server_that_ended_a_connection_by_tls_is_listened_to_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+def answer_by_tls(certificate: Path, serve: Serve, body_bytes: int, answer_s: float) -> Answer:
+    """What comes of a PUT of so many bytes, of which ``serve`` reads what it likes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    is_over = threading.Event()
+
+    def work() -> None:
+        with (
+            suppress(OSError),
+            context.wrap_socket(listener.accept()[0], server_side=True) as line,
+        ):
+            serve(line)
+            is_over.wait(30)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        server = threading.Thread(target=work)
+        server.start()
+        address = Server("127.0.0.1", listener.getsockname()[1], True)
+        try:
+            connections = Connections(address, answer_s=answer_s, ca_file=str(certificate))
+            headers = {"host": "x", "content-length": str(body_bytes)}
+            return connections.send("PUT", "/", headers, [bytes(body_bytes)])
+        finally:
+            is_over.set()
+            server.join()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(("size_bytes", "head"), [(64 << 20, 1), (1_500_000, 1), (64 << 20, 0)])
+def test_by_tls_a_server_that_answers_and_reads_no_further_is_listened_to_at_once(
+    certificate: Path, size_bytes: int, head: int
 ) -> None:
     """Such as one that refuses a part before it has read it: it never takes the rest."""
-    ours, theirs = socket.socketpair()
 
-    class EndedLine(SecretLine):
-        def gettimeout(self) -> float:
-            return 60.0
+    def refuse(line: ssl.SSLSocket) -> None:
+        line.recv(65536 * head)
+        line.sendall(b"HTTP/1.1 503 Slow Down\r\ncontent-length: 4\r\n\r\nslow")
 
-        def fileno(self) -> int:
-            return ours.fileno()
-
-    monkeypatch.setattr(http_client, "_unsent_bytes", lambda _: 300_000)
-    theirs.sendall(b"HTTP/1.1 503 Slow Down\r\n\r\n")
-    theirs.shutdown(socket.SHUT_WR)
-    connection = http.client.HTTPConnection("127.0.0.1", 1)
-    connection.sock = EndedLine()
     begun_s = time.monotonic()
-    assert send_request(connection, [bytes(2 << 20)]) is None
-    assert time.monotonic() - begun_s < 10
-    connection.sock = None
-    ours.close()
-    theirs.close()
+    answer = answer_by_tls(certificate, refuse, size_bytes, 24.0)
+    assert (answer.status, answer.body) == (503, b"slow")
+    assert time.monotonic() - begun_s < 5
+
+
+def test_by_tls_no_success_counts_of_a_body_that_was_not_taken(certificate: Path) -> None:
+    def lie(line: ssl.SSLSocket) -> None:
+        line.recv(65536)
+        line.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    with pytest.raises(NoAnswer, match="before it had all of the request"):
+        answer_by_tls(certificate, lie, 64 << 20, 24.0)
+
+
+def test_what_tls_says_for_itself_while_a_slow_line_takes_more_is_no_answer(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tickets come behind each beginning of a connection, and none of the answer is lost."""
+    looks: list[bool] = []
+    is_answered = http_client._SecretSocket.is_answered
+
+    def look(self: http_client._SecretSocket) -> bool:
+        looks.append(is_answered(self))
+        return looks[-1]
+
+    def take_slowly(line: ssl.SSLSocket) -> None:
+        left = 3 << 20
+        while left > 0:  # the head too
+            left -= len(line.recv(65536))
+            time.sleep(0.01)
+        line.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwhole")
+
+    monkeypatch.setattr(http_client._SecretSocket, "is_answered", look)
+    answer = answer_by_tls(certificate, take_slowly, 3 << 20, 1.0)
+    assert (answer.status, answer.body) == (200, b"whole")
+    assert False in looks
 
 
 @pytest.fixture
@@ -513,12 +578,14 @@ def test_a_line_that_takes_little_at_a_time_is_waited_for_until_it_has_taken_all
     assert found == body
 
 
+@pytest.mark.parametrize("size_bytes", [2 << 20, 32 << 20])
 def test_what_a_server_says_that_reads_no_further_is_listened_to(
-    plain: tuple[PlainConnection, socket.socket],
+    plain: tuple[PlainConnection, socket.socket], size_bytes: int
 ) -> None:
+    """``size_bytes``: what the system's buffer has room for, and what it has not."""
     connection, theirs = plain
     theirs.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
-    assert send_request(connection, [bytes(2 << 20)]) is None
+    assert send_request(connection, [bytes(size_bytes)]) is None or size_bytes > 2 << 20
 
 
 def test_a_server_that_takes_nothing_more_is_waited_for_as_long_as_is_said_and_no_longer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -13,6 +14,7 @@ from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import FormatError, NotFound, RestoreError, StorageError
 from holdfast.format.manifest import Generation
+from holdfast.maintenance.memory_files import MemoryFiles
 from holdfast.maintenance.repairs import (
     DocumentDamage,
     FileDamage,
@@ -21,9 +23,9 @@ from holdfast.maintenance.repairs import (
     plan_repair,
     repair,
 )
-from holdfast.maintenance.slot_images import SlotImages
 from holdfast.observe.text import count_text
 from holdfast.persist.pins import pinned
+from holdfast.storage.base import Store
 
 #: Of the blocks and of the lost pieces of a file, the table shows at most this many.
 _SHOWN = 8
@@ -50,7 +52,15 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--from-memory",
         action="store_true",
-        help="also take good bytes from snapshots that this host's shared memory still has",
+        help="also take good bytes from snapshots and parity in this host's shared memory",
+    )
+    command.add_argument(
+        "--arenas",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="as --from-memory, and from the arenas of another host, mounted or copied to DIR; may "
+        "be given several times",
     )
     command.add_argument("--step", metavar="STEP", help=STEP_HELP + "; without it, all are mended")
     command.add_argument(
@@ -67,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
     sources = [open_root(source).store for source in args.sources]
     wanted = None if args.step is None else _wanted(opened, args.step)
     report = RepairReport()
-    slots = SlotImages(opened.store, opened.catalogue.manifests) if args.from_memory else None
-    memory = () if slots is None else (slots,)
+    memory = _memory(args, opened, sources)
     with SlowProgress("reading every block") as progress:
         if args.dry_run:
             plan = plan_repair(opened.store, sources, wanted, progress, memory)
@@ -81,6 +90,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(args, plan, report)
     return 0 if is_whole else StorageError.exit_code if failed else FormatError.exit_code
+
+
+def _memory(
+    args: argparse.Namespace, opened: OpenedRoot, sources: list[Store]
+) -> tuple[MemoryFiles, ...]:
+    if not (args.from_memory or args.arenas):
+        return ()
+    others = [Path(one) for one in args.arenas]
+    manifests = opened.catalogue.manifests
+    return (MemoryFiles(opened.store, manifests, others=others, stores=sources),)
 
 
 def _wanted(opened: OpenedRoot, name: str) -> set[Generation]:

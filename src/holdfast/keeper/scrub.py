@@ -160,7 +160,7 @@ class Scrubber:
     # ── parity shards ────────────────────────────────────────────────────────────────────────────
 
     def _check_shard(self, row: StoredParity) -> None:
-        from holdfast.keeper.parity.store import shard_path
+        from holdfast.restore.cluster.arena_shards import shard_path
 
         size = row.record.size_bytes
         count = block_count(size)
@@ -352,7 +352,8 @@ def _decode_image(
     damage: DamagedImage, record: ParityRecord, reach: Callable[[], KeeperReach]
 ) -> dict[int, bytes]:
     """Return the correct content of the damaged bytes; this host's own image is treated as lost."""
-    from holdfast.keeper.parity.group_access import decode_image, open_group
+    from holdfast.keeper.parity.group_access import open_group
+    from holdfast.restore.cluster.decode import decode_image
 
     said, group = damage.record, open_group(record, reach())
     member, n = group.place_of(said.rank)

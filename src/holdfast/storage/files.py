@@ -55,7 +55,6 @@ def replace_file(new: str, target: str, aside: str) -> None:
         sync_directory(os.path.dirname(aside))
     os.replace(new, target)
     sync_directory(os.path.dirname(target))
-    sync_directory(os.path.dirname(aside))
 
 
 def sync_directory(directory: str) -> None:

@@ -43,8 +43,10 @@ _IDLE_S = 4.0
 _TLS_SLICE_BYTES = 256 << 10
 #: Of a larger request a plain connection gets a buffer of this size.
 _LARGE_BYTES, _SEND_BUFFER_BYTES = 1 << 20, 4 << 20
-#: Between two looks at what is taken, while something is there to be read.
-_LONGEST_PAUSE_S = 0.02
+#: Between two looks for an answer, while the server takes nothing.
+_LOOK_S = 1.0
+#: Before the next look, where something came that is no answer yet.
+_PAUSE_S = 0.005
 #: The most pieces of memory that one call of the system takes.
 _PIECES = 512
 #: The most fields of an answer's head, and bytes of one of them.
@@ -222,16 +224,47 @@ def _is_readable(sock: socket.socket, within_s: float) -> bool:
     return bool(poll.poll(1000 * within_s))
 
 
-def _is_ended(sock: socket.socket) -> bool:
-    """True if the other end has ended the connection: what it said before may be there."""
-    poll = select.poll()
-    poll.register(sock, select.POLLRDHUP)
-    return bool(poll.poll(0))
+class _SecretSocket(ssl.SSLSocket):
+    """A connection by TLS that tells an answer from what TLS says for itself, such as a ticket."""
+
+    _early = b""
+
+    def is_answered(self) -> bool:
+        """True if an answer has begun, or the connection has ended. Waits for nothing."""
+        if not self._early:
+            timeout_s = self.gettimeout()
+            self.settimeout(0.0)
+            try:
+                self._early = self.recv(1)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return False
+            finally:
+                self.settimeout(timeout_s)
+        return True
+
+    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
+        """Reads what ``is_answered`` has read, then what follows."""
+        if not self._early:
+            return super().recv_into(buffer, nbytes, flags)
+        memoryview(buffer).cast("B")[:1], self._early = self._early, b""
+        return 1
+
+
+def _is_answered(sock: socket.socket, within_s: float) -> bool:
+    """True if an answer has begun, or the connection has ended, within that time."""
+    if not _is_readable(sock, within_s):
+        return False
+    if not isinstance(sock, _SecretSocket) or sock.is_answered():
+        return True
+    time.sleep(_PAUSE_S)
+    return False
 
 
 @cache
 def _tls(ca_file: str) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=ca_file or None)
+    context = ssl.create_default_context(cafile=ca_file or None)
+    context.sslsocket_class = _SecretSocket
+    return context
 
 
 def _reason(error: BaseException) -> str:
@@ -325,8 +358,9 @@ def send_request(connection: http.client.HTTPConnection, body: Body) -> OSError 
     """Sends the body of a request, and before it the head that a plain connection has kept. Returns
     what cut it off: a server that refuses at once closes before it has read it all.
 
-    Of a large body it returns when the server has it, or answers. TimeoutError when the server took
-    nothing for as long as the connection waits for an answer, however little it takes meanwhile.
+    Of a large body it returns when the server has it, or answers: of one that answers and takes no
+    more, within a second. TimeoutError when the server took nothing for as long as the connection
+    waits for an answer, however little it takes meanwhile.
     """
     sock = connection.sock
     assert sock is not None
@@ -353,12 +387,13 @@ class _Uptake:
     """What the other end has taken of a body: what the system was given, less what it has yet to
     send. A slow line needs minutes for what fills the system's buffer, while nothing is wrong.
 
-    ``given_bytes``: what the system was given so far. ``look_s``: for so long a call may wait.
+    ``given_bytes``: what the system was given so far. ``look_s``: for so long a call may wait,
+    after which ``look`` is called.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._timeout_s = sock, sock.gettimeout() or 0.0
-        self.look_s = self._timeout_s / 4
+        self.look_s = min(_LOOK_S, self._timeout_s / 4)
         self.given_bytes = self._taken_bytes = 0
         self._since_s = time.monotonic()
 
@@ -371,20 +406,17 @@ class _Uptake:
             raise TimeoutError("the server takes no more of the request")
         return unsent_bytes
 
+    def look(self) -> None:
+        """Raises TimeoutError as ``require`` does, and ConnectionError where the server answers."""
+        self.require()
+        if _is_answered(self._sock, 0.0):
+            raise ConnectionAbortedError("the server answered before it had all of the request")
+
     def wait(self) -> None:
-        """Returns when all is taken, or the server says something. What comes by TLS may be a
-        message of its own: it is read when the server has ended the connection, or has taken
-        nothing for half of the time.
-        """
-        is_plain, pause_s = not isinstance(self._sock, ssl.SSLSocket), 0.001
-        longest_s = min(1.0, self._timeout_s / 8)
+        """Returns when all is taken, or the server answers."""
         while self.require():
-            if _is_readable(self._sock, longest_s):
-                is_idle = time.monotonic() - self._since_s > self._timeout_s / 2
-                if is_plain or is_idle or _is_ended(self._sock):
-                    return
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, longest_s, _LONGEST_PAUSE_S)
+            if _is_answered(self._sock, self.look_s):
+                return
 
 
 def _unsent_bytes(sock: socket.socket) -> int:
@@ -405,7 +437,7 @@ def _send_slices(sock: socket.socket, pieces: Sequence[memoryview], uptake: _Upt
             try:
                 count = sock.send(view[:_TLS_SLICE_BYTES])
             except TimeoutError:
-                uptake.require()
+                uptake.look()
                 continue  # with the same bytes, as TLS wants it
             view = view[count:]
             uptake.given_bytes += count
@@ -428,7 +460,7 @@ def _send_whole(sock: socket.socket, pieces: list[memoryview], uptake: _Uptake) 
         try:
             count = sock.sendmsg(pieces[at : at + _PIECES])
         except (BlockingIOError, TimeoutError):
-            uptake.require()
+            uptake.look()
             continue
         uptake.given_bytes += count
         while at < len(pieces) and count >= len(pieces[at]):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from holdfast.catalogue import ROOT, catalogue, layout_path
+from holdfast.catalogue import DAMAGED, ROOT, catalogue, layout_path
 from holdfast.errors import HoldfastError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.geometry.layout import Layout
@@ -54,8 +54,10 @@ def work(root: Path, promise: Callable[[str], None]) -> None:
     damaged = catalogue(store).manifests[0]
     store.remove(layout_path(damaged.layout))
     change(store, damaged.images[0].path, 4100)
+    promise("changed")
     repair(store, [source()], None)
     promise("mended")
+    promise("cleared")  # from here on it may be
     remove(store, plan(store, Keep(), abandoned=False))
     told: list[str] = []
 
@@ -81,10 +83,21 @@ def work(root: Path, promise: Callable[[str], None]) -> None:
     assert told == [""] * 9
 
 
+def _has_changed_bytes(store: LocalStore) -> bool:
+    """True if the bytes that a repair sets aside are anywhere."""
+    path = catalogue(source()).manifests[0].images[0].path
+    changed = bytearray(source().read(path))
+    changed[4100] ^= 0xFF
+    places = (one for one in (path, f"{DAMAGED}/{path}") if store.exists(one))
+    return any(store.read(one) == changed for one in places)
+
+
 def wrong_in(directory: Path, promises: Sequence[str]) -> str:
     """Open a root after a loss of power; return what was promised and is not so, "" for nothing."""
     store = LocalStore(directory)
     try:
+        if "changed" in promises and "cleared" not in promises and not _has_changed_bytes(store):
+            return "a repair has lost what it was to set aside"
         mend(store, catalogue(store))
         found = catalogue(store)
         if found.broken:

@@ -28,7 +28,6 @@ from holdfast.cli.output import stdout
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Generation, Root
 from holdfast.observe.text import count_text, on_one_line, size_text
-from holdfast.parity.planning.record import MAX_RECORD_BYTES, unseal
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
     ROOT_NAME,
@@ -44,6 +43,7 @@ from holdfast.protocol.arena import (
     root_key,
 )
 from holdfast.protocol.client import connect_socket
+from holdfast.restore.cluster.arena_shards import shards_in
 from holdfast.storage.base import Store
 from holdfast.storage.files import views
 from holdfast.storage.open import is_place, open_store
@@ -339,12 +339,9 @@ def newest_part(path: Path, run_id: str, records: Iterable[SlotRecord]) -> Snaps
 
 
 def _parity(path: Path, run_id: str) -> Iterator[Snapshot]:
-    for file in sorted(path.glob("parity/*.record")):
-        with suppress(OSError, HoldfastError):  # half-written: of nothing
-            if file.lstat().st_size <= MAX_RECORD_BYTES:
-                record = unseal(file.read_bytes(), str(file))
-                if record.run_id == run_id:
-                    yield Snapshot(record.generation, record.attempt)
+    for shard in shards_in(path):
+        if shard.record.run_id == run_id:
+            yield Snapshot(shard.record.generation, shard.record.attempt)
 
 
 def root_keys(store: Store) -> tuple[str, ...]:

@@ -7,21 +7,18 @@ with the captured checksums before it is written anywhere.
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
 
-from holdfast.errors import ArenaError
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
 from holdfast.format.manifest import ImageId
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.parity.store import StoredParity, shard_path
+from holdfast.keeper.parity.store import StoredParity
 from holdfast.parity.planning.record import ParityRecord
-from holdfast.protocol.arena import IMAGE_START
+from holdfast.restore.cluster.arena_shards import ArenaShard, MappedRanges
 from holdfast.restore.cluster.collect import read_record
 from holdfast.restore.cluster.decode import (
     DegradedImage,
@@ -37,32 +34,6 @@ from holdfast.restore.reading.images import ImageFile, SlotImage
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.http import generation_name
-
-
-class MappedRanges:
-    """A parity shard in this host's shared memory, read like a file."""
-
-    is_mapped = True
-
-    def __init__(self, path: Path, offset_bytes: int, size_bytes: int, name: str) -> None:
-        self.name, self.size_bytes = name, size_bytes
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                found = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(descriptor)
-        except (OSError, ValueError) as error:
-            raise ArenaError(f"cannot map {name}: {error}") from error
-        self._view = memoryview(found)[offset_bytes : offset_bytes + size_bytes]
-        if len(self._view) < size_bytes:
-            raise ArenaError(f"{name} has {len(self._view)} bytes, not {size_bytes}")
-
-    def view(
-        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
-    ) -> memoryview:
-        """Return the shared memory itself; see ``ImageFile``."""
-        return self._view[start:stop]
 
 
 class KeeperReach(Struct, frozen=True):
@@ -82,9 +53,7 @@ class KeeperReach(Struct, frozen=True):
 
 def map_shard(row: StoredParity, arena: Path) -> MappedRanges:
     """Map a parity shard stored here. Raises ArenaError if it cannot be mapped."""
-    record, path = row.record, shard_path(arena, str(row.half))
-    name = f"row {record.row} of stripe {record.stripe} of {record.attempt}"
-    return MappedRanges(path, IMAGE_START + row.offset_bytes, record.size_bytes, name)
+    return ArenaShard(arena, str(row.half), row.offset_bytes, row.record).map()
 
 
 def open_group(
@@ -128,16 +97,6 @@ def open_group(
         return peer_shard(puller, peer, attempt, generation, size_bytes, (stripe, row), known)
 
     return GroupAccess(coding, record.attempt_id.metadata, image, shard)
-
-
-def decode_image(group: GroupAccess, record: ParityRecord, rank: int) -> DegradedImage:
-    """Open an image that is decoded from the other members of its group."""
-    member, n = group.place_of(rank)
-    fact = record.members[member].images[n]
-    name = f"the image of rank {rank} in {record.attempt}"
-    image = group.lost_image(rank, lambda: fact.head, name)
-    image.open(group.identity(rank))
-    return image
 
 
 def pieces_of(image: DegradedImage, data_start: int) -> Iterator[tuple[int, int]]:

@@ -389,7 +389,8 @@ class _RebuildRun:
 
     def decode(self) -> None:
         """Decode the whole image into the slot."""
-        from holdfast.keeper.parity.group_access import decode_image, open_group, pieces_of
+        from holdfast.keeper.parity.group_access import open_group, pieces_of
+        from holdfast.restore.cluster.decode import decode_image
 
         group = open_group(self.record, self._reach(), self.order.places)
         image = decode_image(group, self.record, self.order.rank)

@@ -24,12 +24,12 @@ from holdfast.parity.planning.groups import Division, GroupHost, HostGroup
 from holdfast.parity.planning.placement import StoredShard
 from holdfast.parity.planning.record import MAX_RECORD_BYTES, ParityRecord, RecordTerms, unseal
 from holdfast.protocol.arena import IMAGE_START, SlotFile, is_temporary
+from holdfast.restore.cluster.arena_shards import RECORD_SUFFIX, shard_path
 from holdfast.transport.server import PeerServer
 from holdfast.transport.wire.http import generation_name, parity_path, record_path
 
 HALVES = (0, 1)
 _PASSING = "passing"
-_RECORD = ".record"
 _UNKNOWN_BYTES = 1 << 62
 
 
@@ -52,11 +52,6 @@ class StoredParity(Struct, frozen=True):
         """Return the sizes of these images, by rank."""
         of = (image for member in self.record.members for image in member.images)
         return {image.rank: image.image_bytes for image in of}
-
-
-def shard_path(arena: Path, name: str) -> Path:
-    """Return the path of a parity buffer in an arena, or of the transit buffer."""
-    return arena / "parity" / f"{name}.rows"
 
 
 class ShardFiles:
@@ -95,8 +90,8 @@ class ShardFiles:
         now.
         """
         found: list[StoredParity] = []
-        for path in sorted(self.directory.glob(f"*{_RECORD}")):
-            half, _, offset = path.name.removesuffix(_RECORD).partition("-")
+        for path in sorted(self.directory.glob(f"*{RECORD_SUFFIX}")):
+            half, _, offset = path.name.removesuffix(RECORD_SUFFIX).partition("-")
             try:
                 if path.lstat().st_size > MAX_RECORD_BYTES:
                     raise FormatError(f"{path} is no record of parity")
@@ -124,7 +119,7 @@ class ShardFiles:
 
     def forget(self, half: int) -> None:
         """Delete the records of a buffer's shards: the buffer may be written."""
-        for path in self.directory.glob(f"{half}-*{_RECORD}"):
+        for path in self.directory.glob(f"{half}-*{RECORD_SUFFIX}"):
             path.unlink(missing_ok=True)
 
     def drop(self) -> None:
@@ -195,7 +190,7 @@ class ShardFiles:
             image[row.offset_bytes + start : row.offset_bytes + start + len(piece)] = piece
 
     def _record_path(self, half: int, offset: int) -> Path:
-        return self.directory / f"{half}-{offset}{_RECORD}"
+        return self.directory / f"{half}-{offset}{RECORD_SUFFIX}"
 
     def store_records(self, half: int, rows: Iterable[tuple[int, Buffer]]) -> list[StoredParity]:
         """Write the records of a generation's complete shards: (offset, sealed record) of each.

@@ -476,6 +476,16 @@ class GroupAccess:
         return DegradedImage(self.reader, member, image, coded, read_head, name)
 
 
+def decode_image(group: GroupAccess, record: ParityRecord, rank: int) -> DegradedImage:
+    """Open an image that is decoded from the other members of its group."""
+    member, n = group.place_of(rank)
+    fact = record.members[member].images[n]
+    name = f"the image of rank {rank} in {record.attempt}"
+    image = group.lost_image(rank, lambda: fact.head, name)
+    image.open(group.identity(rank))
+    return image
+
+
 def peer_shard(
     puller: Puller,
     peer: Peer,
