@@ -47,7 +47,7 @@ PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/tes
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint types layers tests tests-all coverage format docs bench bench-rivals bench-quick clean
+.PHONY: help setup demo test test-all lint types layers tests tests-all coverage format docs bench bench-adapters bench-rivals bench-quick clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -144,6 +144,12 @@ bench: $(READY) ## the figures of docs/performance.md, with the rivals that are 
 
 bench-quick: $(READY) ## the same in a minute, with a small state: whether it works, no figures
 	$(BIN)/python -m benchmarks save --quick
+
+# 75 s each on an idle machine.
+bench-adapters: $(INTEGRATION_LISTS:tests/integrations/%.txt=$(INTEGRATIONS)/%/.ready) ## what each adapter adds to a step, beside a Checkpointer and the library's own save
+	for one in accelerate deepspeed lightning megatron ray torchft torchtitan transformers; do \
+		PYTHONPATH=$(CURDIR)/tests $(INTEGRATIONS)/$$one/bin/python -m benchmarks adapters $$one --rounds 3 --steps 30 || exit 1; \
+	done
 
 bench-rivals: $(RIVALS)/.ready ## an environment with the rivals, for `make bench`
 

@@ -1,12 +1,12 @@
 """Measures a training step in a framework's loop: by itself, with a Checkpointer, with its adapter.
 
 The three train in turns, in one process: the same model for the same steps, with a snapshot in
-memory after each step but for the first way. What counts is the time from one step's begin to the
-next's, and of that the processor time of the training thread, which depends less on what else the
-machine does; and the ratios of medians. A last turn of each way counts the bytecodes of Python that
-the thread executes in a step, which depend on nothing else. It runs in the environment of the
-framework, which `make integrations` makes: `PYTHONPATH=tests
-.venv-integrations/lightning/bin/python -m benchmarks adapters lightning`.
+memory after each step but for the first way; a fourth calls the framework's own save there, where
+it has one. What counts is the time from one step's begin to the next's, and of that the processor
+time of the training thread, which depends less on what else the machine does; and the ratios of
+medians. A last turn of each way counts the bytecodes of Python that the thread executes in a step,
+which depend on nothing else. It runs in the environment that `make integrations` makes:
+`PYTHONPATH=tests .venv-integrations/lightning/bin/python -m benchmarks adapters lightning`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from benchmarks.kit import machine, markdown, results, series
 from benchmarks.kit.options import Parser
 
 WAYS = ("alone", "checkpointer", "adapter")
+#: Those that have a save of their own: the way "own" calls it after each step.
+HAS_OWN = ("accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers")
 LAYERS, ROWS = 6, 64
 #: Steps of a turn that are not counted: of the first ones tensors and slots are made.
 WARM_UP = 8
@@ -127,6 +129,8 @@ def of_accelerate(turn: Turn, stack: ExitStack) -> None:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+        if turn.way == "own":
+            accelerator.save_state(f"{turn.root}-own")
         if ckpt is not None:
             ckpt.step(step)
         if adapter is not None:
@@ -139,6 +143,7 @@ def of_accelerate(turn: Turn, stack: ExitStack) -> None:
 def of_lightning(turn: Turn, stack: ExitStack) -> None:
     """A fit of Lightning."""
     import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader
 
     import holdfast
@@ -169,12 +174,16 @@ def of_lightning(turn: Turn, stack: ExitStack) -> None:
             if self.ckpt is not None:
                 self.ckpt.step(trainer.global_step)
 
-    adapters = [HoldfastLightningCallback(turn.root, storage=None)] if turn.way == "adapter" else []
+    adapters: list[Any] = []
+    if turn.way == "adapter":
+        adapters = [HoldfastLightningCallback(turn.root, storage=None)]
+    if turn.way == "own":
+        adapters = [ModelCheckpoint(f"{turn.root}-own", every_n_train_steps=1)]
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=turn.way == "own",
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Steps(), *adapters],
@@ -229,7 +238,9 @@ def of_transformers(turn: Turn, stack: ExitStack) -> None:
             output_dir=f"{turn.root}-out",
             per_device_train_batch_size=ROWS,
             num_train_epochs=1,
-            save_strategy="no",
+            save_strategy="steps" if turn.way == "own" else "no",
+            save_steps=1,
+            save_total_limit=1,
             report_to=[],
             logging_steps=10**6,
             disable_tqdm=True,
@@ -262,6 +273,8 @@ def of_deepspeed(turn: Turn, stack: ExitStack) -> None:
         turn.begin()
         engine.backward(engine(batch).square().mean())
         engine.step()
+        if turn.way == "own":
+            engine.save_checkpoint(f"{turn.root}-own", tag="step")
         if ckpt is not None:
             ckpt.step(step)
         if adapter is not None:
@@ -333,7 +346,9 @@ def of_torchtitan(turn: Turn, stack: ExitStack) -> None:
     config.checkpoint = (
         HoldfastCheckpointManager.Config(enable=True, interval=10**6, last_save_model_only=False)
         if turn.way == "adapter"
-        else CheckpointManager.Config(enable=False)
+        else CheckpointManager.Config(
+            enable=turn.way == "own", interval=1, async_mode="async", last_save_model_only=False
+        )
     )
     trainer = config.build()
     [model], [optimizer] = trainer.model_parts, trainer.optimizers
@@ -444,7 +459,13 @@ def _train_by_ray(config: dict[str, Any]) -> None:
                 continue
             if ckpt is not None:
                 ckpt.step(step)
-            ray.train.report({"loss": loss.item()})
+            own = None
+            if turn.way == "own":
+                Path(f"{turn.root}-own").mkdir(exist_ok=True)
+                held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(held, f"{turn.root}-own/state.pt")
+                own = ray.train.Checkpoint.from_directory(f"{turn.root}-own")
+            ray.train.report({"loss": loss.item()}, checkpoint=own)
         turn.end()
         if adapter is not None:
             adapter.close()
@@ -468,9 +489,10 @@ def measure(framework: str, width: int, steps: int, rounds: int, directory: Path
     import torch
 
     torch.set_num_threads(1)  # what a step computes is in the training thread's time
-    walls: dict[str, list[float]] = {way: [] for way in WAYS}
-    threads: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn, way in series.alternate(WAYS, rounds + 1):
+    ways = (*WAYS, "own") if framework in HAS_OWN else WAYS
+    walls: dict[str, list[float]] = {way: [] for way in ways}
+    threads: dict[str, list[float]] = {way: [] for way in ways}
+    for turn, way in series.alternate(ways, rounds + 1):
         one = Turn(way, str(directory / f"{way}-{turn}"), width, steps + WARM_UP)
         with machine.alone(), ExitStack() as stack:
             LOOPS[framework](one, stack)
@@ -490,6 +512,7 @@ def measure(framework: str, width: int, steps: int, rounds: int, directory: Path
         "state_bytes": 3 * 4 * LAYERS * width * width,
         "steps_s": series.summaries(walls),
         "threads_s": series.summaries(threads),
+        "held_s": held(walls),
         "step": ratios(walls),
         "thread": ratios(threads),
         "bytecodes": {way: statistics.median(found) for way, found in bytecodes.items()},
@@ -506,6 +529,12 @@ def ratios(found: dict[str, list[float]]) -> dict[str, float]:
         "over_checkpointer_s": medians["adapter"] - medians["checkpointer"],
         "over_framework": medians["adapter"] / medians["alone"],
     }
+
+
+def held(walls: dict[str, list[float]]) -> dict[str, float]:
+    """Returns how much longer a step takes than one that saves nothing, by way: medians."""
+    medians = {way: statistics.median(values) for way, values in walls.items()}
+    return {way: one - medians["alone"] for way, one in medians.items() if way != "alone"}
 
 
 def shown(found: dict[str, dict[str, Any]]) -> str:
@@ -527,7 +556,14 @@ def shown(found: dict[str, dict[str, Any]]) -> str:
             cells = [f"{count:,}" for count in counts]
             rows.append([framework, "its thread's bytecodes", *cells, over, ""])
     size = next(iter(found.values()))["state_bytes"]
-    return f"A state of {size / 1e6:.0f} MB.\n\n{markdown.table(head, rows)}"
+    lines = [
+        f"{framework}: a step with a save takes this much longer than one without: "
+        + ", ".join(f"{way} {seconds * 1e3:.1f} ms" for way, seconds in one["held_s"].items())
+        for framework, one in sorted(found.items())
+        if "held_s" in one
+    ]
+    told = "".join(f"\n\n{line}" for line in lines)
+    return f"A state of {size / 1e6:.0f} MB.\n\n{markdown.table(head, rows)}{told}"
 
 
 def main(arguments: Sequence[str]) -> int:

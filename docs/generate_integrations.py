@@ -1,13 +1,14 @@
 """Write docs/integrations.md, the table of the adapters, from docs/integrations.toml: `make docs`.
 
 Versions are those of the lists in tests/integrations and the bounds of pyproject.toml, costs those
-of the newest results of `python -m benchmarks adapters`. What is refused names words that occur in
-a test there. The page is checked in, and tests/docs/test_integrations_page.py fails when it is not
-what this prints.
+of the newest results of `python -m benchmarks adapters`, losses those of
+tests/integrations/losses.py. What is refused names words that occur in a test there. The page is
+checked in, and tests/docs/test_integrations_page.py fails when it is not what this prints.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import tomllib
@@ -35,7 +36,13 @@ unbroken run says, to the bit.
   framework's alone; then the time of a whole step to that of the framework alone, on two cores,
   which also do the keeper's work. Ratios of medians; a snapshot after each step. The machine was
   shared: a few milliseconds more or less are noise, of which those below zero are the measure.
-* *Tried* are versions that have passed. Lower bounds are those of the extras.
+* *Held*, by the same: how much longer a step takes that saves, with the adapter and with the
+  framework's own save of all of it, where it has one.
+* *Tried* are the oldest and the newest version that have passed, which killed and resumed a run at
+  least. Lower bounds are those of the extras.
+* *Losses* are parts of a state that a test takes away from what an adapter keeps, one at a time:
+  the start that follows is refused by name, or goes on otherwise than an unbroken run, which the
+  tests see.
 """
 
 
@@ -82,6 +89,27 @@ def _date(path: Path) -> str:
     return str(json.loads(path.read_text())["date"])
 
 
+def held(found: dict[str, Any] | None) -> str:
+    """Returns the cell of the time that a save holds training."""
+    times = (found or {}).get("held_s")
+    if times is None:
+        return "not measured"
+    own = f", its own {times['own'] * 1e3:.0f} ms" if "own" in times else ""
+    return f"{times['adapter'] * 1e3:.0f} ms{own}"
+
+
+def losses() -> dict[str, list[str]]:
+    """Returns what is taken away from each framework's state, by its names there, each once."""
+    spec = importlib.util.spec_from_file_location("losses", TESTS / "losses.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: dict[str, list[str]] = {}
+    for one in module.LOSSES:
+        found.setdefault(one.framework, []).append(one.what)
+    return found
+
+
 def cost(found: dict[str, Any] | None) -> str:
     """Returns the cell of the costs."""
     if found is None:
@@ -100,7 +128,8 @@ def render() -> str:
     ]
     for name, row in rows().items():
         guide = f"[{row['title']}](guides/{row['guide']}.md)"
-        version = f"{tried(row)}, {least(row)}"
+        oldest = f"{row['oldest']} to " if "oldest" in row else ""
+        version = f"{oldest}{tried(row)}, {least(row)}"
         lines.append(f"| {guide} | {version} | {row['by']} | {cost(measured.get(name))} |")
     parts = [HEAD, "\n".join(lines) + "\n"]
     parts.append(
@@ -109,6 +138,22 @@ def render() -> str:
             f"| {row['title']} | {row['keeps']} | {row['ran']} | "
             f"{'; '.join(what for what, _ in row['refused'])} |\n"
             for row in rows().values()
+        )
+    )
+    taken = losses()
+    parts.append(
+        "| framework | killed at drawn places, seen to pass | goes on with other ranks | held |\n"
+        "|---|---|---|---|\n"
+        + "".join(
+            f"| {row['title']} | {row['killed']} | {row['others']} | {held(measured.get(name))} |\n"
+            for name, row in rows().items()
+        )
+    )
+    parts.append(
+        f"{sum(map(len, taken.values()))} losses, `pytest tests/integrations/test_losses.py`:\n\n"
+        + "".join(
+            f"* {name.replace('_', ' on ')}: `{'`, `'.join(dict.fromkeys(some))}`\n"
+            for name, some in taken.items()
         )
     )
     parts.append(

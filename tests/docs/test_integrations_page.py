@@ -27,7 +27,8 @@ def test_the_page_of_integrations_is_what_was_written_down(generator: ModuleType
 
 
 def test_every_adapter_and_every_list_of_packages_has_a_row(generator: ModuleType) -> None:
-    lists = {path.stem for path in generator.TESTS.glob("*.txt")} - {"across", "optimizers"}
+    lists = {path.stem for path in generator.TESTS.glob("*.txt")}
+    lists -= {"across", "optimizers", "accelerate_deepspeed"}  # of several, or of none
     modules = PROJECT / "src" / "holdfast" / "integrations"
     assert set(generator.rows()) == lists
     for name, row in generator.rows().items():
@@ -57,7 +58,7 @@ def test_a_framework_without_a_measurement_says_so(
     generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
-    assert generator.render().count("not measured") == len(generator.rows())
+    assert generator.render().count("not measured") == 2 * len(generator.rows())
     figures = {"over_checkpointer": 1.004, "over_checkpointer_s": 0.0002, "over_framework": 1.1}
     found = {"date": "2026-01-01", "frameworks": {"ray": {"thread": figures, "step": figures}}}
     (tmp_path / "adapters_x.json").write_text(json.dumps(found))

@@ -52,3 +52,24 @@ def test_sums_on_a_device_that_are_reset_before_they_are_taken_are_those_that_we
     assert again.calls == calls
     for name, found in again.sums.items():
         assert found.device.type == device and torch.equal(found, expected.sums[name]), name
+
+
+class Buffer:
+    """A tensor that a device copies from, and that is replaced by what is given."""
+
+    def __init__(self, begin: int) -> None:
+        self.tensor = torch.arange(begin, begin + 100_000).pin_memory()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.tensor = saved["tensor"]
+
+
+def test_a_tensor_that_a_device_copies_from_stays_pinned(tmp_path: Path, device: str) -> None:
+    torch.ones(1, device=device)
+    holdfast.save(tmp_path, {"buffer": Buffer(1)})
+    again = Buffer(7)
+    holdfast.load(tmp_path, {"buffer": again})
+    assert again.tensor.is_pinned() and torch.equal(again.tensor, Buffer(1).tensor)

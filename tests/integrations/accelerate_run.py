@@ -5,6 +5,7 @@ usage: accelerate_run.py ROOT STEP PLACE [OPTIONS AS JSON]; see ``test_accelerat
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
-from accelerate.utils import set_seed
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -85,6 +87,27 @@ def make_loader() -> Any:
     return DataLoader(Samples(SAMPLES), batch_size=BATCH, shuffle=True, num_workers=workers, **keep)
 
 
+def make_plugin() -> Any:
+    """Makes the plugin of DeepSpeed, which ``deepspeed_run`` helps on a CPU."""
+    from accelerate import DeepSpeedPlugin
+
+    from integrations import deepspeed_run  # noqa: F401
+
+    if int(os.environ["WORLD_SIZE"]) > 1:  # it knows no ranks of an engine on CPUs
+        PartialState._prepare_backend = lambda *given: ("gloo", DistributedType.MULTI_CPU)
+    return DeepSpeedPlugin(zero_stage=OPTIONS["stage"], gradient_clipping=1.0)
+
+
+def contents(model: Any, optimizer: Any) -> tuple[str, ...]:
+    """Returns digests of all that an optimizer of torch and its model have on this rank."""
+    if "stage" in OPTIONS:
+        from integrations.deepspeed_run import scale_of, shares
+
+        counts = (model.global_steps, model.skipped_steps, scale_of(model))
+        return digest(shares(model)), f"{counts}"
+    return digest(model.parameters()), digest(moments(optimizer))
+
+
 class Noise:
     """An object of the user's own, with a state."""
 
@@ -104,12 +127,15 @@ def main() -> None:
     else:
         set_seed(0)
     plugins: dict[str, Any] = {}
-    if OPTIONS.get("fsdp2"):
+    if OPTIONS.get("fsdp"):
         plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
+            fsdp_version=OPTIONS["fsdp"], auto_wrap_policy="size_based_wrap", min_num_params=100
         )
+    if "stage" in OPTIONS:
+        plugins["deepspeed_plugin"] = make_plugin()
+        plugins["mixed_precision"] = OPTIONS.get("precision", "no")
     accelerator = Accelerator(
-        cpu=True,
+        cpu="stage" not in OPTIONS,
         gradient_accumulation_steps=1 if MANUAL else OPTIONS.get("accumulation", 2),
         dataloader_config=DataLoaderConfiguration(
             use_stateful_dataloader=OPTIONS.get("stateful", False),
@@ -123,6 +149,7 @@ def main() -> None:
     schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
     loader: Any = make_loader()
     held_out: Any = DataLoader(Samples(12), batch_size=BATCH)
+    plain = optimizer
     model, optimizer, schedule, loader, held_out = accelerator.prepare(
         model, optimizer, schedule, loader, held_out
     )
@@ -136,12 +163,14 @@ def main() -> None:
         grace_s=OPTIONS.get("grace_s"),
     )
     totals = ckpt.state["totals"]
-    optimizer.optimizer.register_step_post_hook(lambda *_: pass_by("update", ckpt.steps + 1))
+    plain.register_step_post_hook(lambda *_: pass_by("update", ckpt.steps + 1))
     for epoch in range(ckpt.epoch, 3):
         pass_by("epoch begin", epoch)
         model.train()
         for number, batch in enumerate(loader):
             pass_by("forward", ckpt.steps + 1)
+            if "stage" in OPTIONS:
+                batch = batch.to(next(model.parameters()).dtype)
             if MANUAL and (number + 1) % MANUAL and not loader.end_of_dataloader:
                 accelerator.backward((model(batch) - batch.flip(1)).square().mean())
                 totals["count"] += 1
@@ -162,8 +191,8 @@ def main() -> None:
             note(f"batch {step} {epoch} {batch.sum().item()!r}")
             if accelerator.sync_gradients:
                 registered.count += 1
-                seen = (digest(model.parameters()), digest(moments(optimizer)))
-                note(f"step {step} {seen} {schedule.get_last_lr()!r} {registered.count}")
+                rate, count = schedule.get_last_lr(), registered.count
+                note(f"step {step} {contents(model, plain)} {rate!r} {count}")
                 if step % 4 == 0:
                     note(f"log {step} {totals['loss'] / totals['count']!r} {totals['count']}")
                     totals.update(loss=0.0, count=0)
@@ -174,7 +203,9 @@ def main() -> None:
         pass_by("epoch end", epoch)
         model.eval()
         with torch.no_grad():
-            errors = [(model(one) - one.flip(1)).abs().sum().item() for one in held_out]
+            kind = next(model.parameters()).dtype
+            held = [one.to(kind) for one in held_out]
+            errors = [(model(one) - one.flip(1)).abs().sum().item() for one in held]
         pass_by("evaluate", epoch)
         note(f"evaluate {epoch} {errors!r} {torch.rand(1).item()!r}")
     note(f"end {ckpt.steps} {registered.count}")

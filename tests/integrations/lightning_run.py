@@ -60,6 +60,19 @@ class Columns(Metric):  # type: ignore[misc]
         return self.total.sum() + torch.cat(self.means).std()
 
 
+def cut_layers(net: nn.Module, mesh: Any) -> None:
+    """Cuts the first layer by columns and the last by rows, over tensor parallel ranks."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    linear = [name for name, part in net.named_children() if isinstance(part, nn.Linear)]
+    plan = {linear[0]: ColwiseParallel(), linear[-1]: RowwiseParallel()}
+    parallelize_module(net, mesh, plan)
+
+
 class Model(lightning.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +85,8 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         if OPTIONS.get("sharded") and mesh is not None:
             from torch.distributed.fsdp import fully_shard
 
+            if OPTIONS.get("tensor", 1) > 1:
+                cut_layers(self.net, mesh["tensor_parallel"])
             fully_shard(self.net, mesh=mesh["data_parallel"])
 
     def _loss(self, batch: torch.Tensor) -> Any:
@@ -197,7 +212,10 @@ def make_strategy() -> Any:
     if RANKS == 1:
         return "auto"
     if OPTIONS.get("sharded"):
-        return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+        tensor = OPTIONS.get("tensor", 1)
+        return ModelParallelStrategy(
+            data_parallel_size=RANKS // tensor, tensor_parallel_size=tensor
+        )
     return DDPStrategy(process_group_backend="gloo")
 
 

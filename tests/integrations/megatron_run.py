@@ -29,6 +29,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -37,7 +38,7 @@ from holdfast import rules
 from holdfast.integrations.megatron import attach
 
 STEPS = OPTIONS.get("steps", 16)
-BF16 = OPTIONS.get("bf16", False)
+BF16, STAGES = OPTIONS.get("bf16", False), OPTIONS.get("pp", 1)
 DTYPE = torch.bfloat16 if BF16 else torch.float32
 
 
@@ -63,6 +64,7 @@ def make_model() -> Any:
         add_bias_linear=OPTIONS.get("bias", True),
         normalization=OPTIONS.get("normalization", "LayerNorm"),
         tensor_model_parallel_size=OPTIONS.get("tp", 1),
+        pipeline_model_parallel_size=STAGES,
         use_cpu_initialization=True,
         params_dtype=DTYPE,
         pipeline_dtype=DTYPE,
@@ -82,6 +84,8 @@ def make_model() -> Any:
         max_sequence_length=16,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=OPTIONS.get("tied", True),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
     if BF16:
         model = Float16Module(config, model)
@@ -130,21 +134,53 @@ def make_optimizer(model: Any) -> Any:
     return get_megatron_optimizer(config, [model])
 
 
+def forward(step: int, pass_: int, model: Any) -> torch.Tensor:
+    """Returns what the model makes of a batch; on another stage than the last no loss."""
+    place = (step * 2 + pass_) * 64 + parallel_state.get_data_parallel_rank()
+    drawn = torch.Generator().manual_seed(place)
+    tokens = torch.randint(0, 64, (2, 16), generator=drawn)
+    mask = torch.tril(torch.ones(16, 16))[None, None] < 0.5
+    positions = torch.arange(16).expand(2, 16)
+    found: torch.Tensor = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+    pass_by("forward", step)
+    return found
+
+
+def train_alone(step: int, model: Any) -> list[float]:
+    """Accumulates the gradients of two batches."""
+    losses = []
+    for pass_ in range(2):
+        with model.no_sync() if pass_ == 0 else warnings.catch_warnings():
+            loss = forward(step, pass_, model).float().mean()
+            loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def train_stages(step: int, model: Any) -> list[float]:
+    """The same by Megatron's schedule of pipeline stages; the last stage has the losses."""
+    losses: list[float] = []
+
+    def loss_of(found: torch.Tensor) -> Any:
+        losses.append(found.float().mean().item())
+        return found.float().mean() * 2, {}  # the schedule takes the mean of its batches
+
+    get_forward_backward_func()(
+        forward_step_func=lambda passes, part: (forward(step, next(passes), part), loss_of),
+        data_iterator=iter(range(2)),
+        model=[model],
+        num_microbatches=2,
+        seq_length=16,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+    return losses
+
+
 def train(step: int, model: Any, optimizer: Any, schedule: Any) -> None:
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = []
-    for pass_ in range(2):  # accumulated
-        place = (step * 2 + pass_) * 64 + parallel_state.get_data_parallel_rank()
-        drawn = torch.Generator().manual_seed(place)
-        tokens = torch.randint(0, 64, (2, 16), generator=drawn)
-        mask = torch.tril(torch.ones(16, 16))[None, None] < 0.5
-        positions = torch.arange(16).expand(2, 16)
-        with model.no_sync() if pass_ == 0 else warnings.catch_warnings():
-            loss = model(tokens, positions, mask, labels=tokens.roll(-1, 1)).float().mean()
-            pass_by("forward", step)
-            loss.backward()
-        losses.append(loss.item())
+    losses = train_stages(step, model) if STAGES > 1 else train_alone(step, model)
     finalize_model_grads([model])
     optimizer.step()
     schedule.step(increment=1)
@@ -159,7 +195,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=OPTIONS.get("tp", 1),
-        pipeline_model_parallel_size=OPTIONS.get("pp", 1),
+        pipeline_model_parallel_size=STAGES,
+        expert_model_parallel_size=OPTIONS.get("ep", 1),
     )
     torch.manual_seed(OPTIONS.get("seed", 0))
     tensor_parallel.model_parallel_cuda_manual_seed(OPTIONS.get("seed", 0) + 1)
@@ -187,6 +224,7 @@ def main() -> None:
         rng=OPTIONS.get("rng", True),
         state={"samples": 0},
         storage=holdfast.Every(steps=5),
+        grace_s=OPTIONS.get("grace_s"),
         **more,
     )
     if ckpt.restored is not None:

@@ -3,6 +3,8 @@
 ``save ROOT`` trains, saves a checkpoint of each, says what an unbroken run comes to, and kills
 itself.
 ``load ROOT`` makes everything anew, restores, goes on, and says what it comes to.
+
+Under torchrun the model is sharded by FSDP2, and the first rank says what all have.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torchao compiles its steps
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import holdfast
@@ -124,6 +127,10 @@ def makers(libraries: list[str]) -> Iterator[tuple[str, Make]]:
 def built(make: Make) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    if dist.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
     return {"model": model, "optimizer": make(model), "rng": holdfast.Rng()}
 
 
@@ -154,7 +161,8 @@ def needs_graph(optimizer: Any) -> bool:
 def digest(state: dict[str, Any]) -> str:
     found = hashlib.sha256()
     for parameter in state["model"].parameters():
-        found.update(parameter.detach().numpy().tobytes())
+        whole = parameter.full_tensor() if dist.is_initialized() else parameter
+        found.update(whole.detach().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -189,12 +197,17 @@ def loaded(make: Make, root: Path) -> str:
 def main(how: str, root: Path, libraries: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
     run = {"save": saved, "load": loaded}[how]
     for name, make in makers(libraries):
         there = root / name.replace(" ", "-")
         if how == "save" or there.is_dir():
             result = attempt(lambda make=make, there=there: run(make, there))  # type: ignore[misc]
-            print(json.dumps([name, result]), flush=True)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print(json.dumps([name, result]), flush=True)
+    if dist.is_initialized():
+        dist.barrier()  # or the end of one would be that of another, which has not said all
     if how == "save":
         os.kill(os.getpid(), signal.SIGKILL)
 

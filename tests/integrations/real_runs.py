@@ -38,10 +38,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def needs(framework: str) -> pytest.MarkDecorator:
-    """Returns the mark of a test that is skipped without a framework."""
-    is_missing = importlib.util.find_spec(framework) is None
-    return pytest.mark.skipif(is_missing, reason=f"needs {framework}: make integrations")
+def needs(*frameworks: str) -> pytest.MarkDecorator:
+    """Returns the mark of a test that is skipped where one of these is missing."""
+    is_missing = any(importlib.util.find_spec(one) is None for one in frameworks)
+    names = " and ".join(frameworks)
+    return pytest.mark.skipif(is_missing, reason=f"needs {names}: make integrations")
 
 
 #: What a script loads first, which takes long.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -119,10 +120,18 @@ def test_every_kind_of_loader_is_placed(options: dict[str, Any], tmp_path: Path)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
 def test_two_ranks_of_accelerate_that_torchrun_starts_again(fsdp2: bool, tmp_path: Path) -> None:
-    options = {"ranks": 2, "fsdp2": fsdp2, "seedable": not fsdp2}
+    options: dict[str, Any] = {"ranks": 2, "seedable": not fsdp2} | ({"fsdp": 2} if fsdp2 else {})
     unbroken = whole(RUN, tmp_path / "whole", **options)
     for step, place in ((10, "save"), (0, "evaluate")):
         check_same(resumed(tmp_path / f"run-{step}", step, place, **options), unbroken)
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
+    refused = run(tmp_path / "run", ranks=2, fsdp=1)
+    assert refused.returncode != 0
+    assert "is wrapped in FullyShardedDataParallel (FSDP1)" in refused.stderr
 
 
 @needs_it
@@ -132,6 +141,53 @@ def test_accumulation_by_hand_is_saved_when_an_optimizer_has_stepped(tmp_path: P
     assert sum("step" in line for line in unbroken) == 27, "9 updates of 3 batches in each epoch"
     for step, place in ((5, "accumulate"), (12, "forward"), (9, "save")):
         check_same(resumed(tmp_path / f"{step}-{place}", step, place, manual=3), unbroken)
+
+
+class Counted(torch.utils.data.Dataset[int]):
+    """A million samples, and which of them were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+@needs_it
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_million_samples_are_passed_over_in_a_second(shuffle: bool) -> None:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    from holdfast.integrations.seam import LoaderPlace
+
+    def make() -> tuple[Any, LoaderPlace, Counted]:
+        torch.manual_seed(0)
+        given = DataLoaderConfiguration(use_seedable_sampler=False)
+        data = Counted()
+        loader = DataLoader(data, batch_size=4, shuffle=shuffle)
+        prepared = Accelerator(cpu=True, dataloader_config=given).prepare(loader)
+        return prepared, LoaderPlace(prepared.base_dataloader, lambda: None), data
+
+    loader, place, data = make()
+    unbroken = iter(loader)
+    next(unbroken)
+    saved = place.save(249_998)
+    again, place, data = make()
+    place.set(saved)
+    started_s = time.process_time()
+    batches = [one.tolist() for one in again]
+    assert time.process_time() - started_s < 1.0
+    assert len(batches) == 2 and data.read == [index for batch in batches for index in batch]
+    order = list(range(10**6))
+    if shuffle:
+        torch.set_rng_state(saved["generators"]["torch"])
+        torch.empty((), dtype=torch.int64).random_()  # the seed of workers comes first
+        order = list(again.base_dataloader.batch_sampler.sampler)
+    assert data.read == order[-8:]
 
 
 @needs_it

@@ -140,6 +140,16 @@ def test_two_ranks_of_lightning_that_torchrun_starts_again(sharded: bool, tmp_pa
 
 
 @needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (4, 2)], ids=["1x2", "2x2"])
+def test_model_parallel_ranks_in_two_dimensions(ranks: int, tensor: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ranks": ranks, "sharded": True, "tensor": tensor, "max_steps": 16}
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    check_same(resumed(tmp_path / "run", 9, "batch end", who=1, **options), unbroken)
+
+
+@needs_it
 @pytest.mark.timeout(300)
 def test_other_batches_in_the_middle_of_an_epoch_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "run"

@@ -53,6 +53,9 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = {
         "tied": False,
     },
     "both, bf16": {"tp": 2, "distributed": True, "bf16": True, "ranks": 4},
+    "stages": {"pp": 2},
+    "stages, bf16, not tied": {"pp": 2, "bf16": True, "tied": False},
+    "stages and tensor parallel": {"pp": 2, "tp": 2, "distributed": True, "ranks": 4},
 }
 
 
@@ -118,6 +121,19 @@ def check_masters(root: Path) -> None:
 
 @needs_it
 @pytest.mark.timeout(300)
+def test_sigterm_ends_a_loop_of_megatron_in_its_grace_period(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ranks": 2, "distributed": True}
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    root = tmp_path / "run"
+    told = run(root, 6, "forward", signal=15, grace_s=30.0, **options)  # torchrun starts it again
+    assert told.returncode == 0 and "Preempted" in told.stderr, told.stderr
+    check_same(without_restores(said(root)), unbroken)
+    [restored] = read_report(root).restores
+    assert restored.step >= 6, "the ranks agreed on a step when one had the signal"
+
+
+@needs_it
+@pytest.mark.timeout(300)
 def test_megatron_resumes_from_storage_when_shared_memory_is_gone(
     tmp_path: Path, arena_dir: Path
 ) -> None:
@@ -136,18 +152,24 @@ def test_megatron_resumes_from_storage_when_shared_memory_is_gone(
 
 @needs_it
 @pytest.mark.timeout(400)
-def test_what_tensor_parallel_ranks_saved_is_a_whole_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2, "distributed": True}, pytest.param({"pp": 2}, marks=pytest.mark.slow)],
+    ids=["tensor parallel", "stages"],
+)
+def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_path: Path) -> None:
     """One rank goes on with what two saved: the losses are those that the two have, but for the
     order in which they add up.
     """
-    options: dict[str, Any] = {"dropout": 0.0, "ranks": 2, "tp": 2, "distributed": True}
+    options: dict[str, Any] = {"dropout": 0.0, "ranks": 2, **layout}
     unbroken = whole(RUN, tmp_path / "whole", **options)
     root = tmp_path / "run"
     assert run(root, steps=8, **options).returncode == 0
-    other = {**options, "tp": 1, "ranks": 1}
+    other = {**options, "tp": 1, "pp": 1, "ranks": 1}
     launched = launch_one(root, {**other, "rng": True})
     assert launched.returncode != 0
-    assert "saved on 2 ranks, 2 tensor" in launched.stderr and "rng=False" in launched.stderr
+    assert f"saved on 2 ranks, {layout.get('tp', 1)} tensor" in launched.stderr
+    assert "rng=False" in launched.stderr
     launched = launch_one(root, {**other, "rng": False})
     assert launched.returncode == 0, launched.stderr
     then = losses_of(unbroken)
@@ -172,11 +194,11 @@ def launch_one(root: Path, options: dict[str, Any]) -> subprocess.CompletedProce
 
 
 def losses_of(lines: list[str]) -> dict[int, list[float]]:
-    found = {}
+    found: dict[int, list[float]] = {}
     for line in lines:
-        if line.startswith("0: step"):
-            step = int(line.split()[2])
-            found[step] = [float(each) for each in line.split("[")[1].split("]")[0].split(",")]
+        values = line.partition("[")[2].partition("]")[0]
+        if ": step" in line and values:  # on a first stage there are none
+            found.setdefault(int(line.split()[2]), [float(each) for each in values.split(",")])
     return found
 
 
@@ -195,10 +217,10 @@ def test_mistakes_with_megatron_are_named(tmp_path: Path, arena_dir: Path) -> No
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"pp": 2}, "2 pipeline stages: their layers"),
+        ({"ep": 2}, "2 expert parallel ranks: their experts"),
         ({"tp": 2, "rng": False}, "saved with rng=False and has no generators"),
     ],
-    ids=["pipeline stages", "generators that were not saved"],
+    ids=["experts", "generators that were not saved"],
 )
 def test_ranks_that_megatron_cuts_otherwise_are_refused(
     options: dict[str, Any], named: str, tmp_path: Path

@@ -171,6 +171,11 @@ OF_TORCHFT = dict.fromkeys(("begin", "forward", "backward", "update", "save"), s
 ROWS = [
     Runs("transformers", OF_TRAINER, Script("trainer_run.py")),
     Runs("accelerate", OF_ACCELERATE, Script("accelerate_run.py")),
+    Runs(
+        "accelerate_deepspeed",
+        OF_ACCELERATE,
+        Script("accelerate_run.py", {"stage": 2, "precision": "bf16"}),
+    ),
     Runs("lightning", OF_LIGHTNING, Script("lightning_run.py")),
     Runs(
         "torchtitan",
@@ -222,7 +227,9 @@ def test_every_framework_has_twenty_kills_and_a_seed_draws_the_same_again() -> N
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=needs(row.framework), id=f"{row.framework} {row.name}".strip())
+        pytest.param(
+            row, marks=needs(*row.framework.split("_")), id=f"{row.framework} {row.name}".strip()
+        )
         for row in ROWS
     ],
 )

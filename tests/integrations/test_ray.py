@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,10 @@ def test_mistakes_with_ray_are_named(
     holdfast.save(tmp_path / "other", state, step=3)
     with pytest.raises(UsageError, match=r"not written by holdfast\.integrations\.ray"):
         adapter.checkpointer(state, tmp_path / "other")
+    with ThreadPoolExecutor(1) as thread:  # where Ray calls a training function
+        made = thread.submit(adapter.checkpointer, state, tmp_path / "a", grace_s=30.0)
+        with pytest.raises(UsageError, match="Python allows on the main thread only"):
+            made.result()
     with adapter.checkpointer(state, tmp_path / "a") as ckpt:
         assert ckpt.steps == 0 and ckpt.restored is None
         with pytest.raises(UsageError, match="attached to this TrainWorker already"):

@@ -63,7 +63,8 @@ def run(root: Path, step: int = -1, place: str = "none", **options: Any) -> list
         until = time.monotonic() + 200
         while any(one.poll() is None for one in groups.values()):
             time.sleep(0.1)
-            dead = [group for group, one in groups.items() if one.poll() == -9]
+            ended = (-9, 1 if "signal" in options else -9)
+            dead = [group for group, one in groups.items() if one.poll() in ended]
             if dead and options.get("clear"):  # as on hosts that are started again
                 dead = dead if len(dead) == len(groups) else []
                 for left in Path(os.environ["HOLDFAST_ARENA_DIR"]).iterdir() if dead else ():
@@ -134,6 +135,20 @@ def test_groups_whose_memory_is_gone_go_on_from_the_storage_of_the_leader(
         alike = {line.split(": ", 1)[1] for line in second if f": step {step} " in line}
         assert len(alike) == 1, "the groups are the same"
     assert found[-1].endswith("end 20 40")
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_sigterm_ends_groups_of_torchft_in_their_grace_period(
+    tmp_path: Path, unbroken: list[str]
+) -> None:
+    found = run(tmp_path / "run", 11, "forward", signal=15, grace_s=30.0)
+    assert sorted(line for line in found if "preempted" in line) == [
+        "0: preempted 11",
+        "1: preempted 11",
+    ]
+    assert {line.split()[2] for line in restores_of(found)} == {"11"}
+    check_same(steps_of(found), steps_of(unbroken))
 
 
 @needs_it

@@ -90,8 +90,9 @@ def test_two_ranks_of_fsdp2_that_torchrun_starts_again(tmp_path: Path) -> None:
         (2, {"tensor_parallel_degree": 2}),
         (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
         (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
+        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}),
     ],
-    ids=["tensor parallel", "replicated", "replicated shards"],
+    ids=["tensor parallel", "replicated", "replicated shards", "pipeline"],
 )
 def test_other_layouts_of_ranks_that_torchrun_starts_again(
     ranks: int, parallelism: dict[str, Any], tmp_path: Path
@@ -101,6 +102,16 @@ def test_other_layouts_of_ranks_that_torchrun_starts_again(
     assert sum(line.startswith("1: step") for line in unbroken) == 6
     found = resumed(tmp_path / "run", 5, "update", who=1, **options)
     check_same(found, unbroken)
+    check_resumed(root_of(tmp_path / "run"))
+
+
+@needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_qwen_3_of_the_debug_size_goes_on(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": "qwen3", "steps": 6, "layers": 2}
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    check_same(resumed(tmp_path / "run", 5, "update", **options), unbroken)
     check_resumed(root_of(tmp_path / "run"))
 
 

@@ -247,6 +247,29 @@ def test_a_run_begins_at_a_checkpoint_of_the_trainer_and_then_goes_on_from_its_o
 
 
 @needs_it
+@pytest.mark.timeout(300)
+def test_a_checkpoint_of_the_trainer_without_an_optimizer_is_no_begin(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 8, "save_only_model": True, "max_steps": 8}
+    root = tmp_path / "first"
+    assert run(root, args=saves).returncode == 0, "what Holdfast keeps is the whole state"
+    with holdfast.open(root) as checkpoint:
+        assert any("exp_avg_sq" in name for name in checkpoint.leaves)
+    refused = run(tmp_path / "run", resume=str(tmp_path / "first-hf" / "checkpoint-8"))
+    assert refused.returncode == 1
+    assert "has no optimizer and no scheduler, as save_only_model=True" in refused.stderr
+
+
+@needs_it
+@pytest.mark.timeout(300)
+def test_a_second_trainer_on_a_root_ends_the_first(tmp_path: Path, unbroken: list[str]) -> None:
+    root = tmp_path / "run"
+    first = run(root, 11, rival=True)
+    assert first.returncode == 1 and "Fenced" in first.stderr, first.stderr
+    assert Path(f"{root}.rival").read_text() == "0"
+    check_same(said(root), unbroken)
+
+
+@needs_it
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PretrainedConfig, Trainer
 

@@ -20,6 +20,7 @@ from torch import nn
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 import holdfast
+from holdfast.errors import Preempted
 from holdfast.integrations.torchft import attach
 from holdfast.integrations.torchft_transport import HoldfastTransport
 from integrations.witness import OPTIONS, PLACE, ROOT, STEP, digest
@@ -37,7 +38,7 @@ def pass_by(place: str, step: int) -> None:
     died = Path(f"{ROOT}.died{GROUP}")
     if (place, step) == (PLACE, STEP) and GROUP in OPTIONS["victims"] and not died.exists():
         died.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), OPTIONS.get("signal", signal.SIGKILL))
 
 
 def await_the_dead() -> None:
@@ -94,11 +95,27 @@ def main() -> None:
         "seen": 0,
     }
     state.pop(OPTIONS.get("leaves_out", ""), None)  # as by one who has forgotten it
-    ckpt = attach(manager, state, ROOT, storage=holdfast.Every(steps=5))
+    grace_s = OPTIONS.get("grace_s")
+    ckpt = attach(manager, state, ROOT, storage=holdfast.Every(steps=5), grace_s=grace_s)
     if Path(f"{ROOT}.died{GROUP}").exists():
         Path(f"{ROOT}.back").touch()
     if ckpt.restored is not None:
         note(f"restored {ckpt.steps} {ckpt.restored.source} {manager.batches_committed()}")
+    try:
+        train(manager, (net, model), (inner, optimizer), schedule, ckpt)
+    except Preempted:
+        note(f"preempted {ckpt.steps}")
+        manager.shutdown(wait=False)
+        os._exit(1)
+    note(f"end {ckpt.steps} {manager.batches_committed()}")
+    ckpt.close()
+    manager.shutdown(wait=False)
+    os._exit(0)
+
+
+def train(manager: Manager, models: Any, optimizers: Any, schedule: Any, ckpt: Any) -> None:
+    """Trains; of models and optimizers the first is the plain one."""
+    (net, model), (inner, optimizer) = models, optimizers
     while manager.current_step() < STEPS:
         step = manager.current_step()
         if step == OPTIONS.get("waits", -1) and GROUP not in OPTIONS["victims"]:
@@ -129,10 +146,6 @@ def main() -> None:
         if saved.durable:
             note(f"durable {now}")
         pass_by("save", now)
-    note(f"end {ckpt.steps} {manager.batches_committed()}")
-    ckpt.close()
-    manager.shutdown(wait=False)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ What it helps with, each a thing of torchtitan's that needs a GPU, or files that
 3. No change of the timeout of process groups, whose barrier wants a device's number.
 4. A sum of gradients in place of PREMUL_SUM, which gloo has not.
 5. A tokenizer, and tokens by their number, in place of the files of its tests.
+6. A step of a pipeline's schedule with the batches that it was cut into, which torch 2.13 cuts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torchtitan.tools.utils as tools
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils.data import IterableDataset
 
 VOCABULARY, LENGTH = 256, 32
@@ -93,6 +95,28 @@ def divide_by_sum(self: Any, factor: float) -> None:
 
 
 FSDPModule.set_gradient_divide_factor = divide_by_sum  # type: ignore[method-assign]
+
+
+take_step = PipelineScheduleSingle.step
+
+
+def step_of_batches(self: Any, *given: Any, **named: Any) -> Any:
+    """6."""
+    if "kwarg_mbs" not in named:
+        return take_step(self, *given, **named)
+    self._stage.has_backward = self._has_backward
+    self._stage.clear_runtime_states()
+    return self._step_microbatches(
+        named["arg_mbs"] or [()] * len(named["kwarg_mbs"]),
+        named["kwarg_mbs"],
+        named["target_mbs"],
+        named["losses"],
+        named["return_outputs"],
+        named["loss_kwargs"],
+    )
+
+
+PipelineScheduleSingle.step = step_of_batches  # type: ignore[method-assign]
 
 
 class Tokenizer(BaseTokenizer):  # type: ignore[misc]
@@ -173,6 +197,17 @@ def llama3_debugmodel() -> Any:
     """Returns the settings of torchtitan's debug model, for a CPU and a minute."""
     config = original()
     config.model_spec = model_registry("debugmodel", attn_backend="flex")
+    return _for_a_minute(config)
+
+
+def qwen3_debugmodel() -> Any:
+    """Returns the same for Qwen 3."""
+    from torchtitan.models.qwen3 import config_registry
+
+    return _for_a_minute(config_registry.qwen3_debugmodel())
+
+
+def _for_a_minute(config: Any) -> Any:
     config.tokenizer, config.dataloader = Tokenizer.Config(), Loader.Config()
     config.training.local_batch_size, config.training.seq_len = 2, LENGTH
     config.training.steps = 40

@@ -32,7 +32,7 @@ os.environ.setdefault("MASTER_PORT", "0")
 def settings() -> Any:
     from holdfast.integrations.torchtitan import HoldfastCheckpointManager
 
-    config = cpu.llama3_debugmodel()
+    config = getattr(cpu, f"{OPTIONS.get('model', 'llama3')}_debugmodel")()
     config.dump_folder = ROOT
     config.training.steps = OPTIONS.get("steps", 12)
     config.training.local_batch_size = OPTIONS.get("batch", 2)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +36,7 @@ from holdfast.integrations.transformers import (
     _Loop,
 )
 from integrations import witness
-from integrations.witness import OPTIONS, RANK, ROOT, digest, pass_by
+from integrations.witness import OPTIONS, RANK, ROOT, STEP, digest, pass_by
 
 note = partial(witness.note, who="")
 TIMED = ("runtime", "per_second")
@@ -96,6 +98,12 @@ class Witness(TrainerCallback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(4)  # the Trainer waits for 3 s before it stops
         pass_by("end", state.global_step)
+        if (
+            OPTIONS.get("rival")
+            and state.global_step == STEP
+            and not Path(f"{ROOT}.rival").exists()
+        ):
+            train_beside()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         note(f"{RANK}: log {state.global_step} {json.dumps(untimed(logs))}")
@@ -111,6 +119,16 @@ class Witness(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass_by("epoch end", state.global_step)
+
+
+def train_beside() -> None:
+    """Starts the same run once more, beside this one, and waits for its end."""
+    Path(f"{ROOT}.rival").touch()
+    options = {name: one for name, one in OPTIONS.items() if name != "rival"}
+    command = [sys.executable, sys.argv[0], ROOT, "-1", "none", json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stderr, file=sys.stderr)
+    Path(f"{ROOT}.rival").write_text(f"{done.returncode}")
 
 
 def note_saves() -> None:

@@ -2,7 +2,8 @@
 
 A script is started as SCRIPT ROOT STEP PLACE [OPTIONS AS JSON] and kills itself once, at PLACE of
 STEP. The option ``loses`` names what is neither saved nor restored, as by an adapter that has
-forgotten it: a key of the state, or ``key/name``, a value in what the object under a key gives.
+forgotten it: a key of the state, or ``key/name``, a value in what the object under a key gives;
+``loser`` is the only rank that does.
 """
 
 from __future__ import annotations
@@ -101,5 +102,5 @@ def _forget(what: str) -> None:
         setattr(holdfast.Checkpointer, name, forgetful(getattr(holdfast.Checkpointer, name)))
 
 
-if "loses" in OPTIONS:
+if "loses" in OPTIONS and OPTIONS.get("loser", RANK) == RANK:
     _forget(OPTIONS["loses"])

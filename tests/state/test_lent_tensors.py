@@ -197,6 +197,29 @@ def keep(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return given
 
 
+@pytest.mark.promise
+@pytest.mark.parametrize("take", [keep, copy, add_to_zeros])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_that_other_processes_share_stays_the_one_that_they_have(
+    take: Callable[..., torch.Tensor], size: int, tmp_path: Path
+) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(size), take)})
+    held = Held(numbers(size, 50.0).share_memory_(), take)
+    theirs = held.tensor.view(-1)
+    holdfast.load(tmp_path, {"held": held})
+    assert torch.equal(held.tensor, numbers(size)) and torch.equal(theirs, numbers(size))
+    assert held.tensor.is_shared() and held.calls == (2 if take is add_to_zeros else 1)
+
+
+def test_a_pinned_tensor_stays_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holdfast.save(tmp_path, {"held": Held(numbers(10_000), keep)})
+    held = Held(numbers(10_000, 50.0), keep)
+    there = held.tensor.data_ptr()
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda one: one.data_ptr() == there)
+    holdfast.load(tmp_path, {"held": held})
+    assert held.tensor.is_pinned() and torch.equal(held.tensor, numbers(10_000))
+
+
 def test_what_an_optimizer_updates_is_given_as_itself(tmp_path: Path) -> None:
     def state(begin: float) -> State:
         model = nn.Linear(100, 100, bias=False)

@@ -48,6 +48,13 @@ def host_address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def is_shared_or_pinned(tensor: torch.Tensor) -> bool:
+    """Return True for host memory that other processes have too, or that a device copies from
+    directly: new memory would be neither.
+    """
+    return tensor.is_cpu and (tensor.is_shared() or tensor.is_pinned())
+
+
 def is_streamed(device: torch.device) -> bool:
     """Return True if ``device`` has streams and events, so that copies run beside its work.
 

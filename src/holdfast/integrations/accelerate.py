@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
     from holdfast.capture.handles import SaveHandle
+    from holdfast.integrations.deepspeed import EngineParts
     from holdfast.restore.restore import Restored
 
 try:
@@ -32,9 +34,9 @@ except ImportError as error:
     raise missing("accelerate", error) from error
 
 _LOOP = "accelerate"
-_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "registered", "rng")
+_KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "registered", "engine", "rng")
 _ADAPTER = Adapter("accelerate", "1.15", _KEYS, "the Accelerator's")
-_NO_ADAPTER = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_NO_ADAPTER = (DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 def attach(
@@ -72,7 +74,8 @@ class AcceleratorCheckpointer(AttachedCheckpointer):
         options: Mapping[str, Any],
     ) -> None:
         self._accelerator = accelerator
-        self._updates: _Updates | None = None
+        self._updates: _Updates | _EngineUpdates | None = None
+        self._engine = _parts_of_engine(accelerator)
         self._loop = _AcceleratorLoop(accelerator, self._settle)
         self._prepared = _prepared(accelerator)
         parts = {**present(self._prepared_state()), "rng": Rng(), **more}
@@ -86,7 +89,11 @@ class AcceleratorCheckpointer(AttachedCheckpointer):
                     "say) to register_for_checkpointing() or in state={...}"
                 )
             )
-        self._updates = _Updates(accelerator._optimizers)
+        self._updates = (
+            _Updates(accelerator._optimizers)
+            if self._engine is None
+            else _EngineUpdates(_engine_of(accelerator))
+        )
         self._take_over()
 
     @property
@@ -123,20 +130,40 @@ class AcceleratorCheckpointer(AttachedCheckpointer):
 
     def restore(self, step: int | str | None = None) -> Restored | None:
         """Restore everything again, before the first step; ``attach`` does it by itself."""
-        if self._restore(step, self._loop.check_fits) is not None:
+        found = self._restore(step, self._loop.check_fits)
+        if found is not None:
+            if self._engine is not None:
+                self._engine.publish(found)
+            if self._updates is not None:
+                self._updates.take()  # an engine has another count now
             self._loop.place()
-        return self.restored
+        return found
+
+    def _shown(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._engine is None else self._engine.shown()
 
     def _prepared_state(self) -> dict[str, Any]:
         accelerator = self._accelerator
         schedulers = [getattr(one, "scheduler", one) for one in accelerator._schedulers]
         optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]
+        models, scaler, counters = list(accelerator._models), accelerator.scaler, None
+        engine = self._engine
+        if engine is not None:
+            models, optimizers = (
+                list(map(engine.saved, models)),
+                list(map(engine.saved, optimizers)),
+            )
+            scaler, counters = engine.scaler, engine.counters
+            of_settings = _engine_of(accelerator).lr_scheduler  # nobody may have prepared it
+            if of_settings is not None and not any(one is of_settings for one in schedulers):
+                schedulers.append(of_settings)
         return {
-            "model": one_or_all(accelerator._models),
+            "model": one_or_all(models),
             "optimizer": one_or_all(optimizers) if optimizers else None,
             "scheduler": one_or_all(schedulers) if schedulers else None,
-            "scaler": accelerator.scaler,
+            "scaler": scaler,
             "registered": list(accelerator._custom_objects) or None,
+            "engine": counters,
         }
 
     def _settle(self) -> None:
@@ -203,6 +230,22 @@ class _Updates:
         found = original(*args, **kwargs)
         self._has_stepped |= bool(self._scaled[0].gradient_state.sync_gradients)
         return found
+
+
+class _EngineUpdates:
+    """Says whether an engine of DeepSpeed has counted an update, one that was skipped too."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._taken = engine.global_steps
+
+    def take(self) -> bool:
+        """True if it has since this was called last."""
+        before, self._taken = self._taken, self._engine.global_steps
+        return bool(before != self._taken)
+
+    def release(self) -> None:
+        """Nothing was put into the engine."""
 
 
 class _AcceleratorLoop:
@@ -334,6 +377,19 @@ def _total_batch(loader: Any) -> int:
         return int(loader.batch_size or 0) * int(PartialState().num_processes)
 
 
+def _engine_of(accelerator: Any) -> Any:
+    return accelerator.deepspeed_engine_wrapped.engine
+
+
+def _parts_of_engine(accelerator: Any) -> EngineParts | None:
+    """Returns what is saved of an engine of DeepSpeed; None where there is none."""
+    if accelerator.distributed_type is not DistributedType.DEEPSPEED:
+        return None
+    from holdfast.integrations.deepspeed import EngineParts
+
+    return EngineParts(_engine_of(accelerator))
+
+
 def _prepared(accelerator: Any) -> list[int]:
     kinds = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
     return [id(one) for kind in kinds for one in getattr(accelerator, kind)]
@@ -354,6 +410,10 @@ def _check(accelerator: Any) -> None:
         )
     if not accelerator._models:
         raise UsageError("attach() found no model: call it after accelerator.prepare(model, ...)")
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        from holdfast.integrations.deepspeed import check_engine
+
+        check_engine(_engine_of(accelerator))
     for loader in accelerator._dataloaders:
         _check_loader(loader, accelerator.num_processes)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.capture.handles import SaveHandle
 from holdfast.errors import UsageError
@@ -19,6 +19,9 @@ from holdfast.integrations.deepspeed_partitions import find_partitions
 from holdfast.integrations.lone_checkpoints import read_alone, write_alone
 from holdfast.integrations.seam import Adapter, missing
 from holdfast.state.rng import Rng
+
+if TYPE_CHECKING:
+    from holdfast.restore.restore import Restored
 
 try:
     import deepspeed
@@ -59,8 +62,7 @@ def attach(
 
     Raises UsageError for an engine that it does not know.
     """
-    _ADAPTER.check_version(deepspeed.__version__)
-    _check(engine)
+    check_engine(engine)
     more = _ADAPTER.check(deepspeed.__version__, root, state)
     return DeepSpeedCheckpointer(engine, root, client_state, more, step, options)
 
@@ -82,23 +84,22 @@ class DeepSpeedCheckpointer(AttachedCheckpointer):
         options: Mapping[str, Any],
     ) -> None:
         self._engine = engine
-        self._partitions = find_partitions(engine)
+        self._parts = EngineParts(engine)
         self.client_state: dict[str, Any] = {} if client_state is None else client_state
         """The dict that was given; read your values from it after ``attach``."""
         own = {
-            "model": self._partitions.module,
-            "optimizer": self._partitions.optimizer,
+            "model": self._parts.module,
+            "optimizer": self._parts.optimizer,
             "scheduler": engine.lr_scheduler,
-            "scaler": _scaler_of_torch(engine),
+            "scaler": self._parts.scaler,
             "client_state": _Values(self.client_state),
             "rng": Rng(),
         }
         parts = {**present(own), **more}
-        super().__init__(engine, root, _LOOP, _EngineState(engine), parts, options)
+        super().__init__(engine, root, _LOOP, self._parts.counters, parts, options)
         restored = self._restore(step)
         if restored is not None:
-            self._partitions.publish()
-            restored.rewind()  # a collective may draw numbers
+            self._parts.publish(restored)
         self.steps = int(engine.global_steps)
 
     def step(self, step: int | None = None) -> SaveHandle | None:
@@ -126,7 +127,41 @@ class DeepSpeedCheckpointer(AttachedCheckpointer):
         return self._save(int(self._engine.global_steps))  # also before step()
 
     def _shown(self) -> AbstractContextManager[None]:
+        return self._parts.shown()
+
+
+class EngineParts:
+    """What is saved of an engine, in a loop of any library.
+
+    ``check_engine`` comes first. Raises UsageError for an optimizer that it does not know.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._partitions = find_partitions(engine)
+        self.module = self._partitions.module
+        """Has the leaves of the model, under the parameters' names."""
+        self.optimizer = self._partitions.optimizer
+        """The optimizer of torch that updates, whose tensors are declared."""
+        self.scaler = _scaler_of_torch(engine)
+        """The scaler of torch's; None for an engine that has its own, or none."""
+        self.counters = _EngineState(engine)
+        """The engine's counters and its own scaler, as a part of the state."""
+
+    def saved(self, prepared: Any) -> Any:
+        """Returns what is saved in place of the engine or its optimizer; anything else itself."""
+        if prepared is self._engine:
+            return self.module
+        return self.optimizer if prepared is self._engine.optimizer else prepared
+
+    def shown(self) -> AbstractContextManager[None]:
+        """The optimizer's groups have their tensors meanwhile: in each save and restore."""
         return self._partitions.shown()
+
+    def publish(self, restored: Restored) -> None:
+        """Makes what the model computes with of what was restored."""
+        self._partitions.publish()
+        restored.rewind()  # a collective may draw numbers
 
 
 class HoldfastEngine(CheckpointEngine):  # type: ignore[misc]
@@ -240,8 +275,9 @@ class _EngineState:
         }
 
 
-def _check(engine: Any) -> None:
-    """Raises UsageError for an engine that nothing can be attached to."""
+def check_engine(engine: Any) -> None:
+    """Raises UsageError for an engine that nothing can be attached to, and for an old DeepSpeed."""
+    _ADAPTER.check_version(deepspeed.__version__)
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(
             f"attach() takes an engine of DeepSpeed, got a {type(engine).__qualname__}: give the "

@@ -2,7 +2,8 @@
 
 Megatron's optimizers hold one of torch's, whose tensors are parts of the model's that only the
 optimizer knows of: ``attach`` declares them. Parameters that are cut over tensor parallel ranks
-become whole leaves by rules. So a checkpoint has the model as one rank would have it.
+become whole leaves by rules, and the layers of a pipeline stage have their numbers in the whole
+model. So a checkpoint has the model as one rank would have it.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ __all__ = [
     "HoldfastSaveStrategy",
     "MegatronCheckpointer",
     "attach",
-    "tensor_parallel_rules",
+    "whole_model_rules",
 ]
 
 _LOOP = "megatron"
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
 _ADAPTER = Adapter("megatron", "0.16", _KEYS, "Megatron's")
+#: The two names of a weight that the first stage of a pipeline and the last one share.
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_SHARED = "share_embeddings_and_output_weights"
 _OPTIMIZERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 
 
@@ -75,9 +79,10 @@ def attach(
     ``model_chunks``: the model in its DistributedDataParallel, or a list of it. ``optimizer``: what
     ``get_megatron_optimizer`` returned. ``scheduler``: its OptimizerParamScheduler, or None.
     ``root`` and ``options``: as for ``Checkpointer``; ``rules=`` takes the place of those that make
-    whole leaves of tensor parallel parameters. ``rng``: keeps the generators of each rank, those of
-    the model parallel tracker among them. ``state``: more objects and values to be kept, by key.
-    ``step``: go on from this step instead, or from a generation as "incarnation-step".
+    whole leaves of tensor parallel parameters; the layers of a pipeline stage have their numbers in
+    the whole model before. ``rng``: keeps the generators of each rank, those of the model parallel
+    tracker among them. ``state``: more objects and values to be kept, by key. ``step``: go on from
+    this step instead, or from a generation as "incarnation-step".
 
     Raises UsageError for a model or an optimizer that the adapter cannot keep, and for generators
     of another layout of ranks.
@@ -91,9 +96,10 @@ def attach(
             "rng=True, and Megatron's tracker of generators is empty: call "
             "tensor_parallel.model_parallel_cuda_manual_seed(seed) first, or give rng=False"
         )
+    named = _in_whole_model(model)
     for part in parts:
-        _declare_shards(model, part)
-    options.setdefault("rules", tensor_parallel_rules(model))
+        _declare_shards(named, part)
+    options.setdefault("rules", whole_model_rules(named))
     return MegatronCheckpointer(os.fspath(root), model, parts, scheduler, rng, more, step, options)
 
 
@@ -112,7 +118,7 @@ class MegatronCheckpointer(AttachedCheckpointer):
         options: Mapping[str, Any],
     ) -> None:
         kept: dict[str, Any] = {
-            "model": model,
+            "model": _in_whole_model(model),
             "optimizer": one_or_all(part.optimizer for part in parts),
             "scheduler": scheduler,
             "scaler": getattr(parts[0], "grad_scaler", None),
@@ -213,26 +219,24 @@ def _check_optimizer(one: MegatronOptimizer) -> None:
 
 
 def _ranks() -> dict[str, Any]:
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
     return {
         "world": dist.get_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "context": parallel_state.get_context_parallel_world_size(),
+        **({"stages": stages} if stages > 1 else {}),
     }
 
 
 def _check_layout(model: nn.Module, parts: Iterable[MegatronOptimizer]) -> None:
     """Raises UsageError for a layout of ranks that cannot be told by rules."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    refused = {
-        "pipeline stages": parallel_state.get_pipeline_model_parallel_world_size(),
-        "expert parallel ranks": parallel_state.get_expert_model_parallel_world_size(),
-    }
-    for what, count in refused.items():
-        if count > 1:
-            raise UsageError(
-                f"{count} {what}: their layers and experts are numbered anew on each rank, and are "
-                "not kept yet; tensor, data and context parallel ranks are"
-            )
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    if experts > 1:
+        raise UsageError(
+            f"{experts} expert parallel ranks: their experts are numbered anew on each rank, and "
+            "are not kept yet; tensor, data and context parallel ranks and pipeline stages are"
+        )
     config = getattr(model, "config", None)
     if getattr(config, "num_moe_experts", None):
         raise UsageError(
@@ -243,6 +247,13 @@ def _check_layout(model: nn.Module, parts: Iterable[MegatronOptimizer]) -> None:
         raise UsageError(
             f"{groups} query groups over {tensor} tensor parallel ranks: several ranks have the "
             "same group, which is not kept yet. Take a divisor of the groups"
+        )
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    in_stage = dist.get_world_size() // stages
+    if parallel_state.get_pipeline_model_parallel_rank() != dist.get_rank() // in_stage:
+        raise UsageError(
+            "the ranks of a pipeline stage are not neighbours: initialize_model_parallel with an "
+            'order= that ends with "pp"'
         )
     if parallel_state.get_tensor_model_parallel_rank() != dist.get_rank() % tensor:
         raise UsageError(
@@ -260,7 +271,8 @@ def _check_generators(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
     if now["rng"] and saved != now:
         then, here = (
-            f"{one['world']} ranks, {one['tensor']} tensor and {one['context']} context parallel"
+            f"{one['world']} ranks, {one['tensor']} tensor and {one['context']} context parallel, "
+            f"{one.get('stages', 1)} pipeline stages"
             for one in (saved, now)
         )
         raise UsageError(
@@ -336,20 +348,26 @@ def _pairs(some: Iterable[Any], others: Iterable[Any]) -> Iterator[tuple[Any, An
         yield from zip(group, other, strict=True)
 
 
-def tensor_parallel_rules(model: nn.Module) -> rules.Rules:
-    """Returns the rules by which a tensor parallel model is stored as whole leaves.
+def whole_model_rules(model: nn.Module) -> rules.Rules:
+    """Returns the rules by which a rank's part of a model is stored as one rank would have it.
 
     ``model``: inside of Megatron's wrappers, built on all ranks. Raises UsageError for a parameter
     that is cut into more stretches than two on each rank.
     """
     ranks = _ranks()
-    tensor = ranks["tensor"]
-    found = [
+    tensor, stages = ranks["tensor"], ranks.get("stages", 1)
+    found: list[tuple[Any, ...]] = [
         (name, _cut(name, parameter, tensor))
         for name, parameter in model.named_parameters()
         if _is_cut(parameter)
     ]
-    return rules.Rules(found, {"dp": ranks["world"] // tensor, "tp": tensor})
+    names = dict(model.named_parameters())
+    if stages > 1 and _OUTPUT in names and getattr(model, _SHARED, False):
+        kinds = [kind for name, *some in found if name == _OUTPUT for kind in some]
+        found = [one for one in found if one[0] != _OUTPUT]
+        found.append((_OUTPUT, *kinds, *rules.tied(_EMBEDDING)))
+    mesh = {"pp": stages, "dp": ranks["world"] // tensor // stages, "tp": tensor}
+    return rules.Rules(found, mesh)
 
 
 def _cut(name: str, parameter: torch.Tensor, tensor: int) -> rules.Kind:
@@ -364,3 +382,41 @@ def _cut(name: str, parameter: torch.Tensor, tensor: int) -> rules.Kind:
         for number in (0, 1)
     ]
     return rules.fused(dim, [half, half], halves, over="tp")
+
+
+# ── the layers of a stage ────────────────────────────────────────────────────────────────────────
+
+
+class Stage(nn.Module):
+    """The modules of a pipeline stage, its layers under their numbers in the whole model; never
+    called.
+    """
+
+    def __init__(self, module: nn.Module, path: str, numbers: Mapping[str, str]) -> None:
+        super().__init__()
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise UsageError(
+                f"{path or 'the model'} has extra state around the layers of a pipeline stage, "
+                "which is not kept yet: put that under a key of its own, by state="
+            )
+        # The very dicts: what the module puts into its buffers is saved.
+        self._parameters, self._buffers = module._parameters, module._buffers
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self.share_embeddings_and_output_weights = getattr(module, _SHARED, False)
+        for name, child in module._modules.items():
+            below = f"{path}.{name}" if path else name
+            if child is not None and any(one.startswith(f"{below}.") for one in numbers):
+                child = Stage(child, below, numbers)
+            self.add_module(numbers.get(below, name), child)
+
+
+def _in_whole_model(model: nn.Module) -> nn.Module:
+    """Returns a model whose layers have their numbers in the whole one; itself where they do."""
+    found = ((path, getattr(part, "layer_number", None)) for path, part in model.named_modules())
+    numbered = {path: str(number - 1) for path, number in found if number}
+    others = {
+        path: number
+        for path, number in numbered.items()
+        if path.rpartition(".")[2].isdecimal() and path.rpartition(".")[2] != number
+    }
+    return Stage(model, "", others) if others else model

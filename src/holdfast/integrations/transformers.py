@@ -132,6 +132,14 @@ class HoldfastMixin:
         foreign = text if text and not is_ours else None
         self._hf_gone = foreign if foreign and not os.path.isdir(foreign) else None
         foreign = None if self._hf_gone else foreign  # it may have been removed since the begin
+        there = f"{os.listdir(foreign)}" if foreign else ""
+        lacks = [name for name in ("optimizer", "scheduler") if foreign and name not in there]
+        if lacks:
+            raise UsageError(
+                f"{foreign} has no {' and no '.join(lacks)}, as save_only_model=True leaves it: "
+                "the Trainer would begin with others in silence: load the model from there by "
+                "from_pretrained(), and begin a run"
+            )
         try:
             found = super().train(resume_from_checkpoint=foreign, **kwargs)  # type: ignore[misc]
         except BaseException:

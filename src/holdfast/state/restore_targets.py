@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from holdfast.accelerator.devices import is_shared_or_pinned
 from holdfast.errors import FormatError
 from holdfast.format import values as codec
 from holdfast.format.native_types import StoredObject, registered_class
@@ -133,7 +134,8 @@ class ValueTensors:
 
     An object that takes its values by a call is given tensors of no other, as after ``torch.load``:
     it may reset its own before it takes them, or add them. Up to ``SPARE_BYTES`` where there is
-    memory for it, and not what another entry of the state holds as well, which stays one tensor.
+    memory for it, and not what another entry of the state holds as well, which stays one tensor,
+    nor what is shared with other processes or pinned, which stays in that memory.
 
     ``small``: the tensors that are stored among the values. ``references``: the names by which
     values refer to tensors of modules -> their names here.
@@ -198,7 +200,7 @@ class ValueTensors:
             if name not in of_modules and name not in self._fresh:
                 with torch.inference_mode(False):  # it is trained on later, outside of any
                     room = _room_for(found, there)
-                    if room is there and is_taken and name not in self._tied:
+                    if room is there and is_taken and self._is_replaceable(name, there):
                         room = self._room_beside(there)
                 self._fresh[name] = room
                 if room is not there:
@@ -226,6 +228,10 @@ class ValueTensors:
         items = saved.values() if isinstance(saved, dict) else saved
         is_container = isinstance(saved, (dict, list, tuple))
         return set().union(*map(self.names_in, items)) if is_container else set()
+
+    def _is_replaceable(self, name: str, there: torch.Tensor) -> bool:
+        """True if nothing would be lost with the tensor's own memory."""
+        return name not in self._tied and not is_shared_or_pinned(local_of(there))
 
     def _room_beside(self, there: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the same form and kind in memory of its own; ``there`` itself where
