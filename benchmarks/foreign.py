@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +30,8 @@ from benchmarks.foreign_sources import (
     environment,
     interpreters,
     llama,
+    megatron_shards,
+    start_megatron,
 )
 from benchmarks.kit import disk, machine, markdown, processes, results, series
 from benchmarks.kit.options import Parser
@@ -45,6 +48,7 @@ WAYS = {
     "from ZeRO to one file of F32": ("export-zero", "zero-to-fp32"),
     "to transformers": ("export-pretrained", "save-pretrained"),
     "into transformers": ("load-pretrained", "from-pretrained"),
+    "from Megatron's torch_dist into live tensors": ("load-megatron", "megatron-load"),
 }
 TITLES = {
     "import": "`holdfast import`",
@@ -65,6 +69,8 @@ TITLES = {
     "save-pretrained": "`save_pretrained` from memory",
     "load-pretrained": "`hugging_face.state_dict` and `from_pretrained`",
     "from-pretrained": "`from_pretrained`",
+    "load-megatron": "`holdfast.load` of the directory",
+    "megatron-load": "`dist_checkpointing.load`",
 }
 #: The ways that need another library, by the group of each.
 GROUPS = {
@@ -75,8 +81,9 @@ GROUPS = {
         "load-pretrained",
         "from-pretrained",
     ),
+    "megatron": ("load-megatron", "megatron-load"),
 }
-GROUPS = {"torch": tuple(TITLES.keys() - {*GROUPS["deepspeed"], *GROUPS["transformers"]}), **GROUPS}
+GROUPS = {"torch": tuple(TITLES.keys() - set(chain(*GROUPS.values()))), **GROUPS}
 SECTION = results.Section(
     "Checkpoints of others",
     "`python -m benchmarks foreign`: a model with AdamW's state comes in and leaves again, beside\n"
@@ -116,6 +123,8 @@ def way(name: str, directory: Path, size_bytes: int, out: Path) -> Callable[[], 
         return _way_of_deepspeed(name, directory, out)
     if name in GROUPS["transformers"]:
         return _way_of_transformers(name, directory, size_bytes, out)
+    if name in GROUPS["megatron"]:
+        return _way_of_megatron(name, directory, size_bytes)
     return _way_of_torch(name, directory, size_bytes, out)
 
 
@@ -154,6 +163,23 @@ def _way_of_transformers(
     return lambda: LlamaForCausalLM.from_pretrained(
         None, config=config, state_dict=hugging_face.state_dict(directory / "weights")
     )
+
+
+def _way_of_megatron(name: str, directory: Path, size_bytes: int) -> Callable[[], object]:
+    import torch
+
+    import holdfast
+
+    start_megatron()
+    from megatron.core import dist_checkpointing
+
+    shards = megatron_shards(size_bytes)
+    where = directory / "megatron"
+    if name == "megatron-load":
+        return lambda: dist_checkpointing.load(dict(shards), str(where))
+    given = {key: torch.nn.Parameter(shard.data) for key, shard in shards.items()}
+    model = torch.nn.ParameterDict(given)
+    return lambda: holdfast.load(where, {"model": model})
 
 
 def _way_of_torch(name: str, directory: Path, size_bytes: int, out: Path) -> Callable[[], object]:
@@ -287,7 +313,7 @@ def main(arguments: Sequence[str]) -> int:
         "--python",
         action="append",
         default=[],
-        help="an interpreter that has deepspeed or transformers; may be given several times",
+        help="an interpreter that has deepspeed, transformers or megatron; may be given again",
     )
     parser.add_argument(
         "--group", choices=GROUPS, action="append", help="measure this group alone (all)"

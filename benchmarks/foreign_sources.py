@@ -20,7 +20,12 @@ from benchmarks.kit.results import PROJECT
 
 LAYERS = 12
 #: What another library's part of the benchmark needs, by the name of the group of ways.
-PACKAGES = {"torch": "torch", "deepspeed": "deepspeed", "transformers": "transformers"}
+PACKAGES = {
+    "torch": "torch",
+    "deepspeed": "deepspeed",
+    "transformers": "transformers",
+    "megatron": "megatron",
+}
 ZERO_RANKS = 2
 
 
@@ -85,6 +90,32 @@ def llama(size_bytes: int) -> Any:
             vocab_size=1000,
         )
     )
+
+
+def start_megatron() -> None:
+    """A group of one rank; what Megatron-Core asks of a GPU is answered with the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def megatron_shards(size_bytes: int) -> dict[str, Any]:
+    """The tensors of a model and of AdamW, each whole on the one rank, as Megatron-Core saves them.
+
+    All are called as those of a model are: what is measured is how they are read.
+    """
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    state = build(size_bytes)
+    tensors = {name: one.data for name, one in state["model"].items()}
+    for name, one in state["model"].items():
+        kinds = state["optimizer"].state[one]
+        tensors |= {f"{name}_{kind}": kinds[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    return {name: ShardedTensor.from_rank_offsets(name, one) for name, one in tensors.items()}
 
 
 # ── what is written before anything is measured ──────────────────────────────────────────────
@@ -156,11 +187,22 @@ def write_transformers(directory: Path, size_bytes: int) -> None:
     holdfast.save(directory / "weights", {"model": model}, step=1)
 
 
+def write_megatron(directory: Path, size_bytes: int) -> None:
+    """A directory of ``torch_dist`` that Megatron-Core wrote in this interpreter."""
+    start_megatron()
+    from megatron.core import dist_checkpointing
+
+    (directory / "megatron").mkdir()
+    state = {**megatron_shards(size_bytes), "iteration": 1}
+    dist_checkpointing.save(state, str(directory / "megatron"))
+
+
 #: By the name of the group of ways that read it.
 WRITERS: dict[str, Callable[[Path, int], object]] = {
     "torch": write_torch,
     "deepspeed": write_deepspeed,
     "transformers": write_transformers,
+    "megatron": write_megatron,
 }
 
 

@@ -160,11 +160,11 @@ def test_one_file_of_a_checkpoint_is_refused_with_what_to_give() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "expert files"),
+        ("mp_rank_01_model_states.pt", r"mp_rank_01_model_states\.pt.*no torch\.save file"),
         ("mp_rank_02_model_states.pt", r"mp_rank_01_model_states\.pt: it is not there, of 3 ranks"),
     ],
 )
-def test_experts_and_missing_tensor_parallel_ranks_are_refused_by_name(
+def test_files_of_tensor_parallel_ranks_that_are_none_or_missing_are_refused_by_name(
     tmp_path: Path, name: str, words: str
 ) -> None:
     root = copied(tmp_path, "zero1-fp32-2")

@@ -24,7 +24,7 @@ import holdfast
 from holdfast.cli.checkpoints import open_checkpoint, open_readable
 from holdfast.errors import UsageError
 from holdfast.interop.writing import export_files
-from holdfast.interop.writing.chosen_leaves import ChosenLeaf
+from holdfast.interop.writing.chosen_leaves import ChosenLeaf, LeafReader
 from holdfast.interop.writing.formats import plan_format
 from holdfast.interop.writing.saved_state import saved_state
 from holdfast.interop.writing.state_tree import SavedState, state_tree
@@ -492,8 +492,10 @@ def test_state_of_no_parameter_is_refused_by_its_name() -> None:
 
 def test_safetensors_refuse_what_ranks_do_not_agree_on_in_the_model_alone(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "root", {"model": torch.nn.Linear(2, 3), "n": 3}, step=1)
-    saved = saved_state(open_checkpoint(open_readable(str(tmp_path / "root")), None).checkpoint)
-    plan_format("safetensors", replace(saved, refused={"n": "ranks have others"}), 1 << 20)
+    checkpoint = open_checkpoint(open_readable(str(tmp_path / "root")), None).checkpoint
+    saved = saved_state(checkpoint)
+    reader = LeafReader(checkpoint, saved.leaves)
+    plan_format("safetensors", replace(saved, refused={"n": "others"}), 1 << 20, 1, reader)
     unlike = replace(saved, refused={"model.weight": "ranks have others"})
     with pytest.raises(UsageError, match=r"model\.weight: ranks have others"):
-        plan_format("safetensors", unlike, 1 << 20)
+        plan_format("safetensors", unlike, 1 << 20, 1, reader)

@@ -57,8 +57,8 @@ def export_to(
     manifest = catalogue(store).manifests[-1]
     checkpoint = from_manifest(store, manifest)
     saved = saved_state(checkpoint)
-    plan = plan_format(to, saved, 2000)
     reader = LeafReader(checkpoint, saved.leaves)
+    plan = plan_format(to, saved, 2000, 1, reader)
     return export(plan, reader, out, repr(manifest), lambda *_: None, before=before)
 
 
@@ -309,8 +309,8 @@ def test_a_bucket_is_a_root_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not verify(store, manifest, deep=True).faults
     checkpoint = from_manifest(store, manifest)
     saved = saved_state(checkpoint)
-    plan = plan_format("safetensors", saved, 1 << 30)
     reader = LeafReader(checkpoint, saved.leaves)
+    plan = plan_format("safetensors", saved, 1 << 30, 1, reader)
     export(plan, reader, tmp_path / "out", "bucket", lambda *_: None)
     read = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(read[name], one) for name, one in tensors.items())

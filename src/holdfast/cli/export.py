@@ -85,13 +85,13 @@ def _export(args: argparse.Namespace, memory: int, out: Path, ranks: CommandRank
     chosen = chosen or hold_checkpoint(opened, same)
     saved = portion(args, saved_state(chosen.checkpoint), chosen.checkpoint)
     shard_bytes = memory_bytes("--shard-size", args.shard_size, SHARD_BYTES)
-    plan = plan_format(args.to, saved, shard_bytes, chosen.manifest.step)
+    reader = LeafReader(chosen.checkpoint, saved.leaves)
+    plan = plan_format(args.to, saved, shard_bytes, chosen.manifest.step, reader)
     refuse_taken(out, is_file=plan.is_file)
     if plan.is_file:
         plan = replace(plan, files=(replace(plan.files[0], path=out.name),))
     report = None
     if not args.dry_run:
-        reader = LeafReader(chosen.checkpoint, saved.leaves)
         facts = source_facts(opened.store, manifest_path(chosen.manifest.generation))
         identity = f"{opened.store.url} {chosen.manifest!r} {saved.leaves!r} {facts!r}"
         with SlowProgress(f"exporting {chosen.manifest.generation}") as progress:

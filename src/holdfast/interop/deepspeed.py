@@ -19,10 +19,12 @@ from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
 from holdfast.geometry.box import Box
 from holdfast.interop import deepspeed_tags as tags
 from holdfast.interop.arrange import MODEL
+from holdfast.interop.deepspeed_experts import DATA_FIRST, ExpertRanks, experts_in
 from holdfast.interop.deepspeed_files import TagFiles, named_options
 from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups
 from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
+from holdfast.interop.master_copies import is_master_of
 from holdfast.interop.parameter_partition import (
     PartitionError,
     group_shapes,
@@ -81,6 +83,8 @@ class _Checkpoint:
         names = self._files.names
         self._is_staged = any(map(tags.LAYER.fullmatch, names))
         self._is_universal = any(map(tags.ATOM.fullmatch, names))
+        self._has_experts = any(map(tags.EXPERT.fullmatch, names))
+        self._experts: ExpertRanks | None = None
         self._refuse_parallel()
         #: The optimizer files of each tensor-parallel rank, by their data-parallel ranks.
         self._optimizers: dict[int, dict[int, str]] = {}
@@ -107,10 +111,9 @@ class _Checkpoint:
         self._unfit: list[str] = []
 
     def _refuse_parallel(self) -> None:
-        if any(map(tags.EXPERT.fullmatch, self._files.names)):
-            raise UsageError("DeepSpeed checkpoints with expert files can't be read yet")
-        if self._is_staged and self._is_universal:
-            raise UsageError("the universal form of DeepSpeed's pipelines can't be read yet")
+        if self._is_universal and (self._is_staged or self._has_experts):
+            what = "pipelines" if self._is_staged else "models with experts"
+            raise UsageError(f"the universal form of DeepSpeed's {what} can't be read yet")
 
     @property
     def main(self) -> dict[str, Any] | None:
@@ -122,6 +125,11 @@ class _Checkpoint:
             raise self._files.error(self._main_name(0), "it is not there")
         main = self._files.value(self._main)
         names = self._model_files(main)
+        if self._has_experts and (main.get("ds_autoep_layers") or self._degree > 1):
+            raise UsageError(
+                "DeepSpeed checkpoints with experts that it cut by itself (AutoEP), or on "
+                "tensor-parallel ranks or stages, can't be read yet"
+            )
         trees = [self._files.tree(name) for name in names]
         ranks = self._tensor_ranks(main)
         tree = trees[0]
@@ -139,8 +147,8 @@ class _Checkpoint:
             raise self._files.error(
                 self._main, "it is of a ZeRO checkpoint, and no rank's optimizer file is there"
             )
-        elif optimizer is not None:
-            self._refuse_numbered(optimizer)
+        elif optimizer is not None or any(map(tags.EXPERT_OPTIMIZER.fullmatch, self._files.names)):
+            self._refuse_numbered(optimizer or {})
         for name, source in (main.get("shared_params") or {}).items():
             if source in model:
                 model[name] = model[source]
@@ -172,6 +180,9 @@ class _Checkpoint:
         if self._is_partitioned:
             for rank, module in enumerate(modules):
                 self._add_frozen(module, rank, masters)
+        if self._has_experts:
+            counts = trees[0].get("num_experts")
+            modules[0] |= experts_in(self._files.names, self._files.tree, counts)
         if ranks is not None:
             ranks.join_module(modules[0], modules, masters, trees[0].get("buffer_names"))
         return modules[0]
@@ -209,7 +220,7 @@ class _Checkpoint:
                 "F32 without names, so parameters are the copies of 16 bits. Save with ZeRO-1 for "
                 "both"
             )
-        elif self._degree > 1:
+        elif self._degree > 1 or self._has_experts:
             self._unfit.append("several ranks have it by their numbers. Save with ZeRO-1 for it")
 
     # ── tensor-parallel ranks and stages ─────────────────────────────────────────────────
@@ -276,15 +287,17 @@ class _Checkpoint:
         some = self._optimizers[min(self._optimizers)]
         first = some[min(some)]
         state = self._zero_state(first)
-        counts = state.get("partition_count")
-        counts = counts if isinstance(counts, list) else [counts]
-        if not counts or any(type(one) is not int or one < 1 for one in counts):
-            raise self._files.error(first, "it does not say over how many ranks it is cut")
-        if len(set(counts)) > 1:
-            raise UsageError("DeepSpeed checkpoints with groups of experts can't be read yet")
-        names = [self._ranks(counts[0], rank) for rank in range(self._degree)]
+        counts = self._partition_counts(first, state, len(shapes))
+        names = [self._ranks(max(counts), rank) for rank in range(self._degree)]
         states = [[self._zero_state(name) for name in some] for some in names]
         is_third = "fp32_flat_groups" in state
+        if self._has_experts:
+            if is_third:
+                raise UsageError("DeepSpeed checkpoints of ZeRO-3 with experts can't be read yet")
+            is_data_first = (main.get("ds_config") or {}).get(DATA_FIRST) is True
+            self._experts = ExpertRanks(shapes, counts, is_data_first)
+            shapes = self._experts.shapes
+            local = [shapes]
         key = "optimizer_state_dict" if is_third else "base_optimizer_state"
         self._refuse_mixed([*chain(*names)], [*chain(*states)], key)
         inner = state[key]
@@ -322,6 +335,7 @@ class _Checkpoint:
             if kind:
                 found.setdefault(name, {})[kind] = leaf
             else:
+                self._require_expert(name, leaf, model.get(name))
                 model[name] = leaf
         self._add_scaler(rest, state)
         self._compare_steps(first, inner, main)
@@ -331,6 +345,16 @@ class _Checkpoint:
         ]
         self._add_steps(found, first, inner, shapes)
         return {"state": found, "param_groups": named_options(inner["param_groups"], groups)}
+
+    def _partition_counts(self, name: str, state: Mapping[str, Any], groups: int) -> list[int]:
+        """Over how many ranks each group is cut; one number where all are cut alike."""
+        counts = state.get("partition_count")
+        counts = counts if isinstance(counts, list) else [counts]
+        if not counts or any(type(one) is not int or one < 1 for one in counts):
+            raise self._files.error(name, "it does not say over how many ranks it is cut")
+        if len(set(counts)) > 1 and not self._has_experts:
+            raise UsageError("DeepSpeed's groups are of experts, and there is no file of an expert")
+        return counts if len(counts) == groups or len(set(counts)) > 1 else counts[:1] * groups
 
     def _flat_parts(
         self,
@@ -366,6 +390,8 @@ class _Checkpoint:
                 except PartitionError as error:
                     raise self._files.error(file, str(error)) from None
                 for name, begin, start, count in cuts:
+                    if self._experts is not None:
+                        name = self._experts.name_of(name, number, rank)
                     if name not in all_shapes:
                         raise self._files.error(file, f"{name!r:.200} has no shape in {self._main}")
                     for kind, ref in kinds.items():
@@ -379,6 +405,17 @@ class _Checkpoint:
                             file, ref, begin, at, count, all_shapes[name], image
                         )
         return found
+
+    def _require_expert(self, name: str, master: ForeignLeaf, there: Any) -> None:
+        """A master that is not that of the file of its expert is of another expert."""
+        if self._experts is None or not isinstance(there, ForeignLeaf):
+            return
+        if not is_master_of(self._files.files, master, there):
+            raise self._files.error(
+                self._mains[0],
+                f"{name!r:.200} is another in the ranks' files than in its own: which rank has "
+                "which experts is not what DeepSpeed does by itself",
+            )
 
     def _require_held(
         self, file: str, shapes: Mapping[str, tuple[int, ...]], held: set[str]

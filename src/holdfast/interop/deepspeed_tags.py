@@ -13,7 +13,11 @@ OPTIMIZER = re.compile(
 )
 MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})_model_states\.pt")
 ATOM = re.compile(r"zero/(.+)/fp32\.pt")
-EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt")
+EXPERT = re.compile(
+    r"(?:layer_([0-9]{1,6})_)?expert_([0-9]{1,6})_mp_rank_([0-9]{1,6})_model_states\.pt"
+)
+#: The state that each rank of experts has of an optimizer without ZeRO.
+EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
 LAYER = re.compile(r"layer_([0-9]{1,6})-(?:[a-z]+_[0-9]+-)*model_states\.pt")
 #: What describes the files of a checkpoint and is no state.
 DESCRIBING = frozenset(

@@ -18,6 +18,7 @@ from holdfast.interop.lightning import (
     read_lightning_file,
 )
 from holdfast.interop.megatron import COMMON, CONFIG, is_torch_dist, read_torch_dist
+from holdfast.interop.megatron_ranks import has_rank_files, read_rank_files, step_in_ranks
 from holdfast.interop.random_states import is_random_states
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.state_files import (
@@ -64,7 +65,7 @@ def recognize(files: SourceFiles) -> str | None:
     _refuse_unread(names)
     if find_tag(files) is not None:
         return "deepspeed"
-    if is_torch_dist(there):
+    if is_torch_dist(there) or has_rank_files(names):
         return "megatron"
     if METADATA in there:
         return "lightning" if META in there else "dcp"
@@ -93,15 +94,9 @@ def _of_file(name: str) -> str | None:
 
 
 def _refuse_unread(names: list[str]) -> None:
-    last = [name.rpartition("/")[2] for name in names]
     if CONFIG in names and COMMON in names and METADATA not in names:
         raise UsageError(
             f"this directory of Megatron-Core has no {METADATA}: the save was not finished"
-        )
-    if any(name in ("model_optim_rng.pt", "distrib_optim.pt") for name in last):
-        raise UsageError(
-            "Megatron-LM mp_rank directories can't be read yet: convert it to torch_dist with "
-            "Megatron's own tools (--ckpt-convert-format torch_dist)"
         )
     if any(map(_OF_A_RANK.fullmatch, names)):
         raise UsageError("DCP checkpoints saved without collectives can't be read yet")
@@ -137,6 +132,11 @@ def _read_lightning(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     return read_lightning_file(files, orders)
 
 
+def _read_megatron(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
+    read = read_rank_files if has_rank_files(files.names()) else read_torch_dist
+    return read(files, orders)
+
+
 def _read_deepspeed(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
     tag = find_tag(files)
     if tag is None:
@@ -163,6 +163,8 @@ def step_inside(files: SourceFiles, format_: str) -> int | None:
         found = lightning_state(files).get("global_step")
     elif format_ == "trainer":
         found = document_in(files, TRAINER_STATE, "state of a trainer").get("global_step")
+    elif format_ == "megatron" and has_rank_files(files.names()):
+        found = step_in_ranks(files)
     elif format_ == "megatron" and COMMON in files.names():
         found = state_in(files, COMMON).get("iteration")
     elif format_ == "deepspeed" and (tag := find_tag(files)) is not None:
@@ -177,6 +179,6 @@ _READERS: dict[str, Callable[[SourceFiles, Orders], ForeignCheckpoint]] = {
     "lightning": _read_lightning,
     "trainer": read_trainer,
     "accelerate": read_accelerate,
-    "megatron": read_torch_dist,
+    "megatron": _read_megatron,
     "deepspeed": _read_deepspeed,
 }

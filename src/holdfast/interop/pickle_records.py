@@ -170,7 +170,10 @@ ENUMS = {
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("megatron.core.enums", "ModelType"),
     ("megatron.core.transformer.enums", "AttnBackend"),
+    ("signal", "Signals"),  # of an argument of Megatron
 }
+#: Classes of Python's library of which objects may stand in a checkpoint and become no state.
+_LISTED = {("_io", "BytesIO")}  # what modules of Transformer Engine give as extra state
 
 
 def shown(value: Any) -> str:
@@ -194,6 +197,8 @@ class Unbuildable(ValueError):
 def refuses(name: GlobalName) -> bool:
     """True for a name of Python's library that no checkpoint has a use for."""
     top = name.module.partition(".")[0]
+    if (name.module, name.name) in ENUMS | _LISTED:
+        return False
     if name.module in HARMLESS:
         is_function = name.module in ("builtins", "__builtin__", "functools", "types", "_codecs")
         return is_function and (name.module, name.name) not in _CALLS.keys() | RECORDS | _TYPES

@@ -1,4 +1,4 @@
-"""Joins the shards that tensor-parallel ranks of DeepSpeed have of a tensor, as the file says.
+"""Joins the shards that tensor-parallel ranks have of a tensor, as DeepSpeed's files say.
 
 ``universal_checkpoint_info`` has a map of each parameter (AutoTP), or lists of names by how they
 are joined. What it does not say for certain is refused by name: a guess would be almost right.
@@ -22,8 +22,8 @@ from holdfast.interop.foreign import ForeignLeaf, StoredBox, tensor_parts
 INFO = "universal_checkpoint_info"
 #: The one form of a map that is read.
 _MAP_VERSION = 1
-_REPLICATED, _ROW = "tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"
-_HALVES, _VOCABULARY = "parameter_with_2_sub_params_cat_dim_0", "vocabulary_parameter_patterns"
+REPLICATED, ROW = "tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"
+HALVES, _VOCABULARY = "parameter_with_2_sub_params_cat_dim_0", "vocabulary_parameter_patterns"
 #: Parameters that no part of a file gives back: averages, parts of parts, those without a map.
 _REFUSED = ("parameter_to_average_patterns", "autotp_unsupported_parameter_patterns")
 _PARTED = "parameter_with_sub_params"
@@ -131,13 +131,13 @@ class TensorRanks:
                     "can't be read yet"
                 )
             self._maps = _Names(self.where, maps["params"])
-        elif not isinstance(info.get(_REPLICATED), (list, tuple)):
+        elif not isinstance(info.get(REPLICATED), (list, tuple)):
             raise UsageError(
                 f"{self.where}: DeepSpeed checkpoints of several model-parallel ranks "
                 f"(mp_rank_01) can't be read without {INFO}, with the names of parameters that are "
                 "not cut: nothing else says along which dimension each weight is joined"
             )
-        for key in (_REPLICATED, _ROW, _HALVES, _VOCABULARY, *_REFUSED):
+        for key in (REPLICATED, ROW, HALVES, _VOCABULARY, *_REFUSED):
             self._lists[key] = _Names(self.where, dict.fromkeys(info.get(key) or (), True))
         parted = info.get(_PARTED) or ()
         patterns = [p for one in parted if isinstance(one, dict) for p in one.get("patterns") or ()]
@@ -151,7 +151,7 @@ class TensorRanks:
         for key in (*_REFUSED, _PARTED):
             if self._lists[key].get(name):
                 self._refuse(name, f"{key} has its name, and no map says how its shards are joined")
-        if self._lists[_REPLICATED].get(name):
+        if self._lists[REPLICATED].get(name):
             if len(set(shapes)) > 1:
                 self._refuse(name, f"it should be whole on all ranks, which have {[*shapes]}")
             whole = Box.whole(shapes[0])
@@ -207,13 +207,13 @@ class TensorRanks:
         )
 
     def _by_lists(self, name: str, shapes: Sequence[tuple[int, ...]]) -> JoinedTensor:
-        dim = 1 if self._lists[_ROW].get(name) else 0
+        dim = 1 if self._lists[ROW].get(name) else 0
         if len({(*one[:dim], *one[dim + 1 :]) for one in shapes}) > 1 or len(shapes[0]) <= dim:
             self._refuse(name, f"shards of the shapes {[*shapes]} do not fit along dimension {dim}")
         total = sum(shape[dim] for shape in shapes)
         whole = (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
         runs = 1
-        if self._lists[_HALVES].get(name):
+        if self._lists[HALVES].get(name):
             if any(shape[0] % 2 for shape in shapes) or dim:
                 self._refuse(name, f"shards of the shapes {[*shapes]} have no halves")
             runs = 2

@@ -369,39 +369,33 @@ def main(out: Path) -> None:
         "zero3-groups-2": (2, config_of(3, "bf16", zero_optimization={"sub_group_size": 30})),
         "bf16-optimizer-2": (2, config_of(1, "bf16", data_types={"grad_accum_dtype": "fp32"})),
     }
-    only = sys.argv[2:]
-    for name, (world, config) in cases.items():
-        if not only or name in only:
-            (out / name).mkdir()
-            run_ranks(world, zero, str(out / name), config)
+    # These import this module, which is not there while it is being run.
+    from golden.foreign.deepspeed_mesh import cut_by_hand
+    from golden.foreign.deepspeed_moe import routed
+
     cut = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False}}}
     cut["tensor_parallel"]["partition_config"]["layer_specs"] = SPECS  # type: ignore[index]
-    for name, world, config in (
-        ("tensor-zero1-fp32-4", 4, config_of(1, "fp32", **cut)),
-        ("tensor-zero2-bf16-2", 2, config_of(2, "bf16", **cut)),
-    ):
-        if not only or name in only:
-            (out / name).mkdir()
-            run_ranks(world, tensor, str(out / name), config)
-    name = "tensor-zero3-bf16-4"
-    if not only or name in only:
-        (out / name).mkdir()
-        from golden.foreign.deepspeed_mesh import cut_by_hand
-
-        run_ranks(4, cut_by_hand, str(out / name), config_of(3, "bf16"))
     batch = {"train_batch_size": 2, "gradient_accumulation_steps": 1}
-    for name, config in (
-        ("pipeline-zero1-fp32-2", config_of(1, "fp32", **batch)),
-        ("pipeline-fp32-2", config_of(0, "fp32", **batch)),
-    ):
+    whole_batch = {"train_batch_size": 4, "gradient_accumulation_steps": 1}
+    data_first = {"use_data_before_expert_parallelism": True}
+    runs: list[tuple[str, int, Any, dict[str, Any]]] = [
+        *((name, world, zero, config) for name, (world, config) in cases.items()),
+        ("tensor-zero1-fp32-4", 4, tensor, config_of(1, "fp32", **cut)),
+        ("tensor-zero2-bf16-2", 2, tensor, config_of(2, "bf16", **cut)),
+        ("tensor-zero3-bf16-4", 4, cut_by_hand, config_of(3, "bf16")),
+        ("experts-zero1-fp32-4", 4, routed, config_of(1, "fp32")),
+        ("experts-zero2-bf16-2", 2, routed, config_of(2, "bf16")),
+        ("experts-data-first-4", 4, routed, config_of(2, "bf16", **data_first)),
+        ("experts-fp32-2", 2, routed, config_of(0, "fp32")),
+        ("pipeline-zero1-fp32-2", 2, staged, config_of(1, "fp32", **batch)),
+        ("pipeline-fp32-2", 2, staged, config_of(0, "fp32", **batch)),
+        ("accelerate-zero2-2", 2, by_accelerate, config_of(2, "fp32", **whole_batch)),
+    ]
+    only = sys.argv[2:]
+    for name, world, write, config in runs:
         if not only or name in only:
             (out / name).mkdir()
-            run_ranks(2, staged, str(out / name), config)
-    name = "accelerate-zero2-2"
-    if not only or name in only:
-        (out / name).mkdir()
-        more = {"train_batch_size": 4, "gradient_accumulation_steps": 1}
-        run_ranks(2, by_accelerate, str(out / name), {**config_of(2, "fp32"), **more})
+            run_ranks(world, write, str(out / name), config)
     for name in ("zero1-bf16-2", "zero2-fp16-2", "zero3-bf16-2", "tensor-zero1-fp32-4"):
         if (out / name).exists():
             universal(out / name, out / f"universal-{name}")

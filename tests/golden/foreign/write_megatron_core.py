@@ -1,5 +1,5 @@
 """Write small checkpoints by Megatron-Core on a CPU: ``torch_dist``, over tensor, pipeline, expert
-and data ranks.
+and data ranks, and the older form with a file for each rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 def on_cpu() -> None:
     """It asks for a device everywhere: give it the CPU."""
+    if hasattr(torch.Tensor, "is_given_the_cpu"):
+        return
+    torch.Tensor.is_given_the_cpu = True  # type: ignore[attr-defined]
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.set_device = lambda *_: None
@@ -56,6 +59,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from golden.foreign.kit import run_ranks, save_expected  # noqa: E402
+from golden.foreign.megatron_rank_files import write_cases  # noqa: E402
 
 Sizes = dict[str, int]
 
@@ -211,3 +215,4 @@ if __name__ == "__main__":
         if len(sys.argv) < 3 or sys.argv[2] == name:
             world = {"tp2-pp2": 4, "tp2-dp2": 4}.get(name, 2)
             run_ranks(world, write, Path(sys.argv[1], name), sizes)
+    write_cases(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

@@ -23,6 +23,7 @@ from holdfast.rules.patterns import Pattern
 
 #: The element types that can be converted into each other.
 CONVERTED = ("F64", "F32", "F16", "BF16")
+_NUMBERS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,16 @@ class LeafReader:
             found = np.ascontiguousarray(converted(whole, leaf.stored, leaf.dtype))
             into[:] = found.reshape(-1).view("u1").data
         return size_bytes
+
+    def number(self, name: str) -> float:
+        """The number in a leaf of one element. UsageError for a leaf of another kind."""
+        leaf = self.leaves[name]
+        kind = _NUMBERS.get(leaf.dtype)
+        if kind is None or Box.whole(leaf.shape).volume != 1:
+            raise UsageError(f"{name} is {leaf.dtype} {list(leaf.shape)}, no number", leaf=name)
+        into = memoryview(bytearray(ITEMSIZE[leaf.dtype]))
+        self.fill([(name, Box.whole(leaf.shape), into)])
+        return float(np.frombuffer(into, kind)[0])
 
     def _near_of(self, name: str, leaf: ChosenLeaf) -> NearLeaf:
         if name not in self._near:

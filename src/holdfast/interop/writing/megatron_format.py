@@ -5,7 +5,7 @@ Tensors keep the names that they have below ``model``, so these must be Megatron
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import UsageError
@@ -30,7 +30,15 @@ _OPTIMIZER, _STATE, _BUCKETS = "optimizer", "optimizer_state", "optimizer_bucket
 _COMMON, _OBJECTS, _ITERATION = "optimizer_common", "objects", "iteration"
 
 
-def plan_torch_dist(saved: SavedState, file_bytes: int, step: int) -> FormatPlan:
+#: The number in a leaf that has one.
+ReadNumber = Callable[[str], float]
+#: Masters in F32, by the kind that an optimizer without ranks of its own has, and one with them.
+_WHOLE_MASTER, _MASTER = "fp32_param", "param"
+
+
+def plan_torch_dist(
+    saved: SavedState, file_bytes: int, step: int, read_number: ReadNumber
+) -> FormatPlan:
     """The directory of one iteration, and the file beside it that names it as the last.
 
     Raises UsageError for a state without a model, for several optimizers, and for state of an
@@ -53,7 +61,7 @@ def plan_torch_dist(saved: SavedState, file_bytes: int, step: int) -> FormatPlan
             planning.add((name,), value)
         else:  # extra state
             planning.add((f"{name}/shard_0_1",), [value])
-    common = _take_optimizer(state, model, planning)
+    common = _take_optimizer(state, model, planning, read_number)
     for name, value in _objects(state.pop(_OBJECTS, {})):
         planning.add((name,), value)
     if _BUCKETS in state:
@@ -81,7 +89,10 @@ def _known(path: str, data: bytes) -> PlannedFile:
 
 
 def _take_optimizer(
-    state: dict[str, Any], model: Mapping[str, Any], planning: ItemPlanning
+    state: dict[str, Any],
+    model: Mapping[str, Any],
+    planning: ItemPlanning,
+    read_number: ReadNumber,
 ) -> dict[str, Any]:
     """Plan the moments; returns what the common state has of the optimizer."""
     said = state.pop(_COMMON, None)
@@ -94,11 +105,13 @@ def _take_optimizer(
         )
     if _OPTIMIZER in state:
         optimizer = state.pop(_OPTIMIZER)
-        moments = optimizer["state"]
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer["param_groups"]
         ]
+        moments, taken = _without_steps(optimizer["state"], read_number)
+        groups = [group if taken is None else {**group, "step": taken} for group in groups]
+        moments = {name: _with_master(kinds, model.get(name)) for name, kinds in moments.items()}
         rest = said if isinstance(said, Mapping) else {"param_state_sharding_type": _SHARDING}
         said = {**rest, _OPTIMIZER: {"param_groups": groups}}
     for name, kinds in moments.items():
@@ -115,6 +128,46 @@ def _take_optimizer(
     return {} if said is None else {_OPTIMIZER: said}
 
 
+def _without_steps(
+    moments: Mapping[str, Mapping[str, Any]], read_number: ReadNumber
+) -> tuple[dict[str, dict[str, Any]], float | None]:
+    """The state without the count of steps of each parameter, of which Megatron has one for all:
+    an option of the groups. UsageError where parameters have taken more steps than others.
+    """
+    found: dict[str, float] = {}
+    for name, kinds in moments.items():
+        step = kinds.get(_STEP)
+        if isinstance(step, TorchTensor) and step.shape == () and step.leaf:
+            found[name] = read_number(step.leaf)
+        elif isinstance(step, (int, float)):
+            found[name] = float(step)
+    if len(set(found.values())) > 1 or (found and found.keys() != moments.keys()):
+        low, high = (
+            min(moments, key=lambda n: found.get(n, -1.0)),
+            max(found, key=found.__getitem__),
+        )
+        raise UsageError(
+            f"{high} has taken {found[high]:g} steps, {low} {found.get(low, 0.0):g}, and Megatron "
+            f"has one number for all: leave the optimizer out with --only '{MODEL}.**'",
+            leaf=f"{_OPTIMIZER}.{low}.{_STEP}",
+        )
+    rest = {
+        name: {kind: one for kind, one in kinds.items() if name not in found or kind != _STEP}
+        for name, kinds in moments.items()
+    }
+    return rest, next(iter(found.values()), None)
+
+
+def _with_master(kinds: dict[str, Any], parameter: Any) -> dict[str, Any]:
+    """The state of a parameter with its master, which is the parameter itself if that is F32."""
+    if _WHOLE_MASTER in kinds and _MASTER not in kinds:
+        return {_MASTER if kind == _WHOLE_MASTER else kind: one for kind, one in kinds.items()}
+    if _MASTER not in kinds and isinstance(parameter, TorchTensor) and parameter.dtype == "F32":
+        return {**kinds, _MASTER: parameter}
+    return kinds
+
+
+_STEP = "step"
 _SHARDING = "fully_reshardable"
 
 
