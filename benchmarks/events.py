@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,7 +146,7 @@ def write(root: Path, size: RunSize, *, is_rolled_up: bool = False) -> dict[str,
     ``is_rolled_up``: those of each host are rolled up and given up, and these roll-ups are joined.
     """
     (root / "events").mkdir(parents=True)
-    encode, made = msgspec.json.Encoder().encode, Counter[str]()
+    encode, made = msgspec.json.Encoder().encode, defaultdict[str, float](float)
     faults = hidden(size.hosts, size.per_host, size.seed)
     for host in range(size.hosts):
         apart_s = random.Random(f"{size.seed} clock {host}").uniform(-3600, 3600)
@@ -162,14 +162,14 @@ def write(root: Path, size: RunSize, *, is_rolled_up: bool = False) -> dict[str,
         if is_rolled_up:
             cpu_s = time.process_time()
             RollupWriter(trail).finish(deadline_s=3600)
-            made["rolling_up_cpu_s"] += time.process_time() - cpu_s  # type: ignore[assignment]
+            made["rolling_up_cpu_s"] += time.process_time() - cpu_s
             made["rollup_bytes_of_hosts"] += rollup_path(trail).stat().st_size
             trail.unlink()
     if is_rolled_up:
         cpu_s, writer = time.process_time(), RunRollupWriter(lambda: root / "events")
         while writer.join():
             pass
-        made["joining_cpu_s"] = time.process_time() - cpu_s  # type: ignore[assignment]
+        made["joining_cpu_s"] = time.process_time() - cpu_s
         files = (root / "events").rglob("*.jsonl*")
         made["rollup_bytes"] = sum(path.stat().st_size for path in files)
     return dict(made)
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str]) -> int:
     result = {
         **size._asdict(),
         "ranks": size.ranks,
-        "records": made.pop("records"),
+        "records": int(made.pop("records")),
         "file_bytes_a_record": round(made["bytes"] / of_ranks, 1),
         "records_a_cpu_second": round(of_ranks / found["cpu_s"]),
         "memory_bytes_a_rank_and_save": round(found["grown_bytes"] / of_ranks, 2),

@@ -140,7 +140,7 @@ class Rollup(msgspec.Struct, omit_defaults=True):
     kept: list[msgspec.Raw] = []
 
     def __post_init__(self) -> None:
-        clocks = [one.clock for one in (*self.lives, *self.links)]
+        clocks = [life.clock for life in self.lives] + [link.clock for link in self.links]
         for save in self.saves:
             clocks += [call[0] for call in save.calls]
             clocks += [copy[0] for copy in save.copies]

@@ -122,8 +122,8 @@ class RollupJoiner:
         for life in of.lives:
             number = life.incarnation, clocks[life.clock]
             if number not in self._lives:
-                ends = life.first, life.last, life.newest_step
-                self._lives[number] = _JoinedLife(LifeRollup(*number, *ends, []))
+                empty = LifeRollup(*number, life.first, life.last, life.newest_step, [])
+                self._lives[number] = _JoinedLife(empty)
             self._lives[number].merge(life)
         for link in of.links:
             self._links.merge(link, clocks[link.clock])
