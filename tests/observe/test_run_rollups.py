@@ -289,7 +289,7 @@ def test_the_keeper_of_a_run_joins_what_its_hosts_rolled_up(tmp_path: Path) -> N
             for step in range(3):
                 ckpt.save(step).wait_captured()
                 ckpt.step(step)
-        wait_until(lambda: joined_files(tmp_path / "events"))
+        wait_until(lambda: bool(joined_files(tmp_path / "events")))
     expected = said(tmp_path)
     heads = [read_head(path) for _, path in joined_files(tmp_path / "events")]
     (trail,) = trails_of(tmp_path)
@@ -312,5 +312,5 @@ def test_a_keeper_that_follows_joins_nothing(tmp_path: Path) -> None:
     assert not joined_files(root / "events")
     joining = RollupJoining(lambda: root / "events", lambda: leads[0], every_s=0.0, look_s=0.01)
     leads[0] = True
-    wait_until(lambda: joined_files(root / "events"))
+    wait_until(lambda: bool(joined_files(root / "events")))
     joining.close()

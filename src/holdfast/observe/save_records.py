@@ -31,9 +31,8 @@ _GenerationEvent = (
     | events.SnapshotMissed
     | events.CheckpointCached
     | events.CheckpointPublished
-    | events.CheckpointPruned
 )
-SaveEvent = events.SaveReturned | _ImageEvent | _GenerationEvent
+SaveEvent = events.SaveReturned | _ImageEvent | _GenerationEvent | events.CheckpointPruned
 _OF_RANKS = frozenset(kind.__name__ for kind in get_args(_ImageEvent))
 #: The phases of ``SaveReturned``, in the order in which they are kept apart.
 _RETURNED = tuple(phase.report_name for phase in BY_EVENT["SaveReturned"])
@@ -373,8 +372,6 @@ class _SaveParts:
                 what = f"overtaken at {event.leaf}: " if event.overtaken and event.leaf else ""
                 self.missed = what + event.reason
                 self.late_hosts.update(event.late_hosts)
-            case events.CheckpointPruned():
-                self.of_all["prune_s"] = self.of_all.get("prune_s", 0.0) + event.elapsed_s
             case _:
                 assert_never(event)
 
@@ -393,6 +390,8 @@ class SaveRecords:
 
     def __init__(self, clocks: HostClocks | None = None) -> None:
         self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(_SaveParts)
+        #: What removing checkpoints took, by the save that it went with, if that was read.
+        self._prune_s: dict[tuple[int, int], float] = defaultdict(float)
         self._clocks = HostClocks() if clocks is None else clocks
         #: Those of which the values of ranks are kept apart, the last that had a record last.
         self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
@@ -408,8 +407,9 @@ class SaveRecords:
             self.take_returned((event,), (head,), at.clock, (at.at_s,))
             return
         key = event.incarnation, event.step
-        if isinstance(event, events.CheckpointPruned) and key not in self._saves:
-            return  # nothing else was read of the save that it went with
+        if isinstance(event, events.CheckpointPruned):
+            self._prune_s[key] += event.elapsed_s
+            return
         save = self._saves[key]
         if type(event).__name__ in _OF_RANKS:
             self._keep_open(key, save)
@@ -457,6 +457,8 @@ class SaveRecords:
         self._wrong.clear()
         done = []
         for (number, step), save in sorted(self._saves.items()):
+            if (number, step) in self._prune_s:
+                save.of_all["prune_s"] = self._prune_s[number, step]
             wrong = save.wrong_clocks(common)
             for clock, ahead_s in wrong.items():
                 self._note_wrong(common.host_of(clock), ahead_s, f"{number}-{step}")
