@@ -250,6 +250,7 @@ def test_a_damaged_one_is_named_and_what_it_was_of_is_read(
     assert_alike(found, expected)
 
 
+@pytest.mark.promise
 def test_what_two_say_is_counted_once(tmp_path: Path) -> None:
     root = tell_run(tmp_path, RANKS)
     expected = said(root)
