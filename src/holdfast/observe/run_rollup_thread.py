@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.observe.event_files import trails_in
+from holdfast.observe.rollup_files import ROLLUPS
+
 if TYPE_CHECKING:
     from holdfast.observe.run_rollup_writer import RunRollupWriter
 
@@ -45,8 +48,10 @@ class RollupJoining:
             if time.monotonic() >= next_s and self._leads():
                 next_s = time.monotonic() + self._every_s
                 self._join(math.inf)
-        if self._leads():
-            self._join(time.monotonic() + _LAST_S)
+        with suppress(OSError):
+            # What one host rolled up is as quickly read, and a keeper's end is waited for.
+            if self._leads() and len(trails_in(self._events() / ROLLUPS)) > 1:
+                self._join(time.monotonic() + _LAST_S)
 
     def _join(self, until_s: float) -> None:
         """Joins until nothing is left, or the keeper ends."""
