@@ -10,11 +10,14 @@ from subprocess import CompletedProcess
 import pytest
 
 
-def test_the_benchmark_of_events_runs(bench: Callable[..., CompletedProcess[str]]) -> None:
-    ended = bench("events", "--hosts", "6", "--saves", "8")
+@pytest.mark.parametrize("ways", [[], ["--rollups"]], ids=["records", "roll-ups"])
+def test_the_benchmark_of_events_runs(
+    ways: list[str], bench: Callable[..., CompletedProcess[str]]
+) -> None:
+    ended = bench("events", "--hosts", "6", "--saves", "8", "--starts", "2", *ways)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(ended.stdout)
-    assert (found["ranks"], found["saves"], found["records"]) == (48, 8, 432)
+    assert (found["ranks"], found["saves"], found["records"]) == (48, 8, 536)
     assert found["file_bytes_a_record"] > 100 and found["records_a_cpu_second"] > 0
     named = {text.split(" comes ")[0].split(",")[0] for text in found["found"]}
     assert named == {*found["hidden"]} and len(named) == 3

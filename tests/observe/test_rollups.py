@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from holdfast import events
 from holdfast.observe import save_records
 from holdfast.observe.clocks import HostClocks
+from holdfast.observe.rank_sets import RankSet
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollup_groups import PhaseValues
@@ -25,6 +29,7 @@ from support.runs.told import Told, of, tell_start
 
 durations = st.one_of(st.just(0.0), st.floats(1e-9, 1e11))
 by_rank = st.dictionaries(st.integers(0, 20_000), durations, min_size=1, max_size=300)
+came = st.lists(st.sets(st.integers(0, 30)), min_size=3, max_size=3)
 
 
 def true_quantile(values: list[float], part: float) -> float:
@@ -33,29 +38,32 @@ def true_quantile(values: list[float], part: float) -> float:
 
 @given(st.lists(durations, min_size=1), st.floats(0, 1))
 def test_a_quantile_is_within_its_error(values: list[float], part: float) -> None:
-    sketch = Sketch()
-    sketch.add_all(values)
+    few, many = Sketch(), Sketch()
+    few.add(values)
+    many.add_many(np.array(values))
     expected = true_quantile(values, part)
-    found = sketch.quantile(part)
-    assert abs(found - expected) <= RELATIVE_ERROR * expected * (1 + 1e-9) + LEAST
+    for sketch in (few, many):
+        (found, last) = sketch.quantiles(part, 1.0)
+        assert abs(found - expected) <= RELATIVE_ERROR * expected * (1 + 1e-9) + LEAST
+        assert last == pytest.approx(max(values), rel=RELATIVE_ERROR * (1 + 1e-9), abs=LEAST)
 
 
 @given(st.lists(st.lists(durations), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_sketches_add_up_in_any_order(parts: list[list[float]], rng: random.Random) -> None:
     whole, merged = Sketch(), Sketch()
-    whole.add_all([value for part in parts for value in part])
+    whole.add([value for part in parts for value in part])
     rng.shuffle(parts)
     for part in parts:
         one = Sketch()
-        one.add_all(part)
-        merged.add_buckets(one.buckets_without([]))
+        one.add(part)
+        merged.add_buckets(one.buckets())
     assert merged.count == whole.count
     assert merged._buckets == whole._buckets
 
 
 def test_no_values_have_no_quantile() -> None:
     with pytest.raises(ValueError, match="no values"):
-        Sketch().quantile(0.5)
+        Sketch().quantiles(0.5)
 
 
 @given(by_rank, st.integers(1, 5))
@@ -161,3 +169,49 @@ def test_what_a_rank_has_not_done_is_known_however_many_saves_are_read_at_once(
     assert len(saves) == 300
     missing = [(save.uncopied, save.unwritten) for save in saves]
     assert missing == [((0,), ()), ((), (0,)), ((), ())] * 100
+
+
+@pytest.mark.promise
+@settings(max_examples=60, deadline=None)
+@given(came, st.booleans(), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_ranks_that_did_not_come_are_named_whatever_order_records_have(
+    came: list[set[int]], durable: bool, at_once: int, rng: random.Random
+) -> None:
+    asked, copied, stored = came
+    records: list[Any] = [returned(5, rank, 0.1) for rank in asked]
+    if durable:
+        records = [msgspec.structs.replace(one, durable=True) for one in records]
+    records += [of(events.ImageCaptured, 1, rank, step=5, size_bytes=7) for rank in copied]
+    records += [of(events.ImageDurable, 1, rank, step=5, size_bytes=7) for rank in stored]
+    rng.shuffle(records)
+    saves = SaveRecords()
+    for number, event in enumerate(records):  # many other saves lie between them
+        saves.take(event, RecordHead(time_s=1.0, by_host=f"h{event.rank % 3}", mono_s=1.0))
+        if number % at_once == 0:
+            for step in range(100, 100 + save_records._OPEN_SAVES):
+                saves.take(returned(step, 0, 0.1), RecordHead(time_s=1.0, mono_s=1.0))
+    found = [one for one in saves.saves() if one.step == 5]
+    assert len(found) == bool(records)
+    if not found:
+        return
+    (save,) = found
+    assert save.uncopied == tuple(sorted(asked - copied - stored))[:NAMED]
+    is_asked = durable and asked
+    assert save.unwritten == (tuple(sorted(copied - stored))[:NAMED] if is_asked else ())
+
+
+ranks_anywhere = st.sets(st.one_of(st.integers(-3, 5000), st.sampled_from([1 << 20, 1 << 31])))
+
+
+@given(ranks_anywhere, ranks_anywhere, st.integers(0, 3000), st.integers(0, 1500))
+def test_a_set_of_ranks_is_one(some: set[int], others: set[int], first: int, count: int) -> None:
+    known, other = RankSet(), RankSet()
+    known.add(some)
+    known.add(range(first, first + count))
+    other.add(others)
+    expected = {rank for rank in some | set(range(first, first + count)) if rank >= 0}
+    assert list(known.without()) == sorted(expected)
+    assert list(known.without(other)) == sorted(expected - others)
+    ranges = known.ranges()
+    assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(ranges))
+    assert list(RankSet(ranges).without()) == sorted(expected)

@@ -11,6 +11,8 @@ import msgspec
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+#: A difference of two clocks: as large as a boot is long ago.
+Difference = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 #: A part of a whole; -1 where it is not known.
 PartOrNone = Annotated[float, msgspec.Meta(ge=-1, le=1)]

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import msgspec
-
-from holdfast.events.fields import Bytes, Count, Event, PartOrNone, Seconds
-
-#: A difference of two clocks: as large as a boot is long ago.
-_Difference = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+from holdfast.events.fields import Bytes, Count, Difference, Event, PartOrNone, Seconds
 
 
 class KeeperStarted(Event, frozen=True, kw_only=True):
@@ -114,6 +107,6 @@ class ClocksCompared(Event, frozen=True, kw_only=True):
     host: str
     other: str
     other_boot: str
-    ahead_s: _Difference
+    ahead_s: Difference
     error_s: Seconds
     round_trip_s: Seconds

@@ -323,7 +323,9 @@ class Keeper:
                 each(record)
 
         watch = watch_all if watches else None
-        self._trace, close = follow_keeper(root, self.arena, self.host_id, watch)
+        self._trace, close = follow_keeper(
+            root, self.arena, self.host_id, watch, leads=self._coordinates
+        )
         end_uploads = follow_events(event_place(root), self.root_access.store)
         for warning in warnings:
             emit(Warned(message=warning))
@@ -337,6 +339,11 @@ class Keeper:
                 telemetry.close()
 
         return close_trace
+
+    def _coordinates(self) -> bool:
+        """Return True while this keeper decides for its run; asked on any thread."""
+        role = self.role
+        return role.follower is None and not role.is_bystander and self.root_access.may_open
 
     def _root_renamed(self, root: str) -> None:
         """Use the root's new path, by which trainers reach it now."""

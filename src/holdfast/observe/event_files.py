@@ -69,8 +69,10 @@ def closed_files(path: Path) -> list[Path]:
     return [*found, *(each for _, each in sorted(numbered.items()))]
 
 
-#: The directory that was listed last, when it had changed last, and what was in it.
-_listed: tuple[Path, int, dict[str, list[str]]] = Path(), -1, {}
+#: Of the directories that were listed last when each had changed last, and what was in it: a report
+#: asks for events and for roll-ups in turn.
+_listed: dict[Path, tuple[int, dict[str, list[str]]]] = {}
+_MOST_LISTED = 4
 
 
 def _numbered_files(directory: Path) -> dict[str, list[str]]:
@@ -79,14 +81,13 @@ def _numbered_files(directory: Path) -> dict[str, list[str]]:
     A run of thousands of hosts has as many writers in one directory, and each of them is asked for:
     it is listed again only when a name was added or removed.
     """
-    global _listed
     try:
         changed_ns = directory.stat().st_mtime_ns
-        listed = _listed
+        listed_ns, listed = _listed.get(directory, (-1, {}))
         # What changed a moment ago may change again at what the clock of files calls the same time.
         is_lasting = time.time_ns() - changed_ns > _SETTLED_NS
-        if is_lasting and listed[:2] == (directory, changed_ns):
-            return listed[2]
+        if is_lasting and listed_ns == changed_ns:
+            return listed
         names = os.listdir(directory)
     except OSError:
         return {}
@@ -95,7 +96,9 @@ def _numbered_files(directory: Path) -> dict[str, list[str]]:
         full = _FULL.search(name)
         if full and int(full[1] or 0):
             found.setdefault(name[: full.start()], []).append(name)
-    _listed = directory, changed_ns if is_lasting else -1, found
+    if directory not in _listed and len(_listed) >= _MOST_LISTED:
+        _listed.clear()  # a race of two threads only lists again
+    _listed[directory] = changed_ns if is_lasting else -1, found
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.events import ClocksCompared
 from holdfast.observe.report import LinkFigures
+from holdfast.observe.rollup_groups import LinkRollup
 from holdfast.observe.text import seconds_text
 
 #: Comparisons that the newest figures are of: some ten minutes.
@@ -31,6 +32,12 @@ class LinkTrips:
         self._count += 1
         self._largest_s = max(self._largest_s, one.round_trip_s)
         self._trips_s.append(one.round_trip_s)
+
+    def merge(self, of: LinkRollup) -> None:
+        """Takes many comparisons, of which the newest round trips are known."""
+        self._count += of.count
+        self._largest_s = max(self._largest_s, of.largest_s)
+        self._trips_s.extend(of.trips_s)
 
     def figures(self, host: str, other: str) -> LinkFigures:
         """Returns what it comes to; at least one was taken."""

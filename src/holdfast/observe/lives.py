@@ -6,6 +6,7 @@ shared memory when it died.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -102,6 +103,8 @@ class Lives:
 
     def __init__(self) -> None:
         self._lives: dict[int, _Life] = defaultdict(_Life)
+        self._leader: tuple[float, int] = math.inf, 0
+        """Of rank 0's first start that is known the number, and the clock."""
         self.clocks = HostClocks()
 
     def take(self, event: AnyEvent, head: RecordHead, at: HostMoment | None = None) -> None:
@@ -126,6 +129,8 @@ class Lives:
         if name in _OF_DEATHS:
             self._take_death(life, event, at)
         else:
+            if name == "RunStarted" and event.rank == 0:
+                self._leader = min(self._leader, (event.incarnation, at.clock))
             self._take_training(life, event, head, at)
 
     @staticmethod
@@ -216,8 +221,8 @@ class Lives:
         return tuple(self._start(each, last, common) for each, last in pairs)
 
     def clock(self) -> CommonClock:
-        """Returns the clock that all moments are brought to."""
-        return self.clocks.solve()
+        """Returns the clock that all moments are brought to: that of rank 0 at first, if known."""
+        return self.clocks.solve(self._leader[1])
 
     def times(self, common: CommonClock) -> dict[int, LifeTimes]:
         """Returns the times of every start of which some rank's beginning is known."""

@@ -29,6 +29,7 @@ from holdfast.observe.event_files import (
 from holdfast.observe.event_place import event_place
 from holdfast.observe.rollup_files import Covered, read_rollups, trails_with_rollups
 from holdfast.observe.rollup_groups import Rollup
+from holdfast.observe.run_rollups import Coverage, joined_files, read_run_rollups
 
 Progress = Callable[[int, int], None]
 
@@ -127,8 +128,10 @@ class RecordReader:
         ``progress(done_bytes, total_bytes)`` is called now and then.
         """
         self._progress = progress
-        self._writers = trails_with_rollups(root)
-        if not self._writers:
+        self._unreadable: list[str] = []
+        self._events = event_place(root).read_from()
+        self._writers = trails_with_rollups(self._events, ())
+        if not self._writers and not joined_files(self._events):
             where = f"{root}/events{_why_none(root)}"
             raise NotFound(
                 f"no events in {where}: a run writes them as it trains; "
@@ -137,7 +140,6 @@ class RecordReader:
             )
         self._total_bytes, self._done_bytes = sum(map(size_bytes, self._writers)), 0
         self._decoder = LineDecoder()
-        self._unreadable: list[str] = []
         self._seen: Counter[str] = Counter()
         self._highest: dict[str, int] = {}
 
@@ -158,12 +160,14 @@ class RecordReader:
 
         Half as much work as to decode both.
         """
+        coverage = Coverage()
+        for rollup in read_run_rollups(self._events, coverage, self._refuse):
+            yield from self._rolled_up(rollup)
+        self._writers = trails_with_rollups(self._events, coverage)
         for trail in self._writers:
-            covered = Covered()
+            covered = coverage.of(trail)
             for rollup in read_rollups(trail, covered, self._decoder, self._refuse):
-                self._count_rollup(rollup)
-                yield rollup
-                yield self._kept(rollup)
+                yield from self._rolled_up(rollup)
             for block in self._blocks((trail,), covered):
                 found = self._decoded(block)
                 self._count_all(found)
@@ -177,18 +181,17 @@ class RecordReader:
         every = map(self._decoder.decode, lines_in(block))
         return [one for one in every if one is not None]
 
-    def _kept(self, rollup: Rollup) -> list[Any]:
-        """Returns the records that stand in a roll-up as they were."""
-        every = (self._decoder.decode(bytes(raw)) for raw in rollup.kept)
-        return [one for one in every if one is not None]
-
-    def _count_rollup(self, rollup: Rollup) -> None:
+    def _rolled_up(self, rollup: Rollup) -> Iterator[list[Any] | Rollup]:
+        """Yields a roll-up, and the records that stand in it as they were."""
         self._decoder.torn += rollup.torn
         self._decoder.unknown += rollup.unknown
         self._decoder.invalid += rollup.invalid
         for writer, (seen, highest) in rollup.numbers.items():
             self._seen[writer] += seen
             self._highest[writer] = max(self._highest.get(writer, -1), highest)
+        yield rollup
+        every = (self._decoder.decode(bytes(raw)) for raw in rollup.kept)
+        yield [one for one in every if one is not None]
 
     @property
     def files(self) -> int:

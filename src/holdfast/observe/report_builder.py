@@ -22,6 +22,7 @@ from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.exposure import mark_abandoned, pace_of
 from holdfast.observe.interference import BackgroundWork
 from holdfast.observe.ledger import account
+from holdfast.observe.link_rollups import note_comparisons
 from holdfast.observe.links import LinkTrips
 from holdfast.observe.lives import Lives
 from holdfast.observe.log import divergence_of
@@ -39,7 +40,7 @@ from holdfast.observe.report import (
     RunMesh,
 )
 from holdfast.observe.restore_records import RestoreRecords
-from holdfast.observe.rollup_groups import Rollup, SampleRollup, extremes
+from holdfast.observe.rollup_groups import Rollup, SampleRollup, joined_samples, sampled
 from holdfast.observe.save_records import TOGETHER, SaveEvent, SaveRecords
 
 _KeeperEvent = (
@@ -91,25 +92,11 @@ class _HostSoFar:
     ends: Counter[str] = field(default_factory=Counter)
     held: int = 0
     longest_held_s: float = 0.0
-    samples: int = 0
-    #: The extremes of all samples, as one.
-    extreme: events.HostSampled | None = None
-    #: Sums of the pressure that was told, and how often it was.
-    cpu: float = 0.0
-    io: float = 0.0
-    told: int = 0
-
-    def sample(self, one: events.HostSampled) -> None:
-        """Takes a sample of the host."""
-        is_told = one.cpu_pressure >= 0 and one.io_pressure >= 0
-        pressure = (one.cpu_pressure, one.io_pressure, 1) if is_told else (0.0, 0.0, 0)
-        self.merge(SampleRollup(1, *pressure, one))
+    samples: SampleRollup | None = None
 
     def merge(self, of: SampleRollup) -> None:
-        """Takes many samples of the host."""
-        self.samples += of.samples
-        self.cpu, self.io, self.told = self.cpu + of.cpu, self.io + of.io, self.told + of.told
-        self.extreme = extremes(of.extreme, self.extreme)
+        """Takes samples of the host."""
+        self.samples = joined_samples(of, self.samples)
 
 
 class _Fold:
@@ -170,6 +157,9 @@ class _Fold:
         for save in of.saves:
             self._saves.merge(save, clocks)
             self._lives.merge_save(save)
+        for link in of.links:
+            note_comparisons(link, clocks[link.clock], self._lives.clocks)
+            self._links.setdefault((link.host, link.other), LinkTrips()).merge(link)
         for host, samples in of.hosts.items():
             self._hosts[host].merge(samples)
 
@@ -261,7 +251,7 @@ class _Fold:
                 host.held += event.times
                 host.longest_held_s = max(host.longest_held_s, event.longest_s)
             case events.HostSampled():
-                self._hosts[event.host].sample(event)
+                self._hosts[event.host].merge(sampled(event))
             case events.KeeperLost():
                 self._lost[event.incarnation, event.rank].append((event, at))
             case events.RequestsRefused():
@@ -372,21 +362,20 @@ def _mesh(told: events.MeshUsed) -> RunMesh | None:
 
 
 def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
-    extreme = seen.extreme
+    starts = seen.starts, seen.slowest_start_s, dict(seen.ends), seen.held, seen.longest_held_s
+    of = seen.samples
+    if of is None:
+        return KeeperLife(host, *starts)
     return KeeperLife(
         host,
-        seen.starts,
-        seen.slowest_start_s,
-        dict(seen.ends),
-        seen.held,
-        seen.longest_held_s,
-        seen.samples,
-        extreme.queued_s if extreme else 0.0,
-        extreme.finish_s if extreme else 0.0,
-        extreme.free_bytes if extreme else None,
-        extreme.keeper_bytes if extreme else 0,
-        seen.cpu / seen.told if seen.told else -1.0,
-        seen.io / seen.told if seen.told else -1.0,
+        *starts,
+        of.samples,
+        of.extreme.queued_s,
+        of.extreme.finish_s,
+        of.extreme.free_bytes,
+        of.extreme.keeper_bytes,
+        of.cpu / of.told if of.told else -1.0,
+        of.io / of.told if of.told else -1.0,
     )
 
 

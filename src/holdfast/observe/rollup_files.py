@@ -7,7 +7,7 @@ it still is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -20,17 +20,15 @@ from holdfast.observe.event_files import (
     Refused,
     blocks_in,
     open_parts,
-    trails,
     trails_in,
 )
-from holdfast.observe.event_place import event_place
-from holdfast.observe.rollup_groups import Rollup
+from holdfast.observe.rollup_groups import FilePart, Rollup
 
 ROLLUPS = "rollups"
 #: The most that the first line of a file has; a record has less.
 _FIRST_BYTES = 64 << 10
 
-_decode = msgspec.json.Decoder(Rollup).decode
+decode_rollup = msgspec.json.Decoder(Rollup).decode
 
 
 class TornCounter(Protocol):
@@ -48,7 +46,7 @@ class FileEnd(msgspec.Struct):
     is_end: bool = False
 
 
-_decode_end = msgspec.json.Decoder(FileEnd).decode
+decode_end = msgspec.json.Decoder(FileEnd).decode
 
 
 def rollup_path(trail: Path) -> Path:
@@ -56,11 +54,13 @@ def rollup_path(trail: Path) -> Path:
     return trail.parent / ROLLUPS / trail.name
 
 
-def trails_with_rollups(root: str | Path) -> list[Path]:
-    """Returns the newest file of every writer, also of those of which only roll-ups are left."""
-    found = set(trails(root))
-    directory = next(iter(found)).parent if found else event_place(root).directory
-    return sorted(found | {directory / one.name for one in trails_in(directory / ROLLUPS)})
+def trails_with_rollups(events: Path, joined: Iterable[str]) -> list[Path]:
+    """Returns the newest file of every writer in a directory, also of those of which only roll-ups
+    are left; ``joined``: the names of those of which roll-ups of all hosts are.
+    """
+    names = {one.name for one in trails_in(events / ROLLUPS)}
+    names |= {name for name in joined if Path(name).name == name}
+    return sorted({*trails_in(events), *(events / name for name in names)})
 
 
 def name_of(file: BinaryIO) -> str:
@@ -80,7 +80,17 @@ class Covered:
     ends: dict[str, FileEnd] = field(default_factory=dict)
     gaps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
-    def take(self, one: Rollup | FileEnd) -> bool:
+    def touches(self, one: Rollup | FileEnd | FilePart) -> bool:
+        """Returns True if any of these bytes are taken already."""
+        known = self.ends.get(one.file)
+        if known is None:
+            return False
+        if one.start >= known.end:
+            return known.is_end
+        gaps = self.gaps.get(one.file, ())
+        return not any(gap[0] <= one.start and one.end <= gap[1] for gap in gaps)
+
+    def take(self, one: Rollup | FileEnd | FilePart) -> bool:
         """Takes that a part is rolled up; False if some of it was taken already."""
         known = self.ends.get(one.file) or FileEnd(one.file, 0, 0)
         if one.end < one.start:
@@ -115,12 +125,14 @@ class Covered:
 def read_rollups(
     trail: Path, covered: Covered, counter: TornCounter, refused: Refused
 ) -> Iterator[Rollup]:
-    """Yields the roll-ups of a writer, oldest first, and notes what they cover. ``refused``: called
-    for a file that cannot be read.
+    """Yields the roll-ups of a writer that say more than is covered, oldest first, and notes what
+    they cover. ``refused``: called for a file that cannot be read.
     """
     for line in _lines(trail, refused):
         try:
-            found = _decode(line)
+            if covered.touches(decode_end(line)):
+                continue
+            found = decode_rollup(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             counter.torn += 1
             continue
@@ -133,7 +145,7 @@ def read_ends(trail: Path) -> Covered:
     covered = Covered()
     for line in _lines(trail, lambda *_: None):
         try:
-            covered.take(_decode_end(line))
+            covered.take(decode_end(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return covered

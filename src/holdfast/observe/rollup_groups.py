@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 
 from holdfast.events import Bytes, Count, HostSampled, Seconds
-from holdfast.events.fields import StepOrNone
+from holdfast.events.fields import Difference, StepOrNone
+from holdfast.geometry.mesh import MAX_RANKS
 
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Wall = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
@@ -39,7 +40,8 @@ class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
     ``calls``: clock, first call, last call, and the rank that made it. ``copies``: clock, and when
     the first rank began to copy. ``blocked_s``: what held
     these ranks together. ``asked``, ``copied``, ``stored``: the ranks that returned from it, and
-    those whose image was copied, and written.
+    those whose image was copied, and written, from a first to a last one. ``left_out``: clocks of
+    which nothing is in ``calls``, as they were neither among the first nor among the last.
     """
 
     incarnation: Count
@@ -56,9 +58,10 @@ class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
     written: Count = 0
     ring_bytes: Bytes = 0
     asked_durable: bool = False
-    asked: list[Rank] = []
-    copied: list[Rank] = []
-    stored: list[Rank] = []
+    asked: list[tuple[Rank, Rank]] = []
+    copied: list[tuple[Rank, Rank]] = []
+    stored: list[tuple[Rank, Rank]] = []
+    left_out: Count = 0
 
 
 class LifeRollup(msgspec.Struct, array_like=True):
@@ -83,6 +86,23 @@ class ClockRollup(msgspec.Struct, array_like=True):
     boot: str
     first: tuple[Wall, Seconds]
     last: tuple[Wall, Seconds]
+
+
+class LinkRollup(msgspec.Struct, array_like=True):
+    """What the keeper of a host measured by messages to another one, with the clock of its host.
+
+    ``trips_s``: the newest round trips. ``compared``: wall clock and own clock, how far this was
+    ahead of that of ``other``, and the most that this can be wrong; of many the best.
+    """
+
+    clock: Count
+    host: str
+    other: str
+    other_boot: str
+    count: Count
+    largest_s: Seconds
+    trips_s: list[Seconds]
+    compared: list[tuple[Wall, Seconds, Difference, Seconds]]
 
 
 class SampleRollup(msgspec.Struct, array_like=True):
@@ -116,18 +136,65 @@ class Rollup(msgspec.Struct, omit_defaults=True):
     torn: Count = 0
     unknown: Count = 0
     invalid: Count = 0
+    links: list[LinkRollup] = []
     kept: list[msgspec.Raw] = []
 
     def __post_init__(self) -> None:
-        clocks = [life.clock for life in self.lives]
+        clocks = [life.clock for life in self.lives] + [link.clock for link in self.links]
         for save in self.saves:
             clocks += [call[0] for call in save.calls]
             clocks += [copy[0] for copy in save.copies]
+            for first, last in (*save.asked, *save.copied, *save.stored):
+                if not 0 <= last - first < MAX_RANKS:
+                    raise ValueError("ranks are from a first to a last one")
             for some in (*save.phases.values(), *save.even.values()):
                 if len(some.ranks) != len(some.seconds):
                     raise ValueError("a phase has as many ranks as seconds")
         if clocks and max(clocks) >= len(self.clocks):
             raise ValueError("a moment is by a clock that is known")
+
+
+class FilePart(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Bytes of an event file that are rolled up, as a ``Rollup`` names them."""
+
+    file: str
+    start: Count
+    end: Count
+    is_end: bool = False
+
+
+class TrailParts(msgspec.Struct, array_like=True):
+    """What of the event files of a writer, by the name of the newest, is rolled up."""
+
+    trail: str
+    parts: list[FilePart]
+
+
+class RunRollupHead(msgspec.Struct):
+    """The first line of a roll-up of all hosts: which one it is, and what it is of."""
+
+    number: Count
+    trails: list[TrailParts]
+
+
+def sampled(one: HostSampled) -> SampleRollup:
+    """Returns a sample of a host."""
+    is_told = one.cpu_pressure >= 0 and one.io_pressure >= 0
+    pressure = (one.cpu_pressure, one.io_pressure, 1) if is_told else (0.0, 0.0, 0)
+    return SampleRollup(1, *pressure, extremes(one, None))
+
+
+def joined_samples(one: SampleRollup, other: SampleRollup | None) -> SampleRollup:
+    """Returns the samples of both."""
+    if other is None:
+        return one
+    return SampleRollup(
+        one.samples + other.samples,
+        one.cpu + other.cpu,
+        one.io + other.io,
+        one.told + other.told,
+        extremes(one.extreme, other.extreme),
+    )
 
 
 def extremes(one: HostSampled, other: HostSampled | None) -> HostSampled:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.observe.clocks import HostClocks, HostMoment
+from holdfast.observe.link_rollups import LinkRollups
 from holdfast.observe.records import LineDecoder, lines_in
 from holdfast.observe.rollup_groups import (
     ClockRollup,
@@ -16,13 +17,16 @@ from holdfast.observe.rollup_groups import (
     Rollup,
     SampleRollup,
     SaveRollup,
-    extremes,
+    joined_samples,
+    sampled,
 )
 from holdfast.observe.save_records import SaveRecords
 
 #: Records of which each rank but 0 makes many; of the last two a report has sums of rank 0 alone.
 _OF_SAVES = frozenset({"SaveReturned", "FenceWaited", "ImageCaptured", "ImagePassed"})
 _ROLLED = _OF_SAVES | {"ImageDurable", "StepsDone", "PhaseEnded"}
+#: Records of keepers that come again and again.
+_OF_HOSTS = frozenset({"HostSampled", "ClocksCompared"})
 _BLOCKING = frozenset({"SaveReturned", "FenceWaited"})
 
 
@@ -64,9 +68,10 @@ class _RollupMaker:
     def __init__(self) -> None:
         self._decoder = LineDecoder()
         self._clocks = HostClocks()
-        self._saves = SaveRecords(self._clocks, keeps_ranks=True)
+        self._saves = SaveRecords(self._clocks)
         self._ends: dict[int, ClockRollup] = {}
         self._lives: dict[tuple[int, int], _LifeSigns] = defaultdict(_LifeSigns)
+        self._links = LinkRollups()
         self._hosts: dict[str, SampleRollup] = {}
         self._blocked_s: dict[tuple[int, int], float] = defaultdict(float)
         self._numbers: dict[str, tuple[int, int]] = {}
@@ -81,15 +86,16 @@ class _RollupMaker:
             seen, highest = self._numbers.get(event.writer, (0, 0))
             self._numbers[event.writer] = seen + 1, max(highest, event.number)
         name = type(event).__name__
-        is_sample = name == "HostSampled"
         is_of_many = name in _ROLLED and event.rank > 0 and event.incarnation > 0
-        if event.mono_s is None or not (is_sample or is_of_many):
+        if event.mono_s is None or not (name in _OF_HOSTS or is_of_many):
             self._kept.append(msgspec.Raw(line.strip()))
             return
         at = self._clocks.take(event.by_host, event.boot, event.time_s, event.mono_s)
         self._note_clock(event, at)
-        if is_sample:
-            self._sample(event)
+        if name == "HostSampled":
+            self._hosts[event.host] = joined_samples(sampled(event), self._hosts.get(event.host))
+        elif name == "ClocksCompared":
+            self._links.take(event, at.clock, event.time_s, event.mono_s)
         else:
             self._take_of_rank(event, name, at)
 
@@ -102,16 +108,6 @@ class _RollupMaker:
             ends.first = moment
         elif moment[1] > ends.last[1]:
             ends.last = moment
-
-    def _sample(self, event: Any) -> None:
-        host = self._hosts.get(event.host)
-        if host is None:
-            host = self._hosts[event.host] = SampleRollup(0, 0.0, 0.0, 0, extremes(event, None))
-        host.samples += 1
-        if event.cpu_pressure >= 0 and event.io_pressure >= 0:
-            host.cpu, host.io = host.cpu + event.cpu_pressure, host.io + event.io_pressure
-            host.told += 1
-        host.extreme = extremes(event, host.extreme)
 
     def _take_of_rank(self, event: Any, name: str, at: HostMoment) -> None:
         if name in _OF_SAVES or name == "ImageDurable":
@@ -141,6 +137,7 @@ class _RollupMaker:
                 for (number, clock), life in self._lives.items()
             ],
             clocks=list(self._ends.values()),
+            links=self._links.made(),
             hosts=self._hosts,
             numbers=self._numbers,
             torn=self._decoder.torn,

@@ -33,7 +33,10 @@ from holdfast.observe.rollup_files import Covered, name_of, read_ends, rollup_pa
 CHUNK_BYTES, EVERY_S = 256 << 10, 60.0
 #: Seconds between two looks for something to roll up.
 _LOOK_S = 1.0
-#: Roll-ups are never given up.
+#: At which size the file of roll-ups is set aside: small ones are given up once they are joined.
+#: Of more than so many none seems to be.
+PART_BYTES, _PARTS = 64 << 10, 32
+#: Roll-ups are never given up for their size.
 _NO_BUDGET = 1 << 62
 
 
@@ -78,7 +81,7 @@ class RollupWriter:
         self._file = EventFile(
             rollup_path(trail),
             only_beside=only_beside,
-            part_bytes=SEGMENT_BYTES,
+            part_bytes=PART_BYTES,
             budget_bytes=_NO_BUDGET,
             is_compressing=True,
         )
@@ -142,9 +145,11 @@ class RollupWriter:
             data, one.left = data + one.left, b""
         if not data and not is_read:
             return False
-        from holdfast.observe.rollup_maker import roll_up  # with numpy, which a start waits for
+        from holdfast.observe.rollup_maker import roll_up  # a start would wait for it
 
         made = roll_up(data, one.name, one.at, is_end=is_read)
+        is_joined = len(closed_files(self._file.path)) < _PARTS
+        self._file.part_bytes = PART_BYTES if is_joined else SEGMENT_BYTES
         if self._file.append([msgspec.json.encode(made) + b"\n"]) != 1:
             self.close()  # what could not be written is read again
             self._next_s = now_s + EVERY_S
@@ -161,18 +166,23 @@ class RollupWriter:
         """Opens the oldest file that is not wholly rolled up."""
         if self._covered is None:
             self._covered = read_ends(self._trail)
+        ends, names = self._covered.ends, dict[Path, str]()
         for path in [*closed_files(self._trail), self._trail]:
-            with suppress(*UNREADABLE):  # the others are rolled up
+            with suppress(*UNREADABLE), open_file(path) as file:  # the others are rolled up
+                names[path] = name_of(file)
+        # What comes before one that was begun was rolled up before it: that roll-up was joined.
+        begun = max((at for at, name in enumerate(names.values()) if name in ends), default=0)
+        for at, (path, name) in enumerate(names.items()):
+            end = ends.get(name)
+            is_over = at < begun and name not in self._refused
+            is_refused = self._refused.get(name, now_s) > now_s
+            if not name or is_over or is_refused or (end is not None and end.is_end):
+                continue
+            with suppress(*UNREADABLE):
                 file = open_file(path)
-                name = name_of(file)
-                end = self._covered.ends.get(name)
-                is_refused = self._refused.get(name, now_s) > now_s
-                if not name or is_refused or (end is not None and end.is_end):
-                    file.close()
-                    continue
-                at = 0 if end is None else end.end
-                file.seek(at)
-                return _OpenFile(file, name, at, now_s)
+                start = 0 if end is None else end.end
+                file.seek(start)
+                return _OpenFile(file, name, start, now_s)
         return None
 
     def finish(self, *, deadline_s: float) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
 
 from holdfast.observe.rollup_groups import PhaseValues
 from holdfast.observe.sketch import Sketch
 
 #: How many of the slowest ranks are known by name.
 NAMED = 16
-#: Values that wait until so many can be rolled up at once.
+#: Values that wait until so many can be rolled up at once; of the few ranks of a host none ever is.
 _WAITING = 512
 
 
@@ -40,12 +38,12 @@ class PhaseSpread:
 
 
 class PhaseRollup:
-    """The values of one phase over ranks."""
+    """The values of one phase over ranks: the slowest by name, all others in a sketch."""
 
-    __slots__ = ("_least_s", "_ranks", "_sketch", "_slowest", "_values")
+    __slots__ = ("_least_s", "_others", "_ranks", "_slowest", "_values")
 
     def __init__(self) -> None:
-        self._sketch = Sketch()
+        self._others = Sketch()
         self._least_s = math.inf
         self._slowest: list[tuple[float, int]] = []
         """(seconds, minus the rank): a heap, the smallest first."""
@@ -57,76 +55,87 @@ class PhaseRollup:
         self._ranks.extend(ranks)
         self._values.extend(seconds)
         if len(self._values) >= _WAITING:
-            self._roll_up()
+            self._roll_up_many()
 
     def merge(self, other: PhaseValues) -> None:
         """Adds a roll-up of the same phase, of other ranks."""
-        self.add(other.ranks, other.seconds)
+        self._keep(zip(other.seconds, other.ranks, strict=True))
         if other.others:
-            self._sketch.add_buckets(other.others)
+            self._others.add_buckets(other.others)
             self._least_s = min(self._least_s, other.least_s)
 
     def values(self) -> PhaseValues:
         """Returns all that it knows, for a file."""
-        named = sorted((-rank, s) for s, rank in self.slowest)
+        named = sorted((-rank, s) for s, rank in self._rolled_up())
         ranks, seconds = [rank for rank, _ in named], [_rounded(s) for _, s in named]
-        if self.sketch.count == len(named):
+        if not self._others.count:
             return PhaseValues(ranks, seconds)
-        others = self._sketch.buckets_without([s for _, s in named])
-        return PhaseValues(ranks, seconds, others, _rounded(self._least_s))
+        return PhaseValues(ranks, seconds, self._others.buckets(), _rounded(self._least_s))
 
     @property
-    def sketch(self) -> Sketch:
-        """Returns the distribution of all values."""
-        if self._values:
-            self._roll_up()
-        return self._sketch
+    def count(self) -> int:
+        """Returns how many ranks there are."""
+        return len(self._slowest) + self._others.count + len(self._values)
 
-    @property
-    def slowest(self) -> Sequence[tuple[float, int]]:
-        """Returns (seconds, minus the rank) of the slowest, in no order."""
+    def _rolled_up(self) -> list[tuple[float, int]]:
+        """Returns (seconds, minus the rank) of the slowest, in no order, when all values are rolled
+        up.
+        """
         if self._values:
-            self._roll_up()
+            self._keep(zip(self._values, self._ranks, strict=True))
+            self._ranks, self._values = array("q"), array("d")
         return self._slowest
 
-    def _roll_up(self) -> None:
+    def _keep(self, values: Iterable[tuple[float, int]]) -> None:
+        """Takes values with their ranks; the sketch has those that are not among the slowest."""
+        slowest, others = self._slowest, []
+        for seconds, rank in values:
+            if len(slowest) < NAMED:
+                heapq.heappush(slowest, (seconds, -rank))
+            else:
+                others.append(heapq.heappushpop(slowest, (seconds, -rank))[0])
+        if others:
+            self._others.add(others)
+            self._least_s = min(self._least_s, *others)
+
+    def _roll_up_many(self) -> None:
+        """Rolls up what waits; most of it is not among the slowest."""
+        import numpy as np  # what a keeper rolls up is never that much at once
+
         values, ranks = np.frombuffer(self._values), np.frombuffer(self._ranks, np.int64)
-        self._sketch.add_all(values)
-        self._least_s = min(self._least_s, float(values.min()))
+        self._ranks, self._values = array("q"), array("d")
         if len(self._slowest) == NAMED:
             least, minus_rank = self._slowest[0]
             is_slow = (values > least) | ((values == least) & (ranks < -minus_rank))
+            others = values[~is_slow]
+            if len(others):
+                self._others.add_many(others)
+                self._least_s = min(self._least_s, float(others.min()))
             values, ranks = values[is_slow], ranks[is_slow]
-        self._keep(zip(values.tolist(), (-ranks).tolist(), strict=True))
-        self._ranks, self._values = array("q"), array("d")
-
-    def _keep(self, values: Iterable[tuple[float, int]]) -> None:
-        slowest = self._slowest
-        for value in values:
-            if len(slowest) < NAMED:
-                heapq.heappush(slowest, value)
-            elif value > slowest[0]:
-                heapq.heapreplace(slowest, value)
+        self._keep(zip(values.tolist(), ranks.tolist(), strict=True))
 
     @property
     def largest_s(self) -> float:
-        return max(self.slowest)[0]
+        return max(self._rolled_up())[0]
 
     @property
     def slowest_rank(self) -> int:
-        return -max(self.slowest)[1]
+        return -max(self._rolled_up())[1]
 
     def spread(self, times: float = 1.0) -> PhaseSpread:
         """Returns its figures, all ``times`` as large; no quantile is beyond the least and the
         largest value.
         """
-        largest_s, sketch = self.largest_s, self.sketch
+        ordered = sorted(self._rolled_up(), reverse=True)
+        largest_s, every = ordered[0][0], Sketch()
+        every.add_buckets(self._others.buckets())
+        every.add(seconds for seconds, _ in ordered)
+        least_s = min(self._least_s, ordered[-1][0])
         p50, p90, p99 = (
-            times * max(self._least_s, min(largest_s, sketch.quantile(part)))
-            for part in (0.5, 0.9, 0.99)
+            times * max(least_s, min(largest_s, s)) for s in every.quantiles(0.5, 0.9, 0.99)
         )
-        slowest = tuple((-rank, times * s) for s, rank in sorted(self.slowest, reverse=True))
-        return PhaseSpread(self.sketch.count, p50, p90, p99, times * largest_s, slowest)
+        slowest = tuple((-rank, times * s) for s, rank in ordered)
+        return PhaseSpread(every.count, p50, p90, p99, times * largest_s, slowest)
 
 
 def _rounded(seconds: float) -> float:

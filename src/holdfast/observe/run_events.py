@@ -26,6 +26,7 @@ from holdfast.observe.event_ring import RINGS, EventRing
 from holdfast.observe.metrics_port import require_metrics
 from holdfast.observe.ring_drain import RingDrain, RingDrainer, Watch, end_ring_alone
 from holdfast.observe.rollup_writer import RollupWriter
+from holdfast.observe.run_rollup_thread import RollupJoining
 from holdfast.observe.sinks import JsonlSink
 from holdfast.observe.telemetry_setting import require_live_telemetry
 from holdfast.observe.text import restart_warning
@@ -107,18 +108,25 @@ def process_age_s() -> float:
 
 
 def follow_keeper(
-    root: str, arena: Path, host: str, watch: Watch | None = None
+    root: str,
+    arena: Path,
+    host: str,
+    watch: Watch | None = None,
+    *,
+    leads: Callable[[], bool] = lambda: False,
 ) -> tuple[EventFile, Callable[[], None]]:
     """Subscribes the keeper of a host, which drains all rings there; returns the file that it
     writes, and a function that ends it.
 
-    ``watch``: called with each record of the host as plain values, on any thread.
+    ``watch``: called with each record of the host as plain values, on any thread. ``leads``:
+    returns True while this keeper coordinates, and rolls up what all hosts rolled up.
     """
     place = event_place(root)
     file = _bounded_file(place, host)
     # What is in a spool is uploaded whole, and the bucket gives nothing up.
     rollups = None if place.is_spool else RollupWriter(file.path, only_beside=file.only_beside)
     drainer = RingDrainer(RingDrain(arena, file, watch=watch), rollups=rollups)
+    joining = None if rollups is None else RollupJoining(lambda: file.path.parent, leads)
     sink = _sink(place, arena, "keeper", -1, host)
     stops = [subscribe(sink)]
     if watch is not None and isinstance(sink, JsonlSink):  # what is in no ring is not drained
@@ -130,6 +138,8 @@ def follow_keeper(
         if isinstance(sink, JsonlSink):
             sink.close()
         drainer.close()
+        if joining is not None:
+            joining.close()
 
     return file, end
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from holdfast.observe.clocks import CommonClock, HostMoment
+from holdfast.observe.rollups import NAMED
 
 #: What a clock may be wrong that was compared once, when ranks came back from a start.
 UNSURE_S = 0.25
@@ -31,13 +32,15 @@ class LastCall(NamedTuple):
 class SaveCalls:
     """The calls of one save by each clock, as ``HostClocks`` numbers them."""
 
-    __slots__ = ("_copied_s", "_first_s", "_last_by", "_last_s")
+    __slots__ = ("_copied_s", "_first_s", "_last_by", "_last_s", "left_out")
 
     def __init__(self) -> None:
         #: The first call by each clock, and the first copy; infinite if none.
         self._first_s, self._copied_s = array("d"), array("d")
         #: The last call by each clock, and the rank that made it.
         self._last_s, self._last_by = array("d"), array("q")
+        #: Clocks of which nothing is known: their calls were neither among the first nor the last.
+        self.left_out = 0
 
     def _grow(self, clock: int) -> None:
         more = clock + 1 - len(self._first_s)
@@ -94,7 +97,8 @@ class SaveCalls:
             default=(first_us, -1),
         )
         time_s = max(0, first_us) / 1e6
-        if len(own) < 2 and last_us == first_us:
+        is_cut = self.left_out and len(wrong) >= NAMED  # the last of the others may be left out
+        if is_cut or (len(own) < 2 and last_us == first_us):
             return LastCall(time_s)  # one rank alone
         return LastCall(time_s, (last_us - first_us) / 1e6, rank)
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import add, attrgetter
 from typing import NamedTuple, assert_never, cast, get_args
 
 from holdfast import events
 from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.phases import BY_EVENT
+from holdfast.observe.rank_sets import RankSet
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report import Save, WrongClock
 from holdfast.observe.rollup_groups import SaveRollup
@@ -29,9 +31,8 @@ _GenerationEvent = (
     | events.SnapshotMissed
     | events.CheckpointCached
     | events.CheckpointPublished
-    | events.CheckpointPruned
 )
-SaveEvent = events.SaveReturned | _ImageEvent | _GenerationEvent
+SaveEvent = events.SaveReturned | _ImageEvent | _GenerationEvent | events.CheckpointPruned
 _OF_RANKS = frozenset(kind.__name__ for kind in get_args(_ImageEvent))
 #: The phases of ``SaveReturned``, in the order in which they are kept apart.
 _RETURNED = tuple(phase.report_name for phase in BY_EVENT["SaveReturned"])
@@ -143,11 +144,10 @@ class _SaveParts:
     unprotected: list[str] = field(default_factory=list)
     ring_bytes: int = 0
     asked_durable: bool = False
-    #: The ranks that returned, were copied and were written, where they are to be known.
-    seen: tuple[set[int], set[int], set[int]] | None = None
-    #: Ranks that returned from ``save`` and whose image was not copied, or not written: a few.
-    uncopied: set[int] = field(default_factory=set)
-    unwritten: set[int] = field(default_factory=set)
+    #: The ranks that returned from it, and those whose image was copied, and written.
+    asked: RankSet = field(default_factory=RankSet)
+    copied: RankSet = field(default_factory=RankSet)
+    stored: RankSet = field(default_factory=RankSet)
 
     def done(
         self, incarnation: int, step: int, common: CommonClock, wrong: Mapping[int, float]
@@ -161,7 +161,7 @@ class _SaveParts:
             incarnation=incarnation,
             step=step,
             state=self._state(),
-            ranks=self.phases["held_s"].sketch.count if "held_s" in self.phases else 0,
+            ranks=self.phases["held_s"].count if "held_s" in self.phases else 0,
             held_s=self._largest("held_s"),
             describe_s=self._largest("describe_s"),
             volatile_s=self._largest("volatile_s"),
@@ -180,9 +180,20 @@ class _SaveParts:
             reused_bytes=self.reused_bytes or None,
             ring_bytes=self.ring_bytes,
             asked_durable=self.asked_durable,
-            uncopied=() if self.captured or self.durable else tuple(sorted(self.uncopied)),
-            unwritten=() if self.durable else tuple(sorted(self.unwritten)),
+            uncopied=self._uncopied(),
+            unwritten=self._unwritten(),
         )
+
+    def _uncopied(self) -> tuple[int, ...]:
+        """Returns ranks that returned and have no image; those of which one was written had one."""
+        if self.captured or self.durable:
+            return ()
+        return tuple(islice(self.asked.without(self.copied, self.stored), NAMED))
+
+    def _unwritten(self) -> tuple[int, ...]:
+        if self.durable or not self.asked_durable:
+            return ()
+        return tuple(islice(self.copied.without(self.stored), NAMED))
 
     def _of_all(self) -> dict[str, PhaseSpread]:
         return {name: PhaseSpread(1, s, s, s, s, ((-1, s),)) for name, s in self.of_all.items()}
@@ -246,30 +257,17 @@ class _SaveParts:
             _roll_up(self.phases, phase, numbers, seconds)
         for phase, by_rank in ranks.even().items():
             _roll_up(self.even, phase, by_rank.keys(), by_rank.values())
-        reached = ranks.asked_bytes.keys(), ranks.image_bytes.keys(), ranks.written_bytes.keys()
-        self._note_missing(*reached)
-        for known, more in zip(self.seen or (), reached, strict=False):
-            known.update(more)
+        self.asked.add(ranks.asked_bytes.keys())
+        self.copied.add(ranks.image_bytes.keys())
+        self.stored.add(ranks.written_bytes.keys())
         self.asked_bytes += sum(ranks.asked_bytes.values())
         self.image_bytes += sum(ranks.image_bytes.values())
         self.images += len(ranks.image_bytes)
         self.written_bytes += sum(ranks.written_bytes.values())
         self.written += len(ranks.written_bytes)
 
-    def _note_missing(self, asked: Set[int], copied: Set[int], written: Set[int]) -> None:
-        """Notes which ranks are not yet where they are to come; of many only the first."""
-        self.uncopied -= copied
-        self.unwritten -= written
-        if len(self.uncopied) < NAMED:
-            missing = asked - copied
-            self.uncopied.update(sorted(missing)[: NAMED - len(self.uncopied)])
-        if self.asked_durable and len(self.unwritten) < NAMED:
-            missing = copied - written
-            self.unwritten.update(sorted(missing)[: NAMED - len(self.unwritten)])
-
     def rollup(self, incarnation: int, step: int) -> SaveRollup:
         """Returns all that is known of its ranks, for a file."""
-        asked, copied, written = map(sorted, self.seen or ((), (), ()))
         return SaveRollup(
             incarnation,
             step,
@@ -284,9 +282,10 @@ class _SaveParts:
             written=self.written,
             ring_bytes=self.ring_bytes,
             asked_durable=self.asked_durable,
-            asked=asked,
-            copied=copied,
-            stored=written,
+            asked=self.asked.ranges(),
+            copied=self.copied.ranges(),
+            stored=self.stored.ranges(),
+            left_out=self.calls.left_out,
         )
 
     def merge(self, of: SaveRollup, clocks: Sequence[int]) -> None:
@@ -300,6 +299,7 @@ class _SaveParts:
             self.calls.note(clocks[clock], first_s, last_s, rank)
         for clock, began_s in of.copies:
             self.calls.note_copy(clocks[clock], began_s)
+        self.calls.left_out += of.left_out
         self.asked_bytes += of.asked_bytes
         self.image_bytes += of.image_bytes
         self.images += of.images
@@ -307,7 +307,9 @@ class _SaveParts:
         self.written += of.written
         self.ring_bytes = max(self.ring_bytes, of.ring_bytes)
         self.asked_durable = self.asked_durable or of.asked_durable
-        self._note_missing(set(of.asked), set(of.copied), set(of.stored))
+        self.asked.add_ranges(of.asked)
+        self.copied.add_ranges(of.copied)
+        self.stored.add_ranges(of.stored)
 
     def take_returned(
         self, calls: Sequence[tuple[events.SaveReturned, float]], clock: int, *, is_own_clock: bool
@@ -370,8 +372,6 @@ class _SaveParts:
                 what = f"overtaken at {event.leaf}: " if event.overtaken and event.leaf else ""
                 self.missed = what + event.reason
                 self.late_hosts.update(event.late_hosts)
-            case events.CheckpointPruned():
-                self.of_all["prune_s"] = self.of_all.get("prune_s", 0.0) + event.elapsed_s
             case _:
                 assert_never(event)
 
@@ -386,15 +386,12 @@ class _SaveParts:
 
 
 class SaveRecords:
-    """All saves of a run by their generation. ``clocks``: those that moments are of.
-    ``keeps_ranks``: of each save is known which ranks reached what, for ``rollups``.
-    """
+    """All saves of a run by their generation. ``clocks``: those that moments are of."""
 
-    def __init__(self, clocks: HostClocks | None = None, *, keeps_ranks: bool = False) -> None:
-        def made() -> _SaveParts:
-            return _SaveParts(seen=(set(), set(), set()) if keeps_ranks else None)
-
-        self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(made)
+    def __init__(self, clocks: HostClocks | None = None) -> None:
+        self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(_SaveParts)
+        #: What removing checkpoints took, by the save that it went with, if that was read.
+        self._prune_s: dict[tuple[int, int], float] = defaultdict(float)
         self._clocks = HostClocks() if clocks is None else clocks
         #: Those of which the values of ranks are kept apart, the last that had a record last.
         self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
@@ -410,8 +407,9 @@ class SaveRecords:
             self.take_returned((event,), (head,), at.clock, (at.at_s,))
             return
         key = event.incarnation, event.step
-        if isinstance(event, events.CheckpointPruned) and key not in self._saves:
-            return  # nothing else was read of the save that it went with
+        if isinstance(event, events.CheckpointPruned):
+            self._prune_s[key] += event.elapsed_s
+            return
         save = self._saves[key]
         if type(event).__name__ in _OF_RANKS:
             self._keep_open(key, save)
@@ -459,6 +457,8 @@ class SaveRecords:
         self._wrong.clear()
         done = []
         for (number, step), save in sorted(self._saves.items()):
+            if (number, step) in self._prune_s:
+                save.of_all["prune_s"] = self._prune_s[number, step]
             wrong = save.wrong_clocks(common)
             for clock, ahead_s in wrong.items():
                 self._note_wrong(common.host_of(clock), ahead_s, f"{number}-{step}")

@@ -8,10 +8,12 @@ of two sets is the sum of their sketches, whatever the order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 #: How far a quantile may be from the true one, as a part of it.
 RELATIVE_ERROR = 0.01
@@ -31,41 +33,48 @@ class Sketch:
         self.count = 0
         self._buckets: dict[int, int] = {}
 
-    def add_all(self, values: Sequence[float] | NDArray[np.float64]) -> None:
+    def add(self, values: Iterable[float]) -> None:
         """Adds values."""
-        every = np.asarray(values, np.float64)
-        counted = every[every >= LEAST]
-        buckets = self._buckets
+        self.add_buckets(
+            (math.ceil(math.log(value) * _PER_LOG) if value >= LEAST else _ZERO, 1)
+            for value in values
+        )
+
+    def add_many(self, values: NDArray[np.float64]) -> None:
+        """Adds values, hundreds at once."""
+        import numpy as np
+
+        counted = values[values >= LEAST]
         keys, counts = np.unique(np.ceil(np.log(counted) * _PER_LOG), return_counts=True)
-        for key, count in zip(keys.astype(np.int64).tolist(), counts.tolist(), strict=True):
-            buckets[key] = buckets.get(key, 0) + count
-        if len(counted) < len(every):
-            buckets[_ZERO] = buckets.get(_ZERO, 0) + len(every) - len(counted)
-        self.count += len(every)
+        self.add_buckets(zip(keys.astype(np.int64).tolist(), counts.tolist(), strict=True))
+        if len(counted) < len(values):
+            self.add_buckets([(_ZERO, len(values) - len(counted))])
 
     def add_buckets(self, buckets: Iterable[tuple[int, int]]) -> None:
         """Adds the values of another sketch, bucket by bucket."""
+        known = self._buckets
         for key, count in buckets:
-            self._buckets[key] = self._buckets.get(key, 0) + count
+            known[key] = known.get(key, 0) + count
             self.count += count
 
-    def buckets_without(self, values: Sequence[float]) -> list[tuple[int, int]]:
-        """Returns how many values are in which bucket, but for ``values``, which it has."""
-        known = Sketch()
-        known.add_all(values)
-        left = ((key, n - known._buckets.get(key, 0)) for key, n in sorted(self._buckets.items()))
-        return [(key, count) for key, count in left if count]
+    def buckets(self) -> list[tuple[int, int]]:
+        """Returns how many values are in which bucket, the least first."""
+        return sorted(self._buckets.items())
 
-    def quantile(self, part: float) -> float:
-        """Returns the smallest value that ``part`` of all (from 0 to 1) are not above, to 1 %.
+    def quantiles(self, *parts: float) -> list[float]:
+        """Returns for each part (from 0 to 1, in their order) the smallest value that so many of
+        all are not above, to 1 %.
 
         Raises ValueError if there are no values.
         """
         if not self.count:
             raise ValueError("there are no values")
-        left = max(1, math.ceil(part * self.count))
-        for key in sorted(self._buckets):
-            left -= self._buckets[key]
-            if left <= 0:
-                break
-        return 0.0 if key == _ZERO else 2 * _GAMMA**key / (_GAMMA + 1)
+        buckets, seen, key = iter(self.buckets()), 0, _ZERO
+        found = []
+        for part in parts:
+            wanted = max(1, math.ceil(part * self.count))
+            while seen < wanted:
+                key, count = next(buckets)
+                seen += count
+            found.append(0.0 if key == _ZERO else 2 * _GAMMA**key / (_GAMMA + 1))
+        return found

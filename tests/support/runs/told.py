@@ -14,7 +14,7 @@ from holdfast.events import AnyEvent
 
 _TYPES = {
     "Seconds": 0.0,
-    "_Difference": 0.0,
+    "Difference": 0.0,
     "Rate": 0.0,
     "Count": 0,
     "Bytes": 0,

@@ -1,0 +1,149 @@
+"""Makes roll-ups over all hosts of a run, for the keeper that coordinates it.
+
+What their hosts rolled up is joined, and given up behind that. Which of it is joined is read from
+the files alone: whoever coordinates next goes on where they end.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from holdfast.observe.event_files import UNREADABLE, blocks_in, closed_files, open_file, trails_in
+from holdfast.observe.rollup_files import ROLLUPS, Covered, decode_end, decode_rollup
+from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
+from holdfast.observe.rollup_joiner import KnownClocks, RollupJoiner
+from holdfast.observe.run_rollups import (
+    Coverage,
+    encode,
+    joined_directory,
+    joined_files,
+    joined_name,
+    read_head,
+)
+from holdfast.storage.files import link, sync_directory, write_durably
+
+#: The most of one host that goes into one, so that the saves in it are the same ones for all.
+PART_BYTES = 128 << 10
+_ABANDONED_S = 3600.0
+_TORN = (msgspec.DecodeError, UnicodeDecodeError)
+#: What is wrong with a file that will never be read; another error may be gone the next time.
+_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, ValueError, *_TORN)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class RunRollupWriter:
+    """Joins what the hosts of a run rolled up. ``events``: returns the directory of its events.
+
+    Used by one thread.
+    """
+
+    def __init__(self, events: Callable[[], Path], *, part_bytes: int = PART_BYTES) -> None:
+        self._events, self._part_bytes = events, part_bytes
+        self._coverage, self._newest = Coverage(), 0
+        self._known = KnownClocks()
+
+    def join(self) -> bool:
+        """Joins what is new of each host, at most so much; True if there was anything.
+
+        Raises OSError where nothing can be written, or what was joined cannot be read.
+        """
+        events = self._events()
+        self._read_heads(events)
+        joiner, heads, gone = RollupJoiner(self._known), list[TrailParts](), list[Path]()
+        for trail in trails_in(events / ROLLUPS):
+            time.sleep(0)  # other threads of the keeper come first
+            of = _TrailJoin(self._coverage.of(trail), joiner, self._part_bytes)
+            closed = closed_files(trail)
+            for path in [*closed, trail]:
+                with suppress(*UNREADABLE):  # what cannot be read stays for reports to name
+                    if of.take(path) and path in closed[:-1]:  # the newest says where to go on
+                        gone.append(path)
+            if of.parts:
+                heads.append(TrailParts(trail.name, of.parts))
+        for path in gone:
+            with suppress(OSError):
+                path.unlink()
+        if not heads:
+            return False
+        number = self._newest + 1
+        _publish(events, number, encode(RunRollupHead(number, heads), joiner.made()))
+        return True
+
+    def _read_heads(self, events: Path) -> None:
+        """Learns what was joined, by any keeper."""
+        for number, path in joined_files(events):
+            if number > self._newest:
+                with suppress(*_DAMAGED):  # it covers nothing
+                    self._coverage.take(read_head(path))
+                self._newest = number
+
+
+class _TrailJoin:
+    """What is joined of one host."""
+
+    def __init__(self, covered: Covered, joiner: RollupJoiner, most_bytes: int) -> None:
+        self._covered, self._joiner, self._left_bytes = covered, joiner, most_bytes
+        self._taken = Covered()
+        self.parts: list[FilePart] = []
+
+    def take(self, path: Path) -> bool:
+        """Joins what is new in a file; True if nothing was."""
+        is_known = True
+        with open_file(path) as file:
+            for block in blocks_in(file):
+                for line in block.split(b"\n"):
+                    if not self._is_known(line):
+                        is_known = False
+        return is_known
+
+    def _is_known(self, line: bytes) -> bool:
+        with suppress(*_TORN):  # the next keeper of the host rolls it up again
+            end = decode_end(line)
+            part = FilePart(end.file, end.start, end.end, end.is_end)
+            if any(one.touches(part) for one in (self._covered, self._taken)):
+                return True
+            if self._left_bytes <= 0:
+                return False
+            rolled_up = decode_rollup(line)
+            if self._taken.take(part):
+                self._left_bytes -= len(line)
+                self._joiner.take(rolled_up)
+                self.parts.append(part)
+                return False
+        return True
+
+
+def _publish(events: Path, number: int, data: bytes) -> None:
+    """Gives a roll-up its number; where another keeper was faster, nothing is published."""
+    directory = joined_directory(events)
+    directory.mkdir(exist_ok=True)
+    _remove_abandoned(directory.glob(".*.new"))
+    target = directory / joined_name(number)
+    temporary = directory / f".{number}-{os.getpid()}.new"
+    try:
+        write_durably(str(temporary), data)
+        try:
+            link(str(temporary), str(target))
+        except OSError as error:
+            if error.errno not in _NO_LINKS or target.exists():
+                raise
+            temporary.rename(target)
+        sync_directory(str(directory))
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(files: Iterable[Path]) -> None:
+    for path in files:
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
