@@ -294,19 +294,6 @@ def test_a_lightning_file_is_loaded(tmp_path: Path) -> None:
     assert same(there.state_dict(), optimizer.state_dict()) and state["epoch"] == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
-    ],
-)
-def test_what_is_not_read_yet_is_refused_by_name(tmp_path: Path, name: str, words: str) -> None:
-    (tmp_path / name).parent.mkdir(parents=True)
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(holdfast.UsageError, match=f"{words}.* can't be read yet"):
-        holdfast.open(tmp_path)
-
-
 def test_older_files_of_torch_are_refused_by_name(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(ForeignFormatError, match="of torch before"):
