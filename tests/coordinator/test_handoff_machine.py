@@ -322,9 +322,30 @@ class OnSeveralHosts(HostedWorld, Handoff):
     def the_next_start_is_on_so_many_hosts(self, hosts: int) -> None:
         for process in self.processes:
             process.alive = False
+            self.hang_up(process)  # what its host holds goes first, by where the ranks were
         self.hosts = hosts
         self.begin(max(self.world, hosts))
         self.moves = 0
+
+
+@pytest.mark.promise
+def test_a_durable_save_that_memory_keeps_no_more_is_told_while_a_rank_stays_away() -> None:
+    """It waited for storage; a host came back with nothing, and the rank that was there did not."""
+    durable = Save(durable=True, exact=False, values_bytes=0)
+    world = OnSeveralHosts()
+    world.hosts = 1
+    world.start(3)
+    world.all_goes_well(durable, False)
+    for process in world.processes:
+        world.hang_up(process)
+        process.alive = False
+    world.hosts = 3
+    world.begin(3)
+    world.all_goes_well(durable, False)
+    assert world.owed and len(world.persisting) == 1, "storage writes what came before"
+    world.lose_host(2, is_stored=False)
+    world.host_returns(2, is_empty=True)
+    world.check_end()
 
 
 class WherePlanningTakesLong(OnSeveralHosts):

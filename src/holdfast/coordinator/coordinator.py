@@ -144,6 +144,9 @@ class Coordinator:
         names = listed([*self.away.values()])
         return f"the keeper of {names} is out of reach; no rank captures until it is back"
 
+    def _why_hindered(self) -> str:
+        return self._why_away() if self.away else self.absence.reason
+
     # ── incarnations ─────────────────────────────────────────────────────────────────────────────
 
     def begin(
@@ -323,7 +326,7 @@ class Coordinator:
     def _decide_request(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
         if self._leaving:
             return skip(request.step, self._why_leaving(), is_passing=False, rank=rank)
-        why = self._why_away() if self.away else self.absence.reason
+        why = self._why_hindered()
         if why:  # a later request for this step by the absent rank must not wait for this one
             self._requests.decline(request.step, why, is_passing=True, by=rank)
             return skip(request.step, why, rank=rank)
@@ -546,14 +549,15 @@ class Coordinator:
         )
 
     def _expire_promises(self, now_s: float) -> list[Action]:
-        """Fail durable promises while a host is away: nothing can be made durable, and the host may
-        never return.
+        """Fail durable promises while a host or rank is away, which may never return, and what is
+        in memory does not keep them.
         """
-        if not self.away:
+        why = self._why_hindered()
+        if not why or (not self.away and self.durability.is_payable):
             self._away_since_s = now_s
         if now_s - self._away_since_s <= self.capture_deadline_s:
             return []
-        return self.durability.expire(self._why_away())
+        return self.durability.expire(why)
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 

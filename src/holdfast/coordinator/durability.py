@@ -123,12 +123,15 @@ class DurabilityQueue:
 
     def start_next(self) -> list[Action]:
         """Start writing the newest snapshot for the order if storage is free."""
+        return self.start_newest() if self.is_payable and not self._is_busy() else []
+
+    @property
+    def is_payable(self) -> bool:
+        """Return True if the newest snapshot in memory pays the order once storage is free."""
         newest = self._attempts.newest_complete()
-        if self._is_busy() or newest is None or newest.refused:
-            return []
-        if newest.incarnation != self._incarnation or not self.pays(newest.step):
-            return []  # steps of another incarnation are unrelated to the order
-        return self.start_newest()
+        if newest is None or newest.refused:
+            return False  # steps of another incarnation are unrelated to the order
+        return newest.incarnation == self._incarnation and self.pays(newest.step)
 
     def start_newest(self) -> list[Action]:
         """Make the newest snapshot durable when the run ends or no rank is left."""

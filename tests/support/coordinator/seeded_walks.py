@@ -106,6 +106,8 @@ def main() -> None:
                 stop = min(first + _PART, options.first + per_machine)
                 parts[pool.submit(walk_many, kind, first, stop)] = stop - first
         for part in as_completed(parts):
+            if part.exception() is not None:
+                pool.shutdown(wait=False, cancel_futures=True)  # it is told at once
             moves, walks = moves + part.result(), walks + parts[part]
             print(f"\r{walks:,} walks, {moves:,} rules", end="", file=sys.stderr, flush=True)
     took_s = time.monotonic() - began_s
