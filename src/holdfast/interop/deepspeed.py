@@ -489,9 +489,15 @@ class _Checkpoint:
                     f"{[*map(shown, first_steps)]!s:.60}, or "
                     "hyperparameters differ: files of two saves are mixed",
                 )
-            others = singles.keys() ^ first_singles.keys()
-            if others := others.union(self._copies.differing([first_singles, singles])):  # type: ignore[list-item]
-                kinds = {kind for _, kind in others}
+            kinds = {
+                kind
+                for number, kind in singles.keys() | first_singles.keys()
+                if not {(number, kind)} <= singles.keys() & first_singles.keys()
+                or self._copies.differing(
+                    [{"": one[number, kind]} for one in (first_singles, singles)]
+                )
+            }
+            if kinds:
                 self._unfit.append(
                     f"{min(map(str, kinds)):.100} in {name} is a single value, and not that of "
                     f"{names[0]}: which a parameter of both has is not stored"
