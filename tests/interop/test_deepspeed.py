@@ -22,6 +22,7 @@ from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
 from holdfast.interop import deepspeed
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.opening import open_source
+from holdfast.interop.source_files import SourceFiles
 from support.runs.launch import run_ranks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "deepspeed-0.19.8"
@@ -260,6 +261,24 @@ def test_tensor_parallel_ranks_of_which_no_file_says_how_they_join_are_refused(
 
 
 @pytest.mark.promise
+def test_hyperparameters_without_end_are_compared_in_bounded_time() -> None:
+    def doubled() -> list[Any]:
+        found: list[Any] = [1]
+        for _ in range(60):
+            found = [found, found]
+        return found
+
+    def state() -> dict[str, Any]:
+        inner = {"state": {0: {"more": doubled()}}, "param_groups": [{"betas": doubled()}]}
+        return {"base_optimizer_state": inner}
+
+    tag = "global_step3/"
+    files = SourceFiles(GOLDEN / "tensor-zero1-fp32-4" / "checkpoint")
+    checkpoint = deepspeed._Checkpoint(files, tag)
+    checkpoint._refuse_mixed(["a", "b"], [state(), state()], "base_optimizer_state")
+    assert not checkpoint._unfit
+
+
 def test_files_of_tensor_parallel_ranks_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     root = copied(tmp_path, "tensor-zero1-fp32-4")
     file = root / "global_step3" / "mp_rank_01_model_states.pt"

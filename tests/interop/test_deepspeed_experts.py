@@ -104,6 +104,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda tag: rewrite(tag / MODEL, lambda s: s.update(num_experts=[4])),
         "experts of layer 1, which has none",
     ),
+    "more experts than memory has": (
+        lambda tag: rewrite(tag / MODEL, lambda s: s.update(num_experts=[10**18, 4])),
+        "layer 0 has 1000000000000000000 experts, and there is no file of expert 4",
+    ),
     "no counts": (
         lambda tag: rewrite(tag / MODEL, lambda s: s.update(num_experts=None)),
         "does not say how many experts",

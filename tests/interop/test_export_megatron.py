@@ -98,6 +98,20 @@ def test_a_model_of_ours_and_its_optimizer_leave_under_megatrons_names(tmp_path:
     assert torch.equal(momentum(there, 1), momentum(optimizer, 1))
 
 
+def test_the_count_of_steps_is_an_integer_as_fused_optimizers_want_it(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+    holdfast.save(tmp_path / "root", {"model": model, "optimizer": optimizer}, step=3)
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "root"), str(out), "--to", "megatron"]) == 0
+    common = torch.load(out / "iter_0000003" / "common.pt", weights_only=True)
+    (group,) = common["optimizer"]["optimizer"]["param_groups"]
+    assert type(group["step"]) is int and group["step"] == 3
+
+
 def momentum(optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
     found: torch.Tensor = list(optimizer.state.values())[number]["momentum_buffer"]
     return found

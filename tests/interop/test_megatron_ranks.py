@@ -151,6 +151,18 @@ def args_set(**given: Any) -> Change:
     return lambda state: state["args"].__dict__.update(given)
 
 
+def doubled() -> list[Any]:
+    """Of a few lists; to print it, or to compare it with another, takes for ever."""
+    found: list[Any] = [1]
+    for _ in range(60):
+        found = [found, found]
+    return found
+
+
+def doubled_args(name: str) -> Change:
+    return lambda state: args_set(**{name: doubled()})(state)
+
+
 def first_layer(name: str, new: Any) -> Change:
     def change(state: dict[str, Any]) -> None:
         key = f"decoder.layers.0.{name}"
@@ -176,6 +188,13 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "fewer ranks": ("*", args_set(tensor_model_parallel_size=1), "mp_rank_01.*of another one"),
     "more stages": ("*", args_set(pipeline_model_parallel_size=2), "mp_rank_00_000.*not there"),
     "an old order": ("*", lambda s: s.update(checkpoint_version=1.0), "checkpoint_version 1.0"),
+    "a size without end": ("*", doubled_args("tensor_model_parallel_size"), "size a list"),
+    "layers without end": ("*", doubled_args("num_layers"), "of decoder, the args a list"),
+    "a version without end": (
+        "*",
+        lambda s: s.update(checkpoint_version=doubled()),
+        "checkpoint_version a list",
+    ),
     "another step": ("01", lambda s: s.update(iteration=21), "its iteration is 21"),
     "another version": ("01", lambda s: s.update(checkpoint_version=2.0), "checkpoint_version is"),
     "other arguments": ("01", args_set(ffn_hidden_size=24), "its ffn_hidden_size is 24"),

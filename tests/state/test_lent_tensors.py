@@ -211,6 +211,16 @@ def test_a_tensor_that_other_processes_share_stays_the_one_that_they_have(
     assert held.tensor.is_shared() and held.calls == (2 if take is add_to_zeros else 1)
 
 
+def test_an_object_whose_tensor_is_sparse_now_is_given_the_dense_one_that_it_saved(
+    tmp_path: Path,
+) -> None:
+    saved = numbers(10_000).reshape(100, 100)
+    holdfast.save(tmp_path, {"held": Held(saved, keep)})
+    held = Held(torch.zeros(100, 100).to_sparse(), keep)
+    holdfast.load(tmp_path, {"held": held})
+    assert torch.equal(held.tensor, saved)
+
+
 def test_a_pinned_tensor_stays_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holdfast.save(tmp_path, {"held": Held(numbers(10_000), keep)})
     held = Held(numbers(10_000, 50.0), keep)

@@ -32,7 +32,7 @@ from holdfast.interop.parameter_partition import (
     model_ranks,
     partition_cuts,
 )
-from holdfast.interop.pickle_records import Record, TensorRef
+from holdfast.interop.pickle_records import Record, TensorRef, shown
 from holdfast.interop.rank_copies import RankCopies
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.tensor_ranks import INFO, TensorRanks
@@ -482,14 +482,22 @@ class _Checkpoint:
             marks.append((steps, options, singles))
         first_steps, first_options, first_singles = marks[0]
         for name, (steps, options, singles) in zip(names, marks, strict=True):
-            if (steps, options) != (first_steps, first_options):
+            if self._copies.differing([{"": (first_steps, first_options)}, {"": (steps, options)}]):
                 raise self._files.error(
                     name,
-                    f"its steps are {steps!s:.60}, those of {names[0]} {first_steps!s:.60}, or "
+                    f"its steps are {[*map(shown, steps)]!s:.60}, those of {names[0]} "
+                    f"{[*map(shown, first_steps)]!s:.60}, or "
                     "hyperparameters differ: files of two saves are mixed",
                 )
-            if singles != first_singles:
-                kinds = {kind for _, kind in dict(singles.items() ^ first_singles.items())}
+            kinds = {
+                kind
+                for number, kind in singles.keys() | first_singles.keys()
+                if not {(number, kind)} <= singles.keys() & first_singles.keys()
+                or self._copies.differing(
+                    [{"": one[number, kind]} for one in (first_singles, singles)]
+                )
+            }
+            if kinds:
                 self._unfit.append(
                     f"{min(map(str, kinds)):.100} in {name} is a single value, and not that of "
                     f"{names[0]}: which a parameter of both has is not stored"

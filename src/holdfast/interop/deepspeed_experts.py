@@ -93,8 +93,11 @@ def experts_in(names: Iterable[str], read: Callable[[str], Any], counts: Any) ->
         raise UsageError("the file of the model does not say how many experts its layers have")
     for layer, count in enumerate(counts):
         there = layers.pop(layer, set())
-        if there != set(range(count)):
-            other = min(there ^ set(range(count)))
+        # Not all numbers below the count, which is the file's and may be any.
+        missing = next(number for number in range(len(there) + 1) if number not in there)
+        wrong = [number for number in (missing, *there) if (number < count) == (number == missing)]
+        if wrong:
+            other = min(wrong)
             what = "there is no file" if other < count else "there is a file"
             raise UsageError(f"layer {layer} has {count} experts, and {what} of expert {other}")
     if layers:

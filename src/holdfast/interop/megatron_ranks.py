@@ -17,7 +17,7 @@ from holdfast.interop.arrange import MODEL, Orders, is_extra
 from holdfast.interop.deepspeed_files import TagFiles
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
 from holdfast.interop.master_copies import NARROW, is_master_of
-from holdfast.interop.pickle_records import Record
+from holdfast.interop.pickle_records import Record, shown
 from holdfast.interop.rank_copies import RankCopies
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.state_files import Gathered, checkpoint_of, is_step, step_of
@@ -122,7 +122,7 @@ class _RankFiles:
     def _size(self, key: str, default: int | None) -> int:
         size = self._args.get(key, default)
         if type(size) is not int or not 0 < size < 1 << 20:
-            raise self._files.error(self._first, f"its args have {key} {size!s:.40}")
+            raise self._files.error(self._first, f"its args have {key} {shown(size)}")
         return size
 
     def _placed(self, numbered: Mapping[tuple[int, ...], str]) -> dict[Place, str]:
@@ -158,7 +158,7 @@ class _RankFiles:
         version = first.get("checkpoint_version")
         if version not in _VERSIONS:
             raise UsageError(
-                f"{self._files.where(self._first)} has the checkpoint_version {version!s:.20}; "
+                f"{self._files.where(self._first)} has the checkpoint_version {shown(version)}; "
                 "queries, keys and values have another order before 2.0, which can't be read"
             )
         for name in self._names.values():
@@ -167,9 +167,9 @@ class _RankFiles:
             for key in ("iteration", "checkpoint_version"):
                 pairs.append((key, first.get(key), value.get(key)))
             for key, one, other in pairs:
-                if type(one) is not type(other) or one != other:
+                if self._copies.differing([{key: one}, {key: other}]):
                     raise self._files.error(
-                        name, f"its {key} is {other!s:.60}, that of {self._first} {one!s:.60}"
+                        name, f"its {key} is {shown(other)}, that of {self._first} {shown(one)}"
                     )
 
     # ── the model ────────────────────────────────────────────────────────────────────────
@@ -262,8 +262,8 @@ class _RankFiles:
         if len(stacks) > 1 or begin != total:
             raise UsageError(
                 f"{self._files.where(self._names[rank, 0])}: the stages have {begin} layers of "
-                f"{' and '.join(sorted(stacks)) or 'nothing'}, the args {total!s:.20}: only models "
-                "with one stack of layers are read"
+                f"{' and '.join(sorted(stacks)) or 'nothing'}, the args {shown(total)}: only "
+                "models with one stack of layers are read"
             )
 
     def _named_part(

@@ -185,6 +185,8 @@ def shown(value: Any) -> str:
         return repr(value[:60])
     if type(value) is int and abs(value) < 1 << 64:
         return str(value)
+    if type(value) in (float, bool):
+        return str(value)
     if isinstance(value, (GlobalName, TorchDtype)):
         return str(value)[:100]
     return f"a {type(value).__name__}"

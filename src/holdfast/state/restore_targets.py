@@ -265,6 +265,8 @@ def _data_of(there: Any, name: str) -> Any:
 def _room_for(spec: Spec, there: Any) -> torch.Tensor:
     dtype, shape = TORCH_DTYPES[spec[0]], spec[1]
     if isinstance(there, torch.Tensor):
+        if there.layout is not torch.strided:  # as sparse ones: leaves are dense
+            return torch.empty(shape, dtype=dtype, device=there.device)
         if tuple(there.shape) == shape and there.dtype == dtype:
             return there
         if tuple(there.shape) == shape:

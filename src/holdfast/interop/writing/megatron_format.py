@@ -155,7 +155,9 @@ def _without_steps(
         name: {kind: one for kind, one in kinds.items() if name not in found or kind != _STEP}
         for name, kinds in moments.items()
     }
-    return rest, next(iter(found.values()), None)
+    taken = next(iter(found.values()), None)
+    # Transformer Engine's optimizers add to it and take an integer only.
+    return rest, int(taken) if taken is not None and taken.is_integer() else taken
 
 
 def _with_master(kinds: dict[str, Any], parameter: Any) -> dict[str, Any]:
