@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.events import Warned
@@ -66,6 +67,23 @@ def test_models_that_are_trained_in_turns_are_not_told(tmp_path: Path) -> None:
     with listening() as events, holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
         for step in range(6):
             train(state if step % 2 else other, step)
+            ckpt.save(step).wait_captured(60)
+    assert not [one for one in events if isinstance(one, Warned)]
+
+
+def test_another_optimizer_of_the_saved_model_is_not_said_to_train_what_is_not_saved(
+    tmp_path: Path,
+) -> None:
+    state = build(wide=20)
+    model = state["model"]
+    assert isinstance(model, torch.nn.Module)
+    sgd = torch.optim.SGD([*model.parameters()][:1], lr=0.1)
+    later = state["optimizer"]
+    assert isinstance(later, torch.optim.Optimizer)
+    later.param_groups[0]["params"] = [*model.parameters()][1:]
+    with listening() as events, holdfast.Checkpointer(tmp_path, state, storage=None) as ckpt:
+        for step in range(6):
+            train({**state, "optimizer": sgd}, step)
             ckpt.save(step).wait_captured(60)
     assert not [one for one in events if isinstance(one, Warned)]
 

@@ -300,18 +300,21 @@ class OptimizerSteps:
             self._bindings = bindings
         living = [(key, one) for key, ref in self._optimizers.items() if (one := ref())]
         stepped = any(one in self._stepped for _, one in living)
-        self._warn_of_others(living, stepped)
+        self._warn_of_others(bindings, living, stepped)
         self._stepped.clear()
         updates = {key: self._whole.get(one, 0) for key, one in living}
         if not living:  # beside an optimizer it has other uses, on some ranks only
             updates[BY_HAND] = self._by_hand
         return TrainedParameters(self._leaves, stepped, updates)
 
-    def _warn_of_others(self, living: list[tuple[str, Optimizer]], stepped: bool) -> None:
+    def _warn_of_others(
+        self, bindings: Bindings, living: list[tuple[str, Optimizer]], stepped: bool
+    ) -> None:
         """Says once that what trains is not what is saved, as when a notebook made both anew."""
         others: list[Optimizer] = []
         if living and not stepped and self._stepped:
             own = {id(parameter) for _, one in living for parameter in parameters_of(one)}
+            own.update(id(binding.tensor) for binding in bindings)  # of the model, by another
             others = [one for one in self._stepped if own.isdisjoint(map(id, parameters_of(one)))]
         if not others:
             self._idle_saves = 0
