@@ -51,9 +51,13 @@ def test_a_model_made_anew_beside_the_state_is_told_by_name_once(tmp_path: Path)
         (told,) = (one.message for one in events if isinstance(one, Warned))
         assert "AdamW trains parameters that are not in the state" in told
         assert "state['optimizer'] took no step" in told
+        for step in range(9, 14):  # said once, also where both train in turns
+            train(state if step == 9 else again, step)
+            ckpt.save(step).wait_captured(60)
+        assert len([one for one in events if isinstance(one, Warned)]) == 1
         state.update(again)
-        train(again, 9)
-        ckpt.save(9, durable=True).wait_durable(60)
+        train(again, 14)
+        ckpt.save(14, durable=True).wait_durable(60)
     loaded = build(2, wide=20)
     holdfast.load(tmp_path, loaded)
     for one, other in zip(

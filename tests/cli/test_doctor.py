@@ -28,6 +28,7 @@ from holdfast.cli.doctor.rules.findings import (
     Torch,
     worst,
 )
+from holdfast.errors import StorageError
 from holdfast.storage.local import LocalStore
 from support.checkpoints.roots import fill, leave_behind
 
@@ -526,6 +527,22 @@ def test_files_that_are_missing_or_cut_short_are_told_without_being_read(
     monkeypatch.setattr(doctor_root, "_MOST_FILES", 2)
     assert main(["doctor", str(tmp_path), "--quick"]) == 11
     assert "files of 5 older checkpoints were not looked up" in capsys.readouterr().out
+
+
+def test_a_store_that_does_not_answer_says_nothing_about_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(LocalStore(tmp_path))
+
+    def size_bytes(_: LocalStore, path: str) -> int:
+        error = StorageError("no answer within 30 s", operation="size", path=path, url="", errno=0)
+        error.retryable = True
+        raise error
+
+    monkeypatch.setattr(LocalStore, "size_bytes", size_bytes)
+    listed = catalogue(LocalStore(tmp_path))
+    damaged, unchecked = doctor_root._damaged(LocalStore(tmp_path), listed)
+    assert damaged == () and unchecked == len(listed.manifests)
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_not_damaged(tmp_path: Path) -> None:

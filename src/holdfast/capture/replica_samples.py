@@ -317,7 +317,8 @@ class OptimizerSteps:
             own.update(id(binding.tensor) for binding in bindings)  # of the model, by another
             others = [one for one in self._stepped if own.isdisjoint(map(id, parameters_of(one)))]
         if not others:
-            self._idle_saves = 0
+            if self._idle_saves < _IDLE_SAVES:  # else it was said
+                self._idle_saves = 0
             return
         self._idle_saves += 1
         if self._idle_saves == _IDLE_SAVES:

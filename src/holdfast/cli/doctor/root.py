@@ -26,7 +26,7 @@ from holdfast.cli.doctor.arena import root_keys
 from holdfast.cli.doctor.host import probe_place
 from holdfast.cli.doctor.rules.findings import PlaceFacts, ProtectedFacts, Rendezvous, RootFacts
 from holdfast.cli.doctor.rules.run_rules import BUCKET
-from holdfast.errors import HoldfastError, NotFound
+from holdfast.errors import HoldfastError, NotFound, StorageError
 from holdfast.events import (
     ProtectionPlanned,
     RunStarted,
@@ -134,10 +134,13 @@ def _damaged(store: Store, found: Catalogue) -> tuple[tuple[tuple[str, tuple[str
         files += len(refs)
         if checked and files > _MOST_FILES:
             break
-        checked += 1
         layout = layout_path(manifest.layout)
         faults = [] if Path(layout).name in layouts else [f"{layout} is not there"]
-        faults += filter(None, read_each(store, partial(_size_fault, store), refs))
+        try:
+            faults += filter(None, read_each(store, partial(_size_fault, store), refs))
+        except StorageError:  # storage does not answer: that says nothing about the files
+            break
+        checked += 1
         if faults and store.exists(manifest_path(manifest.generation)):  # else it was just removed
             damaged.append((str(manifest.generation), tuple(faults)))
     return tuple(damaged), len(found.manifests) - checked
@@ -149,6 +152,8 @@ def _size_fault(store: Store, ref: documents.ImageRef) -> str:
     except NotFound:
         return f"{ref.path} is not there"
     except HoldfastError as error:
+        if isinstance(error, StorageError) and error.retryable:
+            raise
         return str(error)
     if there == ref.size_bytes:
         return ""
