@@ -222,6 +222,24 @@ def test_what_is_joined_is_given_up_and_not_rolled_up_again(
     assert_alike(said(root), expected)
 
 
+def test_what_is_of_another_version_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper of a newer version rolled it up, or one of an older."""
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(rollup_writer, "PART_BYTES", 1)
+    root = tell_run(tmp_path, RANKS)
+    roll_up_all(root)
+    foreign, *_ = closed_files(rollup_path(trails_of(root)[0]))
+    line = json.loads(gzip.decompress(foreign.read_bytes()))
+    data = json.dumps({**line, "clocks": 3}).encode() + b"\n"
+    foreign.write_bytes(gzip.compress(data))
+    writer = writer_of(root)
+    assert writer.join() and not writer.join()
+    assert [path.name for path in closed_files(rollup_path(trails_of(root)[0]))][0] == foreign.name
+    assert gzip.decompress(foreign.read_bytes()) == data
+
+
 @pytest.mark.parametrize(
     "damage",
     [

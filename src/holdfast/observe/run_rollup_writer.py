@@ -106,7 +106,7 @@ class _TrailJoin:
         return is_known
 
     def _is_known(self, line: bytes) -> bool:
-        with suppress(*_TORN):  # the next keeper of the host rolls it up again
+        try:
             end = decode_end(line)
             part = FilePart(end.file, end.start, end.end, end.is_end)
             if any(one.touches(part) for one in (self._covered, self._taken)):
@@ -119,6 +119,10 @@ class _TrailJoin:
                 self._joiner.take(rolled_up)
                 self.parts.append(part)
                 return False
+        except msgspec.ValidationError:
+            return False  # whole, and of another version: one that knows it may join it
+        except _TORN:  # the next keeper of the host rolls it up again
+            pass
         return True
 
 
