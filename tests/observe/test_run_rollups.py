@@ -222,6 +222,19 @@ def test_what_is_joined_is_given_up_and_not_rolled_up_again(
     assert_alike(said(root), expected)
 
 
+def test_none_is_larger_than_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of hosts that have much to say one would be."""
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    roll_up_all(root)
+    monkeypatch.setattr(run_rollup_writer, "_JOINED_BYTES", 1)
+    assert join_all(root) > 10
+    assert all(len(read_head(path).trails) == 1 for _, path in joined_files(root / "events"))
+    remove_hosts_files(root)
+    assert_alike(said(root), expected)
+
+
 def test_what_is_of_another_version_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from holdfast.observe.rollup_files import ROLLUPS, Covered, decode_end, decode_r
 from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
 from holdfast.observe.rollup_joiner import KnownClocks, RollupJoiner
 from holdfast.observe.run_rollups import (
+    MOST_BYTES,
     Coverage,
     encode,
     joined_directory,
@@ -33,6 +34,8 @@ from holdfast.storage.files import link, sync_directory, write_durably
 
 #: The most of one host that goes into one, so that the saves in it are the same ones for all.
 PART_BYTES = 128 << 10
+#: The most of all of them, of which one is made that can be read.
+_JOINED_BYTES = MOST_BYTES // 4
 _ABANDONED_S = 3600.0
 _TORN = (msgspec.DecodeError, UnicodeDecodeError)
 #: What is wrong with a file that will never be read; another error may be gone the next time.
@@ -59,9 +62,11 @@ class RunRollupWriter:
         events = self._events()
         self._read_heads(events)
         joiner, heads, gone = RollupJoiner(self._known), list[TrailParts](), list[Path]()
+        left_bytes = _JOINED_BYTES
         for trail in trails_in(events / ROLLUPS):
             time.sleep(0)  # other threads of the keeper come first
-            of = _TrailJoin(self._coverage.of(trail), joiner, self._part_bytes)
+            most_bytes = min(self._part_bytes, left_bytes)
+            of = _TrailJoin(self._coverage.of(trail), joiner, most_bytes)
             closed = closed_files(trail)
             for path in [*closed, trail]:
                 with suppress(*UNREADABLE):  # what cannot be read stays for reports to name
@@ -69,6 +74,7 @@ class RunRollupWriter:
                         gone.append(path)
             if of.parts:
                 heads.append(TrailParts(trail.name, of.parts))
+                left_bytes -= most_bytes - of.left_bytes
         for path in gone:
             with suppress(OSError):
                 path.unlink()
@@ -91,7 +97,7 @@ class _TrailJoin:
     """What is joined of one host."""
 
     def __init__(self, covered: Covered, joiner: RollupJoiner, most_bytes: int) -> None:
-        self._covered, self._joiner, self._left_bytes = covered, joiner, most_bytes
+        self._covered, self._joiner, self.left_bytes = covered, joiner, most_bytes
         self._taken = Covered()
         self.parts: list[FilePart] = []
 
@@ -111,11 +117,11 @@ class _TrailJoin:
             part = FilePart(end.file, end.start, end.end, end.is_end)
             if any(one.touches(part) for one in (self._covered, self._taken)):
                 return True
-            if self._left_bytes <= 0:
+            if self.left_bytes <= 0:
                 return False
             rolled_up = decode_rollup(line)
             if self._taken.take(part):
-                self._left_bytes -= len(line)
+                self.left_bytes -= len(line)
                 self._joiner.take(rolled_up)
                 self.parts.append(part)
                 return False

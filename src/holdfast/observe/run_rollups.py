@@ -23,8 +23,8 @@ from holdfast.observe.rollup_groups import Rollup, RunRollupHead
 
 _JOINED = "joined"
 _NAME = re.compile(r"(\d{8})\.jsonl\.gz", re.ASCII).fullmatch
-#: The most that one has; those of 16,384 ranks have a thirtieth of it.
-_MOST_BYTES = 256 << 20
+#: The most that a line of one has; those of 16,384 ranks have a thirtieth of it.
+MOST_BYTES = 256 << 20
 
 _decode_head = msgspec.json.Decoder(RunRollupHead).decode
 #: What is wrong with a file that has something else in it.
@@ -102,7 +102,7 @@ def read_run_rollups(events: Path, coverage: Coverage, refused: Refused) -> Iter
 
 
 def _line(file: BinaryIO) -> bytes:
-    line = file.readline(_MOST_BYTES)
+    line = file.readline(MOST_BYTES)
     if not line.endswith(b"\n"):
         raise EOFError("ends in the middle of a line")
     return line
