@@ -21,8 +21,9 @@ import holdfast
 from holdfast import events
 from holdfast.observe import rollup_writer, run_rollup_writer
 from holdfast.observe.event_files import closed_files
-from holdfast.observe.rollup_files import ROLLUPS, rollup_path
+from holdfast.observe.rollup_files import ROLLUPS, name_of, rollup_path
 from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
+from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
 from holdfast.observe.rollups import NAMED
 from holdfast.observe.run_rollup_thread import RollupJoining
@@ -235,6 +236,57 @@ def test_none_is_larger_than_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_alike(said(root), expected)
 
 
+@pytest.mark.parametrize("is_cut", [False, True], ids=["roll-ups lost", "events lost, too"])
+def test_what_is_appended_after_a_loss_of_power_is_read_though_more_was_joined(
+    is_cut: bool, tmp_path: Path
+) -> None:
+    """What was joined is durable before what it is of."""
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    left = {trail: trail.read_bytes().splitlines(keepends=True) for trail in trails_of(root)}
+    for trail, lines in left.items():
+        trail.write_bytes(b"".join(lines[:40]))
+    roll_up_all(root)
+    join_all(root)
+    for trail, lines in left.items():
+        rollup_path(trail).write_bytes(b"")
+        if is_cut:
+            trail.write_bytes(b"".join(lines[:20]))
+        writer = RollupWriter(trail)
+        writer.begin()
+        with trail.open("ab") as file:
+            file.write(b"".join(lines[40:]))
+        writer.finish(deadline_s=60)
+    assert_alike(said(root), expected)
+    join_all(root)
+    remove_hosts_files(root)
+    assert_alike(said(root), expected)
+
+
+def test_what_was_begun_is_rolled_up_to_its_end_by_the_next_keeper(tmp_path: Path) -> None:
+    """One file could not be read for a while, and its keeper rolled up the next one before."""
+    root = tell_run(tmp_path, RANKS)
+    trail, *_ = trails_of(root)
+    lines = trail.read_bytes().splitlines(keepends=True)
+    trail.write_bytes(b"".join(lines[:30]))
+    RollupWriter(trail).finish(deadline_s=60)
+    full = trail.with_suffix(".s000001.jsonl")
+    full.write_bytes(b"".join(lines[:50]))
+    trail.write_bytes(b"".join(lines[50:]))
+    newest = msgspec.json.encode(roll_up(trail.read_bytes(), _name(trail), 0)) + b"\n"
+    with rollup_path(trail).open("ab") as file:
+        file.write(newest)
+    expected = said(root)
+    RollupWriter(trail).finish(deadline_s=60)
+    full.unlink()
+    assert_alike(said(root), expected)
+
+
+def _name(path: Path) -> str:
+    with path.open("rb") as file:
+        return name_of(file)
+
+
 def test_what_is_of_another_version_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +301,7 @@ def test_what_is_of_another_version_is_not_given_up(
     foreign.write_bytes(gzip.compress(data))
     writer = writer_of(root)
     assert writer.join() and not writer.join()
-    assert [path.name for path in closed_files(rollup_path(trails_of(root)[0]))][0] == foreign.name
+    assert foreign in closed_files(rollup_path(trails_of(root)[0]))
     assert gzip.decompress(foreign.read_bytes()) == data
 
 

@@ -36,6 +36,8 @@ _LOOK_S = 1.0
 #: At which size the file of roll-ups is set aside: small ones are given up once they are joined.
 #: Of more than so many none seems to be.
 PART_BYTES, _PARTS = 64 << 10, 32
+#: Roll-ups of all hosts of which it is read what they are of: some hours of them.
+_NEWEST_JOINED = 16
 #: Roll-ups are never given up for their size.
 _NO_BUDGET = 1 << 62
 
@@ -65,6 +67,24 @@ class _OpenFile:
             end = len(data)
         self.left = data[end:]
         return data[:end]
+
+
+def _read_known(trail: Path) -> Covered:
+    """Returns how far the files of a writer are rolled up, also by what was joined at last: that is
+    durable, and a host that lost its power may have lost what it rolled up.
+    """
+    from holdfast.observe.run_rollups import joined_files, read_head  # a start would wait for it
+
+    covered = read_ends(trail)
+    with suppress(OSError):
+        for _, path in joined_files(trail.parent)[-_NEWEST_JOINED:]:
+            with suppress(*UNREADABLE, ValueError):  # it covers nothing
+                trails = read_head(path).trails
+                for part in (
+                    part for one in trails if one.trail == trail.name for part in one.parts
+                ):
+                    covered.take(part)
+    return covered
 
 
 class RollupWriter:
@@ -97,7 +117,7 @@ class RollupWriter:
 
         Raises OSError where there is none.
         """
-        ends = read_ends(self._trail).ends  # before: the file grows
+        ends = _read_known(self._trail).ends  # before: the file grows
         with open_file(self._trail) as file:
             end = ends.get(name_of(file))
             is_cut = end is not None and os.fstat(file.fileno()).st_size < end.end
@@ -165,7 +185,7 @@ class RollupWriter:
     def _open_next(self, now_s: float) -> _OpenFile | None:
         """Opens the oldest file that is not wholly rolled up."""
         if self._covered is None:
-            self._covered = read_ends(self._trail)
+            self._covered = _read_known(self._trail)
         ends, names = self._covered.ends, dict[Path, str]()
         for path in [*closed_files(self._trail), self._trail]:
             with suppress(*UNREADABLE), open_file(path) as file:  # the others are rolled up
@@ -174,7 +194,7 @@ class RollupWriter:
         begun = max((at for at, name in enumerate(names.values()) if name in ends), default=0)
         for at, (path, name) in enumerate(names.items()):
             end = ends.get(name)
-            is_over = at < begun and name not in self._refused
+            is_over = at < begun and end is None and name not in self._refused
             is_refused = self._refused.get(name, now_s) > now_s
             if not name or is_over or is_refused or (end is not None and end.is_end):
                 continue
