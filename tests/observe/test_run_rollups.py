@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
-from holdfast.observe import rollup_writer, run_rollup_writer
+from holdfast.observe import records, rollup_writer, run_rollup_writer
 from holdfast.observe.event_files import closed_files
 from holdfast.observe.rollup_files import ROLLUPS, name_of, rollup_path
-from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
+from holdfast.observe.rollup_groups import FilePart, Rollup, RunRollupHead, TrailParts
 from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
 from holdfast.observe.rollups import NAMED
@@ -45,8 +45,8 @@ from support.runs.told import Told, of, tell_save, tell_start
 HOSTS = {rank: f"h{rank // 2:02d}" for rank in range(80)}
 
 
-def writer_of(root: Path, part_bytes: int = 1 << 20) -> RunRollupWriter:
-    return RunRollupWriter(lambda: root / "events", part_bytes=part_bytes)
+def writer_of(root: Path, part_bytes: int = 1 << 20, reading_s: float = 0.0) -> RunRollupWriter:
+    return RunRollupWriter(lambda: root / "events", part_bytes=part_bytes, reading_s=reading_s)
 
 
 def join_all(root: Path, part_bytes: int = 1 << 20) -> int:
@@ -261,6 +261,29 @@ def test_what_is_appended_after_a_loss_of_power_is_read_though_more_was_joined(
     join_all(root)
     remove_hosts_files(root)
     assert_alike(said(root), expected)
+
+
+def test_what_is_joined_while_a_report_is_read_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(rollup_writer, "PART_BYTES", 1)
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    roll_up_all(root)
+    for trail in trails_of(root):
+        trail.unlink()
+    read = records.read_run_rollups
+
+    def join_behind(*args: Any) -> Iterator[Rollup]:
+        yield from read(*args)
+        writer = RunRollupWriter(lambda: root / "events")
+        while writer.join():
+            pass
+
+    monkeypatch.setattr(records, "read_run_rollups", join_behind)
+    assert_alike(said(root), expected)
+    assert joined_files(root / "events")
 
 
 def test_what_was_begun_is_rolled_up_to_its_end_by_the_next_keeper(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ PART_BYTES = 128 << 10
 #: The most of all of them, of which one is made that can be read.
 _JOINED_BYTES = MOST_BYTES // 4
 _ABANDONED_S = 3600.0
+#: For how long a report that began before a roll-up was there may read what that is of.
+_READING_S = 300.0
 _TORN = (msgspec.DecodeError, UnicodeDecodeError)
 #: What is wrong with a file that will never be read; another error may be gone the next time.
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, ValueError, *_TORN)
@@ -49,8 +51,16 @@ class RunRollupWriter:
     Used by one thread.
     """
 
-    def __init__(self, events: Callable[[], Path], *, part_bytes: int = PART_BYTES) -> None:
-        self._events, self._part_bytes = events, part_bytes
+    def __init__(
+        self,
+        events: Callable[[], Path],
+        *,
+        part_bytes: int = PART_BYTES,
+        reading_s: float = _READING_S,
+    ) -> None:
+        self._events, self._part_bytes, self._reading_s = events, part_bytes, reading_s
+        self._joined_s: dict[Path, float] = {}
+        """Since when files are known to be joined that are to be given up."""
         self._coverage, self._newest = Coverage(), 0
         self._known = KnownClocks()
 
@@ -75,14 +85,20 @@ class RunRollupWriter:
             if of.parts:
                 heads.append(TrailParts(trail.name, of.parts))
                 left_bytes -= most_bytes - of.left_bytes
-        for path in gone:
-            with suppress(OSError):
-                path.unlink()
+        self._give_up(gone)
         if not heads:
             return False
         number = self._newest + 1
         _publish(events, number, encode(RunRollupHead(number, heads), joiner.made()))
         return True
+
+    def _give_up(self, joined: Iterable[Path]) -> None:
+        now_s = time.monotonic()
+        self._joined_s = {path: self._joined_s.get(path, now_s) for path in joined}
+        for path, since_s in self._joined_s.items():
+            if now_s - since_s >= self._reading_s:
+                with suppress(OSError):
+                    path.unlink()
 
     def _read_heads(self, events: Path) -> None:
         """Learns what was joined, by any keeper."""
@@ -136,6 +152,7 @@ def _publish(events: Path, number: int, data: bytes) -> None:
     """Gives a roll-up its number; where another keeper was faster, nothing is published."""
     directory = joined_directory(events)
     directory.mkdir(exist_ok=True)
+    sync_directory(str(directory.parent))
     _remove_abandoned(directory.glob(".*.new"))
     target = directory / joined_name(number)
     temporary = directory / f".{number}-{os.getpid()}.new"
