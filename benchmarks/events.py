@@ -166,7 +166,7 @@ def write(root: Path, size: RunSize, *, is_rolled_up: bool = False) -> dict[str,
             made["rollup_bytes_of_hosts"] += rollup_path(trail).stat().st_size
             trail.unlink()
     if is_rolled_up:
-        cpu_s, writer = time.process_time(), RunRollupWriter(lambda: root / "events")
+        cpu_s, writer = time.process_time(), RunRollupWriter(lambda: root / "events", reading_s=0.0)
         while writer.join():
             pass
         made["joining_cpu_s"] = time.process_time() - cpu_s
