@@ -490,12 +490,9 @@ class _Checkpoint:
                     "hyperparameters differ: files of two saves are mixed",
                 )
             kinds = {
-                kind
-                for number, kind in singles.keys() | first_singles.keys()
-                if not {(number, kind)} <= singles.keys() & first_singles.keys()
-                or self._copies.differing(
-                    [{"": one[number, kind]} for one in (first_singles, singles)]
-                )
+                key[1]
+                for key in singles.keys() | first_singles.keys()
+                if self._copies.differing([{"": s.get(key, ())} for s in (first_singles, singles)])
             }
             if kinds:
                 self._unfit.append(
