@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
-from holdfast.observe import records, rollup_writer, run_rollup_writer
+from holdfast.observe import records, rollup_writer, run_rollup_writer, run_rollups
 from holdfast.observe.event_files import closed_files
 from holdfast.observe.rollup_files import ROLLUPS, name_of, rollup_path
 from holdfast.observe.rollup_groups import FilePart, Rollup, RunRollupHead, TrailParts
@@ -273,7 +273,7 @@ def test_what_is_joined_while_a_report_is_read_is_in_it(
     roll_up_all(root)
     for trail in trails_of(root):
         trail.unlink()
-    read = records.read_run_rollups
+    read = run_rollups.read_run_rollups
 
     def join_behind(*args: Any) -> Iterator[Rollup]:
         yield from read(*args)
