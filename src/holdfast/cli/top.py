@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.live import Live
 from rich.text import Text
@@ -77,7 +77,8 @@ def _lines(root: str, state: LiveRun, found: LiveFindings) -> list[str]:
 def _follow(
     root: str, tails: FileTails, state: LiveRun, found: LiveFindings, every_s: float
 ) -> None:
-    with _keys() as is_ended, Live(screen=True, auto_refresh=False, console=stdout()) as live:
+    live = Live(screen=True, auto_refresh=False, console=stdout())
+    with suppress(KeyboardInterrupt), _keys() as is_ended, live:  # also while it draws or reads
         while True:
             live.update(Text("\n".join(_lines(root, state, found)), no_wrap=True), refresh=True)
             if is_ended(every_s):
@@ -87,7 +88,7 @@ def _follow(
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Gives what waits so many seconds, and returns True when q or Ctrl-C was pressed."""
+    """Gives what waits so many seconds, and returns True when q was pressed."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -104,16 +105,10 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _key_pressed(within_s: float) -> bool:
-    try:
-        ready, _, _ = select.select([sys.stdin], [], [], within_s)
-        return bool(ready) and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"")
-    except KeyboardInterrupt:
-        return True
+    ready, _, _ = select.select([sys.stdin], [], [], within_s)
+    return bool(ready) and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"")
 
 
 def _sleep(seconds: float) -> bool:
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        return True
+    time.sleep(seconds)
     return False
