@@ -17,10 +17,11 @@ import msgspec
 import pytest
 
 from holdfast import events
-from holdfast.cli import main
+from holdfast.cli import main, top
 from holdfast.events import AnyEvent, HostSampled
 from holdfast.observe import live_run as module
 from holdfast.observe.event_files import compress, set_aside
+from holdfast.observe.live_findings import LiveFindings
 from holdfast.observe.live_run import FileTails, LiveRun
 from holdfast.observe.records import RecordHead
 from holdfast.observe.top_screen import findings_of, screen_lines, to_plain
@@ -275,6 +276,18 @@ def test_on_a_terminal_it_follows_the_run_until_a_key(tmp_path: Path, end: str) 
         process.kill()
         process.wait()
         os.close(terminal)
+
+
+def test_an_interrupt_while_it_reads_or_draws_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    write(tmp_path, *save(0, 100.0))
+    monkeypatch.setattr(top, "_take_new", interrupted)
+    found = LiveFindings(str(tmp_path))
+    top._follow(str(tmp_path), FileTails(str(tmp_path)), LiveRun(), found, 0.01)
 
 
 # ── figures that would mislead ───────────────────────────────────────────────────────────────────
