@@ -79,6 +79,7 @@ def load() -> Any:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _torch_sim(sim))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
+    torch.empty(1, pin_memory=True)  # torch calls no memory pinned before a device was used
     torch.set_num_threads(1)  # streams are threads already
     atexit.register(calm)
     return sim
