@@ -8,17 +8,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
+
 from holdfast.errors import NotFound
-from holdfast.geometry.box import Box
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.interop.opening import open_source
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.saved_state import map_state, saved_state
 from holdfast.interop.writing.state_tree import MODEL
+from holdfast.restore.reading.read import CARRIERS, Array
 from holdfast.restore.reading.reader import CheckpointReader, tensor_of
 from holdfast.rules import Rules
 
 #: Small tensors are read together: many lie in one block, of which the checksum is compared.
-_TOGETHER_BYTES = 64 << 20
+_TOGETHER_BYTES = 256 << 20
 
 
 def state_dict(
@@ -54,9 +57,9 @@ def state_dict(
         wanted_bytes = 0
         for leaf in dict.fromkeys(names.values()):
             known = saved.leaves[leaf]
-            memory = bytearray(known.size_bytes)
-            wants.append((leaf, Box.whole(known.shape), memoryview(memory)))
-            tensors[leaf] = tensor_of(memory, known.dtype, known.shape)
+            array: Array = np.empty(known.shape, CARRIERS[ITEMSIZE[known.dtype]])
+            wants.append((leaf, Box.whole(known.shape), array.reshape(-1).view("u1").data))
+            tensors[leaf] = tensor_of(array, known.dtype)
             wanted_bytes += known.size_bytes
             if wanted_bytes >= _TOGETHER_BYTES:
                 reader.fill(wants)

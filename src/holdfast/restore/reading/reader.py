@@ -229,11 +229,6 @@ def _of_small(small: codec.SmallTensor) -> Any:
     return _as_array(_carriers(bytearray(small.data), small.dtype, small.shape), small.dtype)
 
 
-def tensor_of(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return a torch tensor whose elements are the bytes of ``memory``, row by row."""
-    return _as_tensor(_carriers(memory, dtype, shape), dtype)
-
-
 def _carriers(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Array:
     array: Array = np.frombuffer(memory, dtype=CARRIERS[ITEMSIZE[dtype]])
     return array.reshape(shape)
@@ -242,11 +237,12 @@ def _carriers(memory: bytearray, dtype: str, shape: tuple[int, ...]) -> Array:
 def _as_array(array: Array, dtype: str) -> Any:
     """Return a torch tensor where torch is loaded or numpy lacks the dtype; else a numpy array."""
     if "torch" in sys.modules or dtype not in NUMPY_NAMES:
-        return _as_tensor(array, dtype)
+        return tensor_of(array, dtype)
     return array.view(NUMPY_NAMES[dtype])
 
 
-def _as_tensor(array: Any, dtype: str) -> Any:
+def tensor_of(array: Any, dtype: str) -> Any:
+    """Return a torch tensor of the elements of ``array``, which has carriers of ``dtype``."""
     import importlib
 
     torch = importlib.import_module("torch")
