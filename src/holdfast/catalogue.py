@@ -234,6 +234,11 @@ class RootContents(Struct, Generic[M], frozen=True):
     broken: tuple[tuple[str, str], ...] = ()
 
     @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Returns the generations of the checkpoints."""
+        return tuple(m.generation for m in self.manifests)
+
+    @property
     def parents(self) -> dict[int, tuple[int, int] | None]:
         """Returns the parent of each incarnation, from its own record or from its manifests."""
         known = {m.incarnation: m.parent for m in self.manifests}
@@ -266,14 +271,14 @@ class RootContents(Struct, Generic[M], frozen=True):
         Ordered by step, because a run continues at larger steps than the one it restored.
         """
         line = self.line
-        found = (m.generation for m in self.manifests if m.generation in line)
+        found = (one for one in self.generations if one in line)
         return tuple(sorted(found, key=lambda g: (g.step, g.incarnation)))
 
     @property
     def abandoned(self) -> tuple[Generation, ...]:
         """Returns the generations of futures that are known to be given up, oldest first."""
         line = self.line
-        return tuple(m.generation for m in self.manifests if line.is_abandoned(m.generation))
+        return tuple(one for one in self.generations if line.is_abandoned(one))
 
     @property
     def undecided(self) -> tuple[Generation, ...]:
@@ -281,7 +286,7 @@ class RootContents(Struct, Generic[M], frozen=True):
         first.
         """
         line = self.line
-        return tuple(m.generation for m in self.manifests if line.is_undecided(m.generation))
+        return tuple(one for one in self.generations if line.is_undecided(one))
 
     @property
     def gap(self) -> str:

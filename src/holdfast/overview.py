@@ -8,9 +8,8 @@ old, damaged or wrong costs requests, and changes no answer.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -43,7 +42,6 @@ _MOST_INDEX_BYTES = 64 << 20
 _MOST_UNPACKED_BYTES = 512 << 20
 #: So many manifests are read rather than looked up in the index.
 FEW = 8
-_READ_AT_ONCE = 4
 #: A brief look reads as many manifests as this: in a bucket each is a request.
 _MOST_READ, _MOST_READ_OF_BUCKET = 64, 1
 
@@ -111,14 +109,20 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 class Overview(RootContents[Summary], frozen=True):
     """The content of a root in short. ``unread``: what is listed, and of which nothing else is
-    known yet. ``tags``: of the documents that are listed, by path. ``read``: manifests that were
-    read. ``lacking``: the number of documents that were neither known nor in the index.
+    known yet; it may be damaged. ``tags``: of the documents that are listed, by path. ``read``:
+    manifests that were read. ``lacking``: the number of documents that were read, as they were
+    neither known nor in the index.
     """
 
     unread: tuple[Generation, ...] = ()
     tags: Mapping[str, str] = field(default_factory=dict)
     read: Mapping[Generation, Manifest] = field(default_factory=dict)
     lacking: int = 0
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Returns what is listed, but for what cannot be read: names tell generations."""
+        return tuple(sorted((*(one.generation for one in self.manifests), *self.unread)))
 
 
 #: What is known before anything was read.
@@ -173,7 +177,8 @@ def _look(
     if not has_records:  # what has no tag is read again: a record may be replaced
         records = {p: r for p, r in records.items() if known.tags.get(p) and p in starts}
         records = {p: r for p, r in records.items() if known.tags.get(p) == starts[p]}
-    lacking = len(listed) - len(manifests) + len(starts) - len(records)
+    asked = {p for p in map(manifest_path, known.unread) if known.tags.get(p) == listed.get(p)}
+    lacking = len(listed.keys() - manifests.keys() - asked) + len(starts) - len(records)
     if lacking > FEW and any(listed.values()):
         index = _read_index(store)
         manifests = index.manifests_of(listed) | manifests
@@ -187,10 +192,12 @@ def _look(
         tuple(sorted(one for p, one in there.items() if p not in manifests)),
         {p: known.tags.get(p, "") for p in records} | starts | listed,
         known.read,
-        len(listed) - len(manifests) + len(read),
+        len(read),
     )
-    if not is_brief or len(found.unread) <= _most_read(store):
-        found = _read_more(store, found, found.unread)
+    # What could not be read before may be whole by now.
+    again = [one for path, _ in known.broken if (one := _generation(path))]
+    is_all = not is_brief or len(found.unread) <= _most_read(store)
+    found = _read_more(store, found, found.unread if is_all else again)
     # The newest may be damaged: then one before it tells the parent of its start.
     while some := _of_unrecorded(found):
         found = _read_more(store, found, some)
@@ -217,6 +224,7 @@ def _read_more(store: Store, found: Overview, generations: Iterable[Generation])
         broken=(*broken, *found.broken),
         unread=tuple(one for one in found.unread if one not in wanted),
         read={**found.read, **{manifest.generation: manifest for manifest, _ in read}},
+        lacking=found.lacking + len(read),
     )
 
 
@@ -232,8 +240,7 @@ def read_first(
         return read_more(store, found, [one for one in found.unread if one.step == wanted])
     most = _most_read(store)
     while True:
-        known = [one.generation for one in found.manifests]
-        fit = [one for one in (*known, *found.unread) if one in line]
+        fit = [one for one in found.generations if one in line]
         first = set(sorted(fit, key=lambda one: (-one.step, -one.incarnation))[:most])
         if first.isdisjoint(found.unread):
             return found
@@ -257,27 +264,21 @@ def confirmed(store: Store, found: Overview, generation: Generation) -> Overview
 
 class PagedList:
     """Lists the manifests of a bucket a page at a time, while their only writer, a keeper that has
-    just started, goes on; of those that the index lacks it reads a few each time. ``many``: shorter
-    pages are listed together.
+    just started, goes on. ``many``: shorter pages are listed together.
     """
 
     def __init__(self, store: Store, many: float) -> None:
         self._store, self._many = store, many
         self._pages: Iterator[dict[str, str]] | None = None
         self._held_by: str | None = None
-        self._index: _Index | None = None
-        self._tried: set[Generation] = set()
         self.listed: dict[str, str] = {}
         """The paths with their tags, as far as they are listed."""
         self.is_whole = False
         self.looks = 0
-        self.lacking = 0
-        """The number of manifests that are known and not in the index."""
 
-    def look(self, known: Overview, mine: Collection[Generation], held_by: str) -> Overview:
-        """Lists one more page, and returns what is known then. ``mine``: what was published
-        meanwhile. ``held_by``: the holding of the root's lock; under another one all is listed
-        anew, at once.
+    def look(self, mine: Iterable[Generation], held_by: str) -> None:
+        """Lists one more page. ``mine``: what was published meanwhile. ``held_by``: the holding of
+        the root's lock; under another one all is listed anew, at once.
         """
         self._held_by = self._held_by or held_by
         is_again = self._held_by != held_by
@@ -293,40 +294,10 @@ class PagedList:
                 self.is_whole = False
                 break
         self._held_by = held_by  # not before: what broke off is begun anew
-        if len(self.listed) > FEW and not is_again:
-            known = self._read_some(known, mine)
-        self._pages, self.lacking = pages, len(mine) + len(self._tried)
+        self._pages = pages
         if not is_again:  # else another may have removed some of them
             new = (path for path in map(manifest_path, mine) if path not in self.listed)
             self.listed |= dict.fromkeys(new, "")
-        return known
-
-    def _read_some(self, known: Overview, mine: Collection[Generation]) -> Overview:
-        self._index = self._index or _read_index(self._store)
-        if not self._index.manifests:
-            return known  # all are read at the end
-        there = {*mine, *self._tried}
-        indexed = self._index.manifests_of(self.listed)
-        listed = (_generation(path) for path in self.listed if path not in indexed)
-        unknown = sorted({one for one in listed if one is not None} - there)
-        some = unknown[:_READ_AT_ONCE]
-        self.is_whole = self.is_whole and some == unknown
-        read, _ = read_manifests(self._store, some)  # a broken one is told at the end
-        self._tried.update(some)
-        summaries = [summary_of(manifest, sealed) for manifest, sealed in read]
-        paths = [manifest_path(one.generation) for one in summaries]
-        if summaries and not self.is_whole:  # a keeper that ends before has the next begin here
-            new = {p: (self.listed[p], one) for p, one in zip(paths, summaries, strict=True)}
-            self._index = replace(self._index, manifests={**self._index.manifests, **new})
-            with contextlib.suppress(HoldfastError):
-                _write_index(
-                    self._store, self._index.manifests.values(), self._index.records.values()
-                )
-        return replace(
-            known,
-            manifests=_ordered([*known.manifests, *summaries]),
-            tags={**known.tags, **{path: self.listed[path] for path in paths}},
-        )
 
 
 class PagedCheck:
@@ -344,7 +315,7 @@ class PagedCheck:
         """Lists one more page, and returns what is known with its tags; None where the list says
         something else: then all must be listed.
         """
-        there = {manifest_path(one.generation) for one in known.manifests}
+        there = {*map(manifest_path, known.generations)}
         page, self._expected = next(self._pages, None), self._expected & there
         if page is None:
             if self._expected:
@@ -368,19 +339,11 @@ def indexed_records(store: Store) -> dict[int, Incarnation]:
 
 
 def leave_index(store: Store, found: Overview) -> None:
-    """Writes the index of a bucket anew; ``found`` must know all that is there."""
-    if found.unread or found.broken:
+    """Writes the index of a bucket anew, of all that ``found`` knows."""
+    if found.broken:
         return
-    manifests = [(found.tags.get(manifest_path(m.generation), ""), m) for m in found.manifests]
-    records = [(found.tags.get(_record_path(r), ""), r) for r in found.incarnations]
-    _write_index(store, manifests, records)
-
-
-def _write_index(
-    store: Store,
-    described: Iterable[tuple[str, Summary]],
-    recorded: Iterable[tuple[str, Incarnation]],
-) -> None:
+    described = [(found.tags.get(manifest_path(m.generation), ""), m) for m in found.manifests]
+    recorded = [(found.tags.get(_record_path(r), ""), r) for r in found.incarnations]
     known = [one for one in described if one[0]]
     parts = {one: n for n, one in enumerate(dict.fromkeys(m.parts for _, m in known))}
     manifests = [(tag, msgspec.structs.replace(m, parts=()), parts[m.parts]) for tag, m in known]

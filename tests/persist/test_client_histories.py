@@ -116,7 +116,10 @@ def set_pins(history: History, store: Store, chance: random.Random) -> None:
         known = sorted(list(history.durable))[-5:]  # noqa: C414  (another thread adds to it)
         if known:
             kind, act = ("unpin", unpin) if chance.random() < 0.4 else ("pin", pin)
-            history.note(kind, partial(change_pin, store, act, chance.choice(known)))
+            one, begun_s = chance.choice(known), time.monotonic()
+            history.note(kind, partial(change_pin, store, act, one))
+            asked = Call(f"asked to {kind}", begun_s, time.monotonic(), frozenset({one}))
+            history.calls.append(asked)
         time.sleep(chance.random() * 0.004)
 
 
@@ -158,12 +161,13 @@ def wrong_in(history: History) -> list[str]:
             if told_s > one.begun_s or g in one.told:
                 continue
             before = [p for p in publications if p.begun_s < one.ended_s]
-            # A pruner that meets a pin takes the manifest away and brings it back.
+            # A pruner that meets a pin takes the manifest away and brings it back, also where the
+            # pin then fails because it saw the manifest gone.
             beside = [p for p in before if p.ended_s > one.begun_s]
             is_met = any(
                 pin.begun_s < p.ended_s and pin.ended_s > p.begun_s
                 for p in beside
-                for pin in pins
+                for pin in history.of("asked to pin")
                 if g in pin.told
             )
             if not (any(g in p.told for p in before) or is_met):

@@ -28,6 +28,7 @@ from holdfast.overview import (
     leave_index,
     overview,
     read_first,
+    read_more,
     summary_of,
 )
 from holdfast.persist import commit
@@ -316,15 +317,14 @@ def test_a_list_by_pages_is_begun_anew_under_another_holding_of_the_lock(
     monkeypatch.setattr(objects, "_PAGE", 10)
     world.page = 10
     pages, mine = PagedList(bucket, 9), [Generation(9, 1000)]
-    known = pages.look(UNSEEN, mine, "one")
-    assert not pages.is_whole and manifest_path(mine[0]) in pages.listed and not known.manifests
-    seen = pages.look(known, mine, "one").manifests
-    assert not seen, "the index has them"
+    pages.look(mine, "one")
+    assert not pages.is_whole and manifest_path(mine[0]) in pages.listed
+    pages.look(mine, "one")
     # Another holder removed what this one had published, and something of the first page.
     gone = min(pages.listed)
     del world.objects[f"root/{gone}"]
-    known = pages.look(known, mine, "another")
-    assert pages.is_whole and not known.manifests
+    pages.look(mine, "another")
+    assert pages.is_whole
     assert pages.listed.keys() == {f"{MANIFESTS}/{name}" for name in bucket.list(MANIFESTS)}
     assert gone not in pages.listed and manifest_path(mine[0]) not in pages.listed
 
@@ -336,3 +336,21 @@ def test_a_root_in_memory_or_a_directory_has_no_index() -> None:
     assert is_equal(overview(store), store)
     assert store.list("") == ["holdfast.json", "incarnations", "manifests"]
     assert overview(store, UNSEEN).tags["manifests/1-1.json"] == ""
+
+
+@pytest.mark.promise
+def test_an_index_of_a_part_is_gone_on_with_and_is_read_once(
+    bucket: ObjectStore, world: World
+) -> None:
+    BAD["absent"](world)
+    found = overview(bucket, is_brief=True)
+    some = found.unread[:20]
+    assert set(some) < set(found.generations) and len(found.unread) == COUNT
+    leave_index(bucket, read_more(bucket, found, some))
+    found = overview(bucket, is_brief=True)
+    assert [one.generation for one in found.manifests] == list(some)
+    world.log.clear()
+    again = overview(bucket, found, is_brief=True)
+    assert not [key for kind, key in world.log if kind == "GET"], "nothing is asked for again"
+    assert again.generations == found.generations == catalogue(bucket).generations
+    assert is_equal(overview(bucket), bucket)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
 
-from holdfast.catalogue import catalogue, manifest_path
+from holdfast.catalogue import catalogue, image_path, manifest_path, part_path
 from holdfast.errors import FormatError
-from holdfast.format.manifest import Generation, Incarnation
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, seal
 from holdfast.keeper import persister as persister_module
 from holdfast.keeper.persister import Persister
 from holdfast.overview import INDEX
 from holdfast.persist import commit
+from holdfast.persist.frozen_parts import FrozenParts
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.images import StoredImage, read_head
 from holdfast.storage import objects
@@ -145,7 +147,7 @@ def test_a_keeper_that_starts_where_many_are_lists_them_page_by_page_and_removes
     persister = Persister(store, Keep(last=40), lambda _, reason: outcomes.append(reason))
     seen = list[int]()
     with store.lock("writer", "the next"):
-        for step in range(148, 160):
+        for step in range(148, 166):
             begun = len(world.log)
             if is_broken_off and step == 151:  # a list that fails is begun anew
                 world.fault = lambda kind, key: "dropped" if kind == "GET list-type" else ""
@@ -156,11 +158,120 @@ def test_a_keeper_that_starts_where_many_are_lists_them_page_by_page_and_removes
                 assert len(requests) <= 12, (step, requests)
             seen.append(len(catalogue(store).manifests))
     persister.stop()
-    assert outcomes == [None] * 60
+    assert outcomes == [None] * 66
     listed = next(n for n, count in enumerate(seen) if count != 49 + n)
     assert listed >= 5, "all pages were seen before anything went"
     steps = [manifest.step for manifest in catalogue(store).manifests]
-    assert steps == list(range(160 - len(steps), 160)) and len(steps) >= 40
+    assert steps == list(range(166 - len(steps), 166)) and len(steps) >= 40
+
+
+#: A frozen part that two of the planted checkpoints name.
+PART = part_path(Generation(1, 0), "planted0", 0)
+PLANTED, ADDED, MORE = 80, 64, 100
+
+
+def plant(world: World, step: int) -> Manifest:
+    """Puts a checkpoint with one image into a bucket."""
+    generation, attempt = Generation(1, step), f"planted{step}"
+    sums = {"header_xxh3": "0" * 16, "table_xxh3": "0" * 16}
+    image = ImageRef(path=image_path(generation, attempt, 0), rank=0, size_bytes=1 << 20, **sums)
+    has_part = step in (0, 60)
+    made = Manifest(
+        run_id="r",
+        incarnation=1,
+        step=step,
+        attempt=attempt,
+        parent=None,
+        world=1,
+        layout="0" * 32,
+        images=(image,),
+        parts=(ImageRef(path=PART, rank=0, size_bytes=1 << 20, **sums),) if has_part else (),
+        requires=("parts",) if has_part else (),
+        values={"loss": 1.0 + abs(step - 30)},
+    )
+    world.keep(f"root/{manifest_path(generation)}", seal(made))
+    for path in (image.path, PART):
+        world.keep(f"root/{path}", b"data")
+    return made
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (Keep(), range(144)),
+        (Keep(last=70), range(74, 144)),
+        (Keep(last=2), [142, 143]),
+        (Keep(last=30, best=2, by="loss"), [30, 31, *range(114, 144)]),
+    ],
+    ids=["all", "last 70", "last 2", "best"],
+)
+@pytest.mark.parametrize("damaged", [None, 79, 40])
+def test_a_keeper_that_starts_on_many_without_an_index_reads_few_and_removes_none_too_early(
+    keep: Keep, left: Sequence[int], damaged: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(persister_module, "_PAGED_FROM", 9)
+    monkeypatch.setattr(objects, "_PAGE", 10)
+    world, outcomes, now, read = World(page=10), list[str | None](), [0.0], set[int]()
+    store = model_store(world, monkeypatch, tries_s=0.1)
+    commit.open_root(store, "r")
+    there = {step: plant(world, step) for step in range(PLANTED)}
+    keys = {step: f"root/{manifest_path(one.generation)}" for step, one in there.items()}
+    if damaged is not None:
+        world.objects[keys[damaged]] += b"more"
+    persister = Persister(store, keep, lambda _, reason: outcomes.append(reason))
+    persister._sweeper.clock = lambda: now[0]
+    with store.lock("writer", "the next"):
+        for step in range(PLANTED, PLANTED + ADDED):
+            now[0] += settle_s(store)
+            begun = len(world.log)
+            persister.work_one(job_of(Generation(1, step), RECORD))
+            requests = [one for one in world.log[begun:] if "/live-" not in one[1]]
+            # What is damaged is looked for each time: it may be repaired.
+            assert len(requests) <= 12 or damaged is not None, (step, Counter(requests))
+            asked = {key for kind, key in requests if kind == "GET"}
+            some = {s for s in there if keys[s] in asked}
+            assert len(some) <= 8 + (damaged is not None)
+            read |= some
+            gone = {s for s in there if keys[s] not in world.objects}
+            assert gone <= read, "what it names was known before it went"
+            stay = [one for s, one in there.items() if s not in gone]
+            files = {file.path for one in stay for file in (*one.images, *one.parts)}
+            assert all(f"root/{path}" in world.objects for path in files)
+        assert outcomes == [None] * ADDED
+        found = catalogue(store)
+        if keep.last == 2:  # two directories go with each
+            for step in range(PLANTED + ADDED, PLANTED + ADDED + MORE):
+                now[0] += settle_s(store)
+                persister.work_one(job_of(Generation(1, step), RECORD))
+            left_over = (damaged is not None, len(store.list("steps")) > 8)
+            assert left_over == (f"root/{PART}" in world.objects,) * 2
+    persister.stop()
+    expected = sorted({*left} - {damaged})
+    if keep.last == 70 and damaged == 79:
+        expected = [73, *expected]  # what cannot be read does not count
+    assert [one.step for one in found.manifests] == expected
+    assert (damaged is None) == (not found.broken)
+
+
+def test_in_a_bucket_a_frozen_part_is_found_by_the_checkpoint_that_the_run_went_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch, tries_s=0.1)
+    commit.open_root(store, "r")
+    for step in range(PLANTED):
+        plant(world, step)
+    parts = FrozenParts(store)
+    parts.base = Generation(1, 60)
+    world.log.clear()
+    assert [one.path for one in parts._published()] == [PART]
+    assert world.log == [("GET", f"root/{manifest_path(parts.base)}")]
+    parts.forget()
+    parts.base = Generation(1, 900)  # it is in memory alone
+    world.log.clear()
+    assert parts._published() == []
+    assert len(world.log) <= 6, "of many the newest alone is read"
 
 
 def test_the_length_of_an_image_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

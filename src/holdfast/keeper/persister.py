@@ -12,7 +12,7 @@ import errno
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -60,6 +60,7 @@ from holdfast.overview import (
     PagedList,
     leave_index,
     overview,
+    read_more,
     summary_of,
 )
 from holdfast.persist import commit
@@ -73,8 +74,9 @@ _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
 _UNINDEXED, _INDEXED_FROM = 16, 32
-#: So many checkpoints go from a bucket with a publication, or this part of all that are to go: each
-#: is read before, as a pin may bring it back.
+#: So many manifests are read with a publication, of those of which only the names are known.
+_READ_AT_ONCE = 8
+#: So many checkpoints go from a bucket with a publication, or this part of all that are to go.
 _GO_AT_ONCE, _PART_AT_ONCE = 3, 8
 #: A root that is full is pruned no more often: who reads there without a lease has time to end.
 _FULL_PAUSE_S = 60.0
@@ -121,6 +123,8 @@ class Persister:
         self._sweeper = commit.Sweeper(store)
         self._known = UNSEEN
         self._unindexed = 0
+        self._is_read = False
+        """The last publication read manifests, and so removed nothing."""
         self._check = PagedCheck(store)
         self._first: PagedList | None = PagedList(store, _PAGED_FROM)
         """The list that this keeper begins with; None once it is whole, and after a failure."""
@@ -192,6 +196,8 @@ class Persister:
         self._resume(job)
         self._sweeper.know(place(job.generation, job.directory) for place in _PLACES)
         self._record(job.incarnation)
+        parent = job.incarnation.parent
+        self._images.parts.base = max(self._mine, default=parent and Generation(*parent))
         self._write_layout(job.layout, job.layout_data)
         # Other hosts first: they are told at once, and write meanwhile.
         writes = [partial(write_all, job.shares, job.fail)] if job.shares else []
@@ -328,7 +334,7 @@ class Persister:
         return bool(self._holding) and self._holding == holding(self.store)
 
     def _is_known_absent(self, generation: Generation) -> bool:
-        is_listed = any(one.generation == generation for one in self._known.manifests)
+        is_listed = generation in self._known.generations
         return self._is_known() and not is_listed and generation not in self._mine
 
     def _write_layout(self, layout: str, data: bytes) -> None:
@@ -427,14 +433,14 @@ class Persister:
         tags = {at: tag for at, tag in self._known.tags.items() if at != path}
         before = replace(self._known, manifests=known, tags=tags)
         has_records = is_known and bool(self._known.incarnations)
-        if not has_records or before.broken or len(known) < _PAGED_FROM:
+        if not has_records or before.broken or len(before.generations) < _PAGED_FROM:
             self._check = PagedCheck(self.store)
         elif (found := self._check.look(before)) is not None:
             self._known = replace(found, lacking=0)
             return self._known
-        found = overview(self.store, before, has_records=has_records, listed=listed)
-        self._known = replace(found, read={})
-        self._unindexed += self._known.lacking
+        self._known = overview(
+            self.store, before, has_records=has_records, is_brief=True, listed=listed
+        )
         return self._known
 
     def prune(self, published: Generation, *, is_newest: bool = True) -> None:
@@ -471,11 +477,10 @@ class Persister:
         is_known = self._is_known()
         held_by, self._holding = holding(self.store), ""  # until all of this has succeeded
         if (first := self._first) is not None:
-            self._known = first.look(self._known, self._mine, held_by)
+            first.look(self._mine, held_by)
             if not first.is_whole:  # until all are known nothing is removed
                 self._images.parts.add(self._mine.values())
                 return
-            self._unindexed = max(0, first.lacking - 1)
         self._first = None
         found = self._overview(published, is_known=is_known, listed=first.listed if first else None)
         pins = pinned(self.store)
@@ -485,18 +490,22 @@ class Persister:
         held = self._sweeper.leases.held()
         read = {lease.generation for lease in held}
         going = [one for one in self._condemned(found, newest | pins) if one not in read]
+        # One of these: each is requests.
+        is_late = first is not None and first.looks > 1
+        is_read = bool(found.unread) and not (is_late or self._is_read)
+        is_indexed = self._unindexed >= _UNINDEXED and len(found.tags) >= _INDEXED_FROM
+        is_indexed = is_indexed and not is_read
+        self._is_read = is_read
+        found = self._read_some(found, going) if is_read else found
+        is_kept = is_late or is_read or bool(self._unread_that_stay(found))
+        going = [] if is_kept else [one for one in going if one not in found.unread]
         going = going[: max(_GO_AT_ONCE, len(going) // _PART_AT_ONCE)]
         # What is only about to go still names its files: it may be pinned, or not go at all. An
         # unreadable manifest may name files that appear unnamed.
-        is_indexed = self._unindexed >= _UNINDEXED and len(found.tags) >= _INDEXED_FROM
-        # One of them: it is requests.
-        is_late = first is not None and first.looks > 1
-        is_swept = self._sweeper.may_sweep(found.broken) and not (is_indexed or is_late)
-        going = [] if is_late else going
-        due = self._sweeper.due(found.manifests, held, pins) if is_swept else []
-        data = {g: seal(m) for g, m in self._mine.items() if g in going}
+        is_swept = self._sweeper.may_sweep(found.broken) and not (is_indexed or is_late or is_read)
+        due = self._sweeper.due(found.manifests, held, pins, found.unread) if is_swept else []
         began_s = time.monotonic()
-        gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
+        gone = commit.remove_unpinned(self.store, going, due) if going or due else []
         took_s = time.monotonic() - began_s
         self._sweeper.forget(due)
         for generation in gone:
@@ -504,14 +513,33 @@ class Persister:
         stays = [m for m in found.manifests if m.generation not in gone]
         left = {m.generation for m in stays}  # another holder may have removed some
         self._mine = {g: m for g, m in self._mine.items() if g in left}
-        self._known = replace(found, manifests=tuple(stays))
+        self._known = replace(found, manifests=tuple(stays), read={})
         self._images.parts.learn(stays)
-        self._unindexed += 1
+        self._unindexed += 1 + found.lacking
         if is_indexed:
             self._unindexed = 0  # where it is refused too: the sweeper has its turns meanwhile
             with contextlib.suppress(HoldfastError):
                 leave_index(self.store, self._known)
         self._holding = held_by
+
+    def _read_some(self, found: Overview, going: Sequence[Generation]) -> Overview:
+        """Read a few manifests of which only the names are known: those that stay first, as one may
+        be damaged; then those that go, which say which files are their own.
+        """
+        unread = set(found.unread)
+        going = [generation for generation in going if generation in unread]
+        wanted = self._unread_that_stay(found)[-_READ_AT_ONCE:] or going[:_READ_AT_ONCE]
+        found = read_more(self.store, found, wanted or found.unread[-_READ_AT_ONCE:])
+        self._sweeper.know(path for one in found.read.values() for path in one.directories)
+        return found
+
+    def _unread_that_stay(self, found: Overview) -> list[Generation]:
+        """Return those of which only the names are known, and which must be whole, or have the
+        value that decides, before another goes.
+        """
+        unread, lineage = set(found.unread), found.lineage
+        last = lineage if self.keep.best is not None else lineage[-(self.keep.last or 1) :]
+        return [generation for generation in last if generation in unread]
 
     def would_remove(self, manifest: Manifest) -> bool:
         """Return True if retention would remove this as soon as it was published. On this object's
@@ -522,7 +550,8 @@ class Persister:
         if not settle_s(self.store):
             return self._would_condemn(catalogue(self.store), manifest, manifest)
         short = summary_of(manifest, "")
-        return self._is_known() and self._would_condemn(self._known, manifest, short)
+        is_known = self._is_known() and not self._unread_that_stay(self._known)
+        return is_known and self._would_condemn(self._known, manifest, short)
 
     def _would_condemn(
         self, found: RootContents[Described], manifest: Manifest, described: Described
@@ -530,7 +559,7 @@ class Persister:
         newest = found.latest
         if found.broken or newest is None or newest <= manifest.generation:
             return False
-        if any(one.generation == manifest.generation for one in found.manifests):
+        if manifest.generation in found.generations:
             return False
         with_it = replace(found, manifests=(*found.manifests, described))
         return manifest.generation in self._condemned(with_it, {newest} | pinned(self.store))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -41,17 +40,18 @@ from holdfast.format.manifest import Generation, Incarnation, Lease, Manifest, R
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch, leased_paths
 from holdfast.overview import indexed_records
-from holdfast.persist.pins import pinned, pinned_alone
+from holdfast.persist.pins import manifests_in_pins, pinned, pinned_alone
 from holdfast.storage.base import Store, remove_all, settle_s, unfinished
 from holdfast.storage.files import may_be_same
 
 #: Publications from when nothing names a file until it is removed: readers finish meanwhile.
 SWEPT_AFTER = 2
-#: Directories of a bucket that one publication removes: as many as one adds, or a part of all that
-#: are due.
-_AT_ONCE, _PART_AT_ONCE = 2, 8
+#: Directories of a bucket that one publication removes, each of which is listed before: as many as
+#: one adds, with its parts.
+_AT_ONCE = 2
 #: From so many ancestors on, the records of a line are looked up in a bucket's index.
 _LONG_LINE = 3
+_IS_OF = re.compile(rf"{STEPS}/([0-9]+)-([0-9]+)-")
 _IS_LAYOUT = re.compile(r"[0-9a-f]+\.json").fullmatch
 
 
@@ -250,21 +250,18 @@ def remove_unpinned(
     store: Store,
     generations: Sequence[Generation],
     trees: Sequence[str],
-    known: Mapping[Generation, bytes] = MappingProxyType({}),
 ) -> list[Generation]:
     """Removes manifests that no pin held just now, and directories that nothing names; returns
-    those that are removed: what was pinned meanwhile is published back. ``known``: bytes of
-    manifests that need not be read for that.
+    those that are removed: what was pinned meanwhile is published back, as the pin has it.
     """
-    data = {g: known.get(g) or store.read(manifest_path(g)) for g in generations}
     held = frozenset[Generation]()
     try:
         remove_all(store, [manifest_path(generation) for generation in generations], trees)
     finally:  # some of it may be removed, whatever failed
-        held = pinned(store) if generations else held
-        for generation in held.intersection(generations):
+        held = pinned(store).intersection(generations) if generations else held
+        for manifest, data in manifests_in_pins(store, held):
             with contextlib.suppress(AlreadyPublished):  # it was not removed
-                store.publish(manifest_path(generation), data[generation])
+                store.publish(manifest_path(manifest.generation), data)
     return [generation for generation in generations if generation not in held]
 
 
@@ -302,6 +299,14 @@ def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
     named = {layout_path(manifest.layout) for manifest in manifests}
     below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS) if _IS_LAYOUT(name))
     return [path for path in below if path not in named]
+
+
+def _may_name(unread: Collection[Generation], path: str) -> bool:
+    """True if one of these checkpoints, whose manifests were not read, may name the directory:
+    images have the name of their own checkpoint, frozen parts may be of any.
+    """
+    own = _IS_OF.match(path)
+    return bool(unread) and (own is None or Generation(int(own[1]), int(own[2])) in unread)
 
 
 @dataclass(slots=True)
@@ -384,21 +389,27 @@ class Sweeper:
         return removed
 
     def due(
-        self, manifests: Iterable[Described], held: Iterable[Lease], pins: Collection[Generation]
+        self,
+        manifests: Iterable[Described],
+        held: Iterable[Lease],
+        pins: Collection[Generation],
+        unread: Collection[Generation] = (),
     ) -> list[str]:
         """Returns directories of a bucket to be removed now, few at a time: of those it was told
-        of, because a list of all is long. ``held`` and ``pins``: as they are now.
+        of, because a list of all is long. ``held`` and ``pins``: as they are now. ``unread``:
+        checkpoints of which only the names are known.
         """
         manifests = list(manifests)
         named = {directory for manifest in manifests for directory in manifest.directories}
-        due = self._due(sorted(self._known - named - self.spared), leased_paths(held))
+        unnamed = (p for p in self._known - named - self.spared if not _may_name(unread, p))
+        due = self._due(sorted(unnamed), leased_paths(held))
         if due:  # what a pin names is never removed, though its manifest is gone
-            alone = pinned_alone(self.store, manifests, pins)
+            alone = pinned_alone(self.store, manifests, set(pins).difference(unread))
             spared = {directory for manifest in alone for directory in manifest.directories}
             due = [path for path in due if path not in spared]
         self._rounds += 1
         due = [path for path in due if self._again.get(path, (0, 0))[1] <= self._rounds]
-        chosen = due[: max(_AT_ONCE, len(due) // _PART_AT_ONCE)]
+        chosen = due[:_AT_ONCE]
         for path in chosen:  # one that cannot be removed rests for longer each time
             tries = self._again.get(path, (0, 0))[0] + 1
             self._again[path] = tries, self._rounds + 2**tries

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from holdfast.catalogue import damage_note
+from holdfast.catalogue import damage_note, find_manifest
 from holdfast.errors import HoldfastError
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum, pack_table, text, unpack_table
 from holdfast.format.image import Header, Image, Split, header_size, parse_header, split
-from holdfast.format.manifest import ImageRef, Manifest
-from holdfast.overview import Summary, overview
+from holdfast.format.manifest import Generation, ImageRef, Manifest
+from holdfast.overview import Summary, overview, read_first
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS, Arrival, WrittenImage, compare_blocks
 from holdfast.storage.base import ImageSink, Store
 
@@ -70,6 +70,8 @@ class FrozenParts:
         self._store = store
         self._lock = threading.Lock()
         self._named: list[ImageRef] | None = None
+        self.base: Generation | None = None
+        """The checkpoint that is likely to have the same parts, if it is known."""
 
     def learn(self, manifests: Iterable[Manifest | Summary]) -> None:
         """Records the published manifests, all of them."""
@@ -85,7 +87,7 @@ class FrozenParts:
                 self._named = list({part.path: part for part in (*self._named, *named)}.values())
 
     def forget(self) -> None:
-        """Clears the record of published manifests: it is read again when needed."""
+        """Clears the record of published manifests: as many as needed are read again then."""
         with self._lock:
             self._named = None
 
@@ -126,10 +128,18 @@ class FrozenParts:
             if self._named is not None:
                 return self._named
         try:
-            self.learn(overview(self._store).manifests)
+            self.learn(self._newest())
         except HoldfastError:  # then everything is written anew
             return []
         return self._published()
+
+    def _newest(self) -> Iterable[Manifest | Summary]:
+        """Reads manifests that stand now, and no more of them than are likely to help."""
+        base = None if self.base is None else find_manifest(self._store, self.base)
+        if base is not None:
+            return [base[0]]
+        found = overview(self._store, is_brief=True)
+        return read_first(self._store, found, found.line).manifests
 
     def _find(
         self, alike: Iterable[ImageRef], rank: int, made: Image, sums: Sequence[int]

@@ -5,7 +5,7 @@ generation, so that a pin whose bytes are damaged still counts. Setting a pin ta
 root, and so may run at any point of a pruner, which holds that lock. For one generation, they do
 
     pruner   R1 read the pins      W remove the manifest      R2 read the pins
-             B  publish the same bytes back, if it was pinned by then
+             B  publish back the bytes that the pin has, if it was pinned by then
     pin      A  read the manifest  P publish the pin          C does the manifest stand?
              U  if not, remove the pin again and fail with NotFound
 
@@ -148,7 +148,7 @@ def mendable(store: Store, found: RootContents[Described]) -> list[tuple[Manifes
 
     An existing manifest that cannot be read is not among them: nobody removed it.
     """
-    there = {manifest.generation for manifest in found.manifests}
+    there = {*found.generations}
     unreadable = {path for path, _ in found.broken}
     return [
         (manifest, one.pin.manifest.encode())
@@ -165,13 +165,24 @@ def pinned_alone(
     """Returns the manifests that pins hold of checkpoints that are not among ``manifests``: what
     they name stays, so that a repair can bring the rest back. ``pins``: those there are now.
     """
-    held, pins = [], pinned(store) if pins is None else pins
-    for generation in sorted(set(pins) - {manifest.generation for manifest in manifests}):
+    pins = pinned(store) if pins is None else pins
+    alone = set(pins) - {manifest.generation for manifest in manifests}
+    return [manifest for manifest, _ in manifests_in_pins(store, alone)]
+
+
+def manifests_in_pins(
+    store: Store, generations: Collection[Generation]
+) -> list[tuple[Manifest, bytes]]:
+    """Returns the manifests that the pins of these generations hold, with their bytes."""
+    held = []
+    for generation in sorted(generations):
         try:
-            manifest = _copied(read_document(store, Pin, pin_path(generation)))
+            one = read_document(store, Pin, pin_path(generation))
         except (NotFound, FormatError):
             continue
-        held += [manifest] if manifest is not None and manifest.generation == generation else []
+        manifest = _copied(one)
+        if manifest is not None and manifest.generation == generation:
+            held.append((manifest, one.manifest.encode()))
     return held
 
 
