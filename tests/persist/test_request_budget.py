@@ -13,7 +13,7 @@ from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, seal
 from holdfast.keeper import persister as persister_module
 from holdfast.keeper.persister import Persister
-from holdfast.overview import INDEX
+from holdfast.overview import INDEX, leave_index, overview
 from holdfast.persist import commit
 from holdfast.persist.frozen_parts import FrozenParts
 from holdfast.policy.when import Keep
@@ -252,6 +252,27 @@ def test_a_keeper_that_starts_on_many_without_an_index_reads_few_and_removes_non
         expected = [73, *expected]  # what cannot be read does not count
     assert [one.step for one in found.manifests] == expected
     assert (damaged is None) == (not found.broken)
+
+
+@pytest.mark.promise
+def test_what_only_names_show_does_not_count_as_one_that_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, now = World(), [0.0]
+    store = model_store(world, monkeypatch, tries_s=0.1)
+    commit.open_root(store, "r")
+    there = {plant(world, step).generation for step in range(60)}
+    leave_index(store, overview(store))
+    for step in range(60, PLANTED):
+        world.objects[f"root/{manifest_path(plant(world, step).generation)}"] += b"damage"
+    persister = Persister(store, Keep(last=70), lambda *_: None)
+    persister._sweeper.clock = lambda: now[0]
+    with store.lock("writer", "the next"):
+        for step in range(PLANTED, PLANTED + 9):
+            now[0] += settle_s(store)
+            persister.work_one(job_of(Generation(1, step), RECORD))
+            assert there.issubset(catalogue(store).generations), "fewer than 70 can be read"
+    persister.stop()
 
 
 def test_in_a_bucket_a_frozen_part_is_found_by_the_checkpoint_that_the_run_went_on_from(

@@ -534,11 +534,10 @@ class Persister:
         return found
 
     def _unread_that_stay(self, found: Overview) -> list[Generation]:
-        """Return those of which only the names are known, and which must be whole, or have the
-        value that decides, before another goes.
+        """Return those of which only the names are known, and which must be whole before another
+        goes. (Of those that were read, none goes by its value that is among the best of all.)
         """
-        unread, lineage = set(found.unread), found.lineage
-        last = lineage if self.keep.best is not None else lineage[-(self.keep.last or 1) :]
+        unread, last = set(found.unread), found.lineage[-(self.keep.last or 1) :]
         return [generation for generation in last if generation in unread]
 
     def would_remove(self, manifest: Manifest) -> bool:
