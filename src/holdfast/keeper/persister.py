@@ -74,8 +74,9 @@ _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
 _UNINDEXED, _INDEXED_FROM = 16, 32
-#: So many manifests are read with a publication, of those of which only the names are known.
-_READ_AT_ONCE = 8
+#: So many manifests are read with a publication, of those of which only the names are known; and
+#: with the one that has seen all names first.
+_READ_AT_ONCE, _READ_FIRST = 8, 4
 #: So many checkpoints go from a bucket with a publication, or this part of all that are to go.
 _GO_AT_ONCE, _PART_AT_ONCE = 3, 8
 #: A root that is full is pruned no more often: who reads there without a lease has time to end.
@@ -492,11 +493,12 @@ class Persister:
         going = [one for one in self._condemned(found, newest | pins) if one not in read]
         # One of these: each is requests.
         is_late = first is not None and first.looks > 1
-        is_read = bool(found.unread) and not (is_late or self._is_read)
-        is_indexed = self._unindexed >= _UNINDEXED and len(found.tags) >= _INDEXED_FROM
-        is_indexed = is_indexed and not is_read
-        self._is_read = is_read
-        found = self._read_some(found, going) if is_read else found
+        is_read = self._is_read = bool(found.unread) and not self._is_read
+        # A keeper that ends soon leaves what it read to the next, which begins there.
+        is_due = first is not None if is_read else self._unindexed >= _UNINDEXED
+        is_indexed = is_due and len(found.tags) >= _INDEXED_FROM
+        most = _READ_FIRST if first is not None else _READ_AT_ONCE
+        found = self._read_some(found, going, most) if is_read else found
         is_kept = is_late or is_read or bool(self._unread_that_stay(found))
         going = [] if is_kept else [one for one in going if one not in found.unread]
         going = going[: max(_GO_AT_ONCE, len(going) // _PART_AT_ONCE)]
@@ -522,14 +524,14 @@ class Persister:
                 leave_index(self.store, self._known)
         self._holding = held_by
 
-    def _read_some(self, found: Overview, going: Sequence[Generation]) -> Overview:
+    def _read_some(self, found: Overview, going: Sequence[Generation], most: int) -> Overview:
         """Read a few manifests of which only the names are known: those that stay first, as one may
         be damaged; then those that go, which say which files are their own.
         """
         unread = set(found.unread)
         going = [generation for generation in going if generation in unread]
-        wanted = self._unread_that_stay(found)[-_READ_AT_ONCE:] or going[:_READ_AT_ONCE]
-        found = read_more(self.store, found, wanted or found.unread[-_READ_AT_ONCE:])
+        wanted = self._unread_that_stay(found)[-most:] or going[:most]
+        found = read_more(self.store, found, wanted or found.unread[-most:])
         self._sweeper.know(path for one in found.read.values() for path in one.directories)
         return found
 
