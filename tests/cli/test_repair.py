@@ -71,9 +71,25 @@ def test_bad_input_is_refused_with_what_to_do(
 def test_a_directory_without_the_memory_of_a_host_is_refused(
     roots: tuple[Path, Path], tmp_path: Path, capsys: Out
 ) -> None:
-    said = error_of(capsys, "repair", roots[0], "--arenas", tmp_path / "no", code=2)
-    assert "has no arenas in it: give a directory like" in said
-    (tmp_path / "host" / "r@host").mkdir(parents=True)
+    def refused(name: str) -> str:
+        return error_of(capsys, "repair", roots[0], "--arenas", tmp_path / name, code=2)
+
+    said = refused("no")
+    assert "no has no arenas in it: it does not exist. Give an arena of another host" in said
+    (tmp_path / "file").write_bytes(b"x")
+    assert "it is not a directory" in refused("file")
+    (tmp_path / "empty").mkdir()
+    assert "only nothing: an arena is a directory with files *.slot" in refused("empty")
+    for number in range(7):
+        (tmp_path / "host" / f"r{number}@host").mkdir(parents=True)
+    assert "only r0@host, r1@host, r2@host, r3@host, r4@host, ...: an arena is" in refused("host")
+    slot = tmp_path / "host" / "r1@host" / "0.slot"
+    slot.write_bytes(bytes(100_000))
+    slot.chmod(0o644)
+    said = refused("host")
+    assert "no slot in" in said and "0.slot is not a slot of ours" in said
+    assert "mode -rw-r--r--" in said and "`cp -p`" in said
+    slot.chmod(0o600)
     assert "LOST" in text_of(capsys, "repair", roots[0], "--arenas", tmp_path / "host", code=4)
 
 

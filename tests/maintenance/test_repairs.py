@@ -14,6 +14,7 @@ from holdfast.catalogue import DAMAGED, LOCK, catalogue, layout_path, manifest_p
 from holdfast.errors import FormatError, HoldfastError, RootBusy, StorageError, UsageError
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
+from holdfast.maintenance import memory_files
 from holdfast.maintenance.copies import copy
 from holdfast.maintenance.memory_files import MemoryFiles
 from holdfast.maintenance.repairs import RepairPlan, RepairReport, plan_repair, repair
@@ -625,7 +626,7 @@ def test_what_shared_memory_still_has_is_brought_back(
     root.remove(other.path)
     assert not any(one.is_mendable for one in plan_repair(root, [], None).files)
     files = MemoryFiles(root, catalogue(root).manifests, home)
-    assert len(files) == 4
+    assert len(files._files) == 4
     plan, report = repair(root, [], None, memory=[files])
     files.close()
     mended = {second.path, part.path, other.path} | (set() if is_damaged_there else {first.path})
@@ -691,6 +692,28 @@ def test_what_a_lost_host_had_is_brought_back_by_the_parity_of_the_others(
         lost = [one.path for one in plan.files if one.lost]
         assert lost and not any(root.exists(path) for path in lost)
         assert all(root.read(path) == kept[path] for path in report.mended)
+
+
+def test_no_group_is_opened_for_files_that_are_whole_and_no_slot_is_checked_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, kept, own, other = lost_host(tmp_path, WHOLE, "changed")
+    opened, checked = list[object](), list[object]()
+    access, is_sound = memory_files.GroupAccess, memory_files._is_sound
+    monkeypatch.setattr(
+        memory_files, "GroupAccess", lambda *rest: (opened.append(rest), access(*rest))[1]
+    )
+    monkeypatch.setattr(
+        memory_files, "_is_sound", lambda slot: (checked.append(slot), is_sound(slot))[1]
+    )
+    files = MemoryFiles(root, catalogue(root).manifests, own, others=[other])
+    assert not plan_repair(root, [], {FIRST}, memory=[files]).files and not opened
+    report = repair(root, [], None, memory=[files])[1]
+    assert all_contents(root) == kept and report.mended
+    assert len(opened) == 1 and len(checked) == 1
+    repair(root, [], None, memory=[files])
+    assert len(opened) == 1 and len(checked) == 1
+    files.close()
 
 
 def test_without_the_memory_of_all_others_a_lost_host_has_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ be written to meanwhile: whoever reads checks every block. Nothing is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from holdfast.format.checksum import blocks, checksum, pack_table, text
 from holdfast.format.image import split
 from holdfast.format.manifest import ImageId, ImageRef, Manifest
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile, arena_home, parse_arena_name, root_key
-from holdfast.restore.cluster.arena_shards import ArenaShard, shards_in
+from holdfast.restore.cluster.arena_shards import RECORD_SUFFIX, ArenaShard, shards_in
 from holdfast.restore.cluster.decode import GroupAccess, ParityRow, decode_image, sums_of
 from holdfast.restore.planning.holdings import GroupMember, shard_of
 from holdfast.restore.reading.images import ImageFile, SlotImage, StoredImage
@@ -27,6 +28,8 @@ from holdfast.storage.files import views
 
 #: Size, and the checksums of header and block table.
 _Key = tuple[int, str, str]
+_MemberImage = Callable[[GroupMember, ImageId], ImageFile | None]
+_SHOWN = 5
 
 
 class MemoryFiles:
@@ -49,9 +52,13 @@ class MemoryFiles:
         stores: Sequence[Store] = (),
     ) -> None:
         keys = {root_key(view) for view in views(root.identity())}
+        manifests = list(manifests)
         refs = [ref for one in manifests for ref in (*one.images, *one.parts)]
         self._wanted: dict[_Key, set[str]] = {}
         self._named = {_key(ref): ref for ref in refs}
+        self._refs = {ref.path: ref for ref in refs}
+        split_up = (one for one in manifests if one.parts)
+        self._halves = {ref.path for one in split_up for ref in (*one.images, *one.parts)}
         for ref in refs:
             self._wanted.setdefault(_key(ref), set()).add(ref.path)
         self._stores = (root, *stores)
@@ -59,23 +66,19 @@ class MemoryFiles:
         own = _arenas(home or arena_home())
         arenas = [one for one in own if parse_arena_name(one.name)[1] in keys]
         for other in others:
-            found = _arenas(other)
-            if not found:
-                raise UsageError(
-                    f"{other} has no arenas in it: give a directory like {arena_home()}, of "
-                    "another host"
-                )
-            arenas += found
+            arenas += _required_arenas(other)
         self._slots: dict[_Key, SlotImage] = {}
+        self._sound: dict[_Key, bool] = {}
         for image in (image for arena in arenas for image in _captured(arena)):
             if self._slots.setdefault(_key(image), image) is image:
                 self._take(image)
             else:
                 image.slot.close()
-        self._decode([shard for arena in arenas for shard in shards_in(arena)])
-
-    def __len__(self) -> int:
-        return len(self._files)
+        groups: dict[tuple[object, ...], list[ArenaShard]] = {}
+        for shard in (shard for arena in arenas for shard in shards_in(arena)):
+            groups.setdefault((shard.record.attempt_id, shard.record.members), []).append(shard)
+        self._groups = [_Group(rows) for rows in groups.values()]
+        self._decoding = threading.Lock()
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         """See ``Store``."""
@@ -104,6 +107,9 @@ class MemoryFiles:
         self._slots.clear()
 
     def _find(self, path: str) -> _HeldFile:
+        if path not in self._files and path in self._refs:
+            with self._decoding:
+                self._decode(self._refs[path])
         if path not in self._files:
             raise NotFound(f"{self.url} has no {path}", path=path)
         return self._files[path]
@@ -129,40 +135,28 @@ class MemoryFiles:
         for path in self._wanted.get(key, ()):
             self._files.setdefault(path, file)
 
-    def _decode(self, shards: Iterable[ArenaShard]) -> None:
-        """Takes the images that no slot holds and that their group's parity replaces."""
-        groups: dict[tuple[object, ...], list[ArenaShard]] = {}
-        for shard in shards:
-            groups.setdefault((shard.record.attempt_id, shard.record.members), []).append(shard)
-        for rows in groups.values():
-            record = rows[0].record
-            lost = [
-                image.rank
-                for member in record.members
-                for image in member.images
-                if _key_of(image.image) not in self._slots
-            ]
-            if not lost or all(path in self._files for path in self._paths()):
-                continue
-            with suppress(HoldfastError):
-                group = GroupAccess(
-                    shard_of(record).coding,
-                    record.attempt_id.metadata,
-                    self._member_image,
-                    _Rows(rows).open,
-                )
-                for rank in lost:
+    def _decode(self, ref: ImageRef) -> None:
+        """Takes the image that no slot holds, which is this file or has it in it, where a group's
+        parity replaces it. Nothing is opened for a file that nobody asks for.
+        """
+        for group in self._groups:
+            if ref.path in self._files:
+                return
+            for image in group.lost(ref.rank):
+                key = _key_of(image)
+                is_half = ref.path in self._halves and key not in self._named
+                if (is_half or key == _key(ref)) and key not in self._slots:
+                    group.tried.add(image.rank)
                     with suppress(HoldfastError):  # too many are lost
-                        self._take(decode_image(group, record, rank))
-
-    def _paths(self) -> Iterator[str]:
-        return (path for paths in self._wanted.values() for path in paths)
+                        self._take(group.decode(image.rank, self._member_image))
 
     def _member_image(self, _: GroupMember, image: ImageId) -> ImageFile | None:
         """Opens an image of a group: out of a slot, or as a root has it whole."""
         key = _key_of(image)
         slot, ref = self._slots.get(key), self._named.get(key)
-        if ref is None or (slot is not None and _is_sound(slot)):
+        if slot is not None and key not in self._sound:
+            self._sound[key] = _is_sound(slot)
+        if ref is None or self._sound.get(key):
             return slot
         for store in self._stores:
             with suppress(HoldfastError):
@@ -203,6 +197,33 @@ class _HeldFile(NamedTuple):
             found = self.image.view(first + shift, last + shift, target)
             if self.image.is_mapped:
                 target[:] = found
+
+
+class _Group:
+    """A parity group, of which some shards are in arenas. ``tried``: ranks that were decoded."""
+
+    def __init__(self, rows: Sequence[ArenaShard]) -> None:
+        self._rows, self._record = rows, rows[0].record
+        self._access: GroupAccess | None = None
+        self.tried: set[int] = set()
+
+    def lost(self, rank: int) -> list[ImageId]:
+        """Returns the image of a rank, if it is in this group and was not decoded yet."""
+        images = (image for member in self._record.members for image in member.images)
+        return [one.image for one in images if one.rank == rank and rank not in self.tried]
+
+    def decode(self, rank: int, member_image: _MemberImage) -> ImageFile:
+        """Opens the image of a rank by all that is left of the group; HoldfastError where that is
+        too little.
+        """
+        if self._access is None:
+            self._access = GroupAccess(
+                shard_of(self._record).coding,
+                self._record.attempt_id.metadata,
+                member_image,
+                _Rows(self._rows).open,
+            )
+        return decode_image(self._access, self._record, rank)
 
 
 class _Rows:
@@ -249,6 +270,45 @@ def _arenas(home: Path) -> list[Path]:
     except OSError:
         return []
     return [one for one in found if one.is_dir() and not one.name.startswith(".")]
+
+
+def _required_arenas(home: Path) -> list[Path]:
+    """Returns the arenas in a directory that a user named, or the one that it is. UsageError where
+    there is none, or nothing of it can be read.
+    """
+    advice = (
+        f"Give an arena of another host, or the directory with its arenas, which is {arena_home()} "
+        "there unless HOLDFAST_ARENA_DIR says another"
+    )
+    if not home.is_dir():
+        what = "is not a directory" if home.exists() else "does not exist"
+        raise UsageError(f"{home} has no arenas in it: it {what}. {advice}.")
+    arenas = _arenas(home)
+    slots = [path for one in arenas for path in sorted(one.glob(f"*{SLOT_SUFFIX}"))]
+    shards = [shard for one in arenas for shard in shards_in(one)]
+    if not slots and not shards:
+        names = sorted(path.name for path in home.iterdir())
+        shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        raise UsageError(
+            f"{home} has no arenas in it, only {shown or 'nothing'}: an arena is a directory with "
+            f"files *{SLOT_SUFFIX}, or parity/*{RECORD_SUFFIX}. {advice}."
+        )
+    faults = [fault for path in slots if (fault := _fault_of(path))]
+    if faults and len(faults) == len(slots) and not shards:
+        raise UsageError(
+            f"no slot in {home} can be read: {faults[0]}. Copy them so that they are yours and "
+            "nobody else's (mode 0600), as `cp -p` by the user of the run does."
+        )
+    return arenas
+
+
+def _fault_of(path: Path) -> str:
+    """Says why a slot cannot be read; "" if it can."""
+    try:
+        SlotFile.open(path, writable=False).close()
+    except HoldfastError as error:
+        return str(error)
+    return ""
 
 
 def _captured(arena: Path) -> Iterator[SlotImage]:
