@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.cli import COMMANDS
+from holdfast.catalogue import catalogue
+from holdfast.cli import COMMANDS, checkpoints
 from holdfast.cli.completion import SCRIPTS, complete
 from support.checkpoints.commands import SOURCE, Out, error_of, json_of, text_of
+from support.checkpoints.roots import fill
+from support.servers.bucket_model import World, model_store
 
 
 def test_commands_are_completed() -> None:
@@ -144,3 +147,15 @@ def test_completing_loads_no_torch_and_no_numpy(root: Path) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout.split()) == (0, ["model.bias", "model.weight"])
+
+
+def test_steps_of_a_bucket_are_completed_by_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    store = model_store(world, monkeypatch, tries_s=0.1)
+    fill(store)
+    expected = [str(one) for one in catalogue(store).generations]
+    monkeypatch.setattr(checkpoints, "_source", lambda _: store)
+    world.log.clear()
+    found = complete(["show", "s3://model/root", "--step", ""])
+    assert len(found) == len(expected) > 2
+    assert not [key for kind, key in world.log if kind == "GET" and "/manifests/" in key]

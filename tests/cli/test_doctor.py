@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import overview as overview_module
 from holdfast.catalogue import catalogue
 from holdfast.cli import EXIT_CODES, doctor, main
 from holdfast.cli.doctor import judge
@@ -29,8 +30,10 @@ from holdfast.cli.doctor.rules.findings import (
     worst,
 )
 from holdfast.errors import StorageError
+from holdfast.overview import leave_index, overview
 from holdfast.storage.local import LocalStore
 from support.checkpoints.roots import fill, leave_behind
+from support.servers.bucket_model import World, model_store
 
 Out = pytest.CaptureFixture[str]
 GB = 10**9
@@ -540,7 +543,7 @@ def test_a_store_that_does_not_answer_says_nothing_about_its_files(
         raise error
 
     monkeypatch.setattr(LocalStore, "size_bytes", size_bytes)
-    listed = catalogue(LocalStore(tmp_path))
+    listed = overview(LocalStore(tmp_path))
     damaged, unchecked = doctor_root._damaged(LocalStore(tmp_path), listed)
     assert damaged == () and unchecked == len(listed.manifests)
 
@@ -548,7 +551,27 @@ def test_a_store_that_does_not_answer_says_nothing_about_its_files(
 def test_a_checkpoint_that_is_removed_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     fill(store)
-    listed = catalogue(store)
+    listed = overview(store)
     store.remove("manifests/2-40.json")
     store.remove_tree("steps/2-40-a2x40")
     assert doctor_root._damaged(store, listed) == ((), 0)
+
+
+def test_of_a_bucket_with_an_index_doctor_reads_what_it_looks_up_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch, tries_s=0.1)
+    fill(store)
+    whole = catalogue(store)
+    leave_index(store, overview(store))
+    monkeypatch.setattr(overview_module, "FEW", 0)
+    monkeypatch.setattr(doctor_root, "_MOST_OF_BUCKET", 4)
+    world.log.clear()
+    damaged, unchecked = doctor_root._damaged(store, overview(store))
+    asked = [key for kind, key in world.log if kind == "GET" and "/manifests/" in key]
+    looked_up = len(whole.manifests) - unchecked
+    assert not damaged and 0 < looked_up < len(whole.manifests) and len(asked) == looked_up
+    assert sum("/steps/" in key for _, key in world.log) <= 4
+    del world.objects[f"root/{whole.manifests[-1].images[0].path}"]
+    assert doctor_root._damaged(store, overview(store))[0]

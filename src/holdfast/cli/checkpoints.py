@@ -93,10 +93,10 @@ def open_readable(root: str) -> OpenedRoot:
     return _opened(root, _source(root))
 
 
-def open_listed(root: str) -> ListedRoot:
-    """Opens as ``open_readable``, where a list in short is enough."""
+def open_listed(root: str, *, is_brief: bool = False) -> ListedRoot:
+    """Opens as ``open_readable``, where a list in short is enough. ``is_brief``: names are."""
     store = _source(root)
-    found = overview(store)
+    found = overview(store, is_brief=is_brief)
     _require_any(root, store, found)
     lineage = found.lineage
     return ListedRoot(root, store, found, frozenset(lineage), lineage[-1] if lineage else None)

@@ -186,8 +186,8 @@ def _values(action: argparse.Action, typed: _Typed) -> list[str]:
 def steps(root: str) -> list[str]:
     """Returns the checkpoints of a root as ``--step`` takes them."""
     checkpoints = importlib.import_module("holdfast.cli.checkpoints")
-    opened = checkpoints.open_readable(root)
-    found = [manifest.generation for manifest in opened.catalogue.manifests]
+    opened = checkpoints.open_listed(root, is_brief=True)
+    found = opened.catalogue.generations
     kept = [str(each.step) for each in found if each in opened.lineage]
     return kept + [str(each) for each in found if each not in opened.lineage]
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from holdfast.catalogue import (
     LAYOUTS,
     ROOT,
-    Catalogue,
-    catalogue,
+    find_manifest,
     is_root,
     layout_path,
     manifest_path,
@@ -36,10 +35,11 @@ from holdfast.events import (
 from holdfast.format import manifest as documents
 from holdfast.leases import LeaseWatch
 from holdfast.observe.log import read_events
+from holdfast.overview import Overview, overview
 from holdfast.persist.commit import unnamed_directories
 from holdfast.persist.pins import read_pins
 from holdfast.persist.removal import leftover
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, settle_s
 from holdfast.storage.open import (
     is_bucket,
     normal_root,
@@ -48,8 +48,8 @@ from holdfast.storage.open import (
     race_in_bucket,
 )
 
-#: The files whose sizes are looked up; of a bucket each is a request.
-_MOST_FILES = 2000
+#: The files whose sizes are looked up, and those of a bucket, of which each is a request.
+_MOST_FILES, _MOST_OF_BUCKET = 2000, 64
 
 
 def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
@@ -58,7 +58,7 @@ def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
     try:
         if not is_root(store):
             return RootFacts(path, exists=False)
-        found = catalogue(store)
+        found = overview(store)
         run_id = read_document(store, documents.Root, ROOT).run_id
         keys = root_keys(store)
     except HoldfastError as error:
@@ -93,8 +93,8 @@ def probe_storage(root: str, *, deep: bool = False) -> PlaceFacts:
     return PlaceFacts(root, BUCKET, kept.server, kept=(*kept.table, *raced), fault=fault)
 
 
-def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFacts:
-    newest = found.latest and found.find(found.latest)
+def _describe(path: str, run_id: str, store: Store, found: Overview) -> RootFacts:
+    newest = _manifest(store, found, found.latest) if found.latest else None
     pins = read_pins(store)
     unnamed = [] if found.broken else unnamed_directories(store, found.manifests)
     held = LeaseWatch(store).paths() if unnamed else frozenset()
@@ -123,17 +123,31 @@ def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFac
     )
 
 
-def _damaged(store: Store, found: Catalogue) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], int]:
+def _manifest(
+    store: Store, found: Overview, generation: documents.Generation
+) -> documents.Manifest | None:
+    """Returns a manifest, which is read where only the index has told of it."""
+    if generation in found.read:
+        return found.read[generation]
+    there = find_manifest(store, generation)
+    return None if there is None else there[0]
+
+
+def _damaged(store: Store, found: Overview) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], int]:
     """Returns the checkpoints that lack a file or have one of another size, with what is wrong, and
     how many older ones were not looked at. No content is read.
     """
     layouts = set(store.list(LAYOUTS))
     damaged, files, checked = [], 0, 0
-    for manifest in sorted(found.manifests, key=lambda one: one.generation, reverse=True):
-        refs = (*manifest.images, *manifest.parts)
-        files += len(refs)
-        if checked and files > _MOST_FILES:
+    most = _MOST_OF_BUCKET if settle_s(store) else _MOST_FILES
+    for one in reversed(found.manifests):
+        files += one.images + len(one.parts)
+        if checked and files > most:
             break
+        if (manifest := _manifest(store, found, one.generation)) is None:  # removed since
+            checked += 1
+            continue
+        refs = (*manifest.images, *manifest.parts)
         layout = layout_path(manifest.layout)
         faults = [] if Path(layout).name in layouts else [f"{layout} is not there"]
         try:
