@@ -392,7 +392,8 @@ class Bucket(ABC):
         return error
 
     def _advice(self, outcome: Outcome) -> str:
-        return self.advice.get(outcome.code) or self.advice.get(str(outcome.status), "")
+        other = f"`holdfast doctor {self.url}` shows what this server can do."
+        return self.advice.get(outcome.code) or self.advice.get(str(outcome.status), other)
 
 
 def _kind(method: str, query: Mapping[str, str]) -> str:
