@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from holdfast.persist.removal import plan, remove
 from holdfast.policy.when import Keep
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile, SlotRecord, root_key
 from holdfast.restore.cluster.arena_shards import RECORD_SUFFIX, shard_path
+from holdfast.restore.cluster.decode import GroupAccess
 from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -699,13 +701,18 @@ def test_no_group_is_opened_for_files_that_are_whole_and_no_slot_is_checked_twic
 ) -> None:
     root, kept, own, other = lost_host(tmp_path, WHOLE, "changed")
     opened, checked = list[object](), list[object]()
-    access, is_sound = memory_files.GroupAccess, memory_files._is_sound
-    monkeypatch.setattr(
-        memory_files, "GroupAccess", lambda *rest: (opened.append(rest), access(*rest))[1]
-    )
-    monkeypatch.setattr(
-        memory_files, "_is_sound", lambda slot: (checked.append(slot), is_sound(slot))[1]
-    )
+    is_sound = memory_files._is_sound
+
+    def open_group(*rest: Any) -> Any:
+        opened.append(rest)
+        return GroupAccess(*rest)
+
+    def check(slot: Any) -> bool:
+        checked.append(slot)
+        return is_sound(slot)
+
+    monkeypatch.setattr(memory_files, "GroupAccess", open_group)
+    monkeypatch.setattr(memory_files, "_is_sound", check)
     files = MemoryFiles(root, catalogue(root).manifests, own, others=[other])
     assert not plan_repair(root, [], {FIRST}, memory=[files]).files and not opened
     report = repair(root, [], None, memory=[files])[1]

@@ -20,6 +20,7 @@ from holdfast.policy.when import Keep
 from holdfast.restore.reading.images import StoredImage, read_head
 from holdfast.storage import objects
 from holdfast.storage.base import settle_s
+from holdfast.storage.lease_lock import LeaseTimes
 from support.runs.keeper_jobs import job_of
 from support.servers.bucket_model import World, model_store
 
@@ -168,6 +169,8 @@ def test_a_keeper_that_starts_where_many_are_lists_them_page_by_page_and_removes
 #: A frozen part that two of the planted checkpoints name.
 PART = part_path(Generation(1, 0), "planted0", 0)
 PLANTED, ADDED, MORE = 80, 64, 100
+#: A lease that is renewed with removals alone, however slow the machine is.
+RARELY = LeaseTimes(renew_s=1000.0, stop_s=3000.0, take_over_s=6000.0)
 
 
 def plant(world: World, step: int) -> Manifest:
@@ -213,7 +216,7 @@ def test_a_keeper_that_starts_on_many_without_an_index_reads_few_and_removes_non
     monkeypatch.setattr(persister_module, "_PAGED_FROM", 9)
     monkeypatch.setattr(objects, "_PAGE", 10)
     world, outcomes, now, read = World(page=10), list[str | None](), [0.0], set[int]()
-    store = model_store(world, monkeypatch, tries_s=0.1)
+    store = model_store(world, monkeypatch, tries_s=0.1, lease=RARELY)
     commit.open_root(store, "r")
     there = {step: plant(world, step) for step in range(PLANTED)}
     keys = {step: f"root/{manifest_path(one.generation)}" for step, one in there.items()}
