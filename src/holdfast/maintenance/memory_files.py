@@ -77,7 +77,7 @@ class MemoryFiles:
         groups: dict[tuple[object, ...], list[ArenaShard]] = {}
         for shard in (shard for arena in arenas for shard in shards_in(arena)):
             groups.setdefault((shard.record.attempt_id, shard.record.members), []).append(shard)
-        self._groups = [_Group(rows) for rows in groups.values()]
+        self._groups = [_ArenaGroup(rows) for rows in groups.values()]
         self._decoding = threading.Lock()
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
@@ -199,7 +199,7 @@ class _HeldFile(NamedTuple):
                 target[:] = found
 
 
-class _Group:
+class _ArenaGroup:
     """A parity group, of which some shards are in arenas. ``tried``: ranks that were decoded."""
 
     def __init__(self, rows: Sequence[ArenaShard]) -> None:
