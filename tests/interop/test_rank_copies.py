@@ -237,7 +237,7 @@ def test_metadata_of_dcp_that_place_one_item_twice_are_refused(tmp_path: Path) -
     at = behind.index(b"K\x00")  # the number of the shard, which torch does not compare
     behind = behind[:at] + b"K\x07" + behind[at + 2 :]
     (root / ".metadata").write_bytes(before + name.replace(b"xx", b"ww") + behind)
-    with pytest.raises(ForeignFormatError, match="1 items are there twice"):
+    with pytest.raises(ForeignFormatError, match="1 items of 'ww' are there twice"):
         open_source(root)
 
 
