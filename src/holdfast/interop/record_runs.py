@@ -49,6 +49,8 @@ MAX_COLUMNS = 8
 #: At most what is needed for a record while columns are read, without its dimensions.
 _ROW_BYTES, _DIM_BYTES = 320, 16
 _TEXT_BYTES = 200
+#: Texts come again after so many others at most: the tensors of a rank in turn.
+_MAX_LAG = 1 << 14
 #: Metadata from so many bytes on are read by columns.
 MANY_BYTES = 1 << 16
 
@@ -156,11 +158,9 @@ class RecordRuns:
         columns = self._forms.get(is_pair) or self._learn(is_pair, machine)
         if columns is None:
             return
-        first = int(np.searchsorted(columns.begin, machine.at))
-        if first == len(columns.begin) or columns.begin[first] != machine.at:
-            return
+        first = int(columns.begin.searchsorted(machine.at))
         stop = int(columns.last[first])
-        if stop == first:
+        if columns.begin[first] != machine.at or stop == first:
             return
         rows = Rows(columns, first, stop, len(machine.memo))
         count = int(columns.memo[stop] - columns.memo[first])
@@ -238,34 +238,38 @@ def _text_at(memo: list[Any], rows: Rows, place: int, row: int, order: int) -> s
     return found
 
 
-def _read(is_pair: bool, parts: list[Any], machine: Machine) -> Columns | None:
-    """Read every record of a form; None where that takes more memory than there is."""
+def _read(is_pair: bool, parts: list[bytes | Part], machine: Machine) -> Columns | None:
+    """Read every record of a form from here on; None where that takes more memory than there is."""
     data, first = machine.data, parts[0]
-    found = islice(re.finditer(re.escape(first), data), MAX_RECORDS)
-    begin = np.array([one.start() for one in found], np.int64)
+    assert isinstance(first, bytes)
+    starts = map(re.Match.start, re.compile(re.escape(first)).finditer(data, machine.at))
+    begin = np.fromiter(islice(starts, MAX_RECORDS), np.int64)
     if len(begin) * (_ROW_BYTES + 2 * MAX_COLUMNS * _DIM_BYTES) > machine.room_bytes:
         return None
-    cursor = _Cursor(data, begin)
-    read = [cursor.take(part) for part in parts]
+    cursor = _Cursor(data, begin, first)
+    read = [cursor.take(part) for part in parts[1:]]
     columns = [one for one in read if one is not None]
     is_record = cursor.is_like & (cursor.at + 8 <= len(data))
     texts: list[str] = []
     numbers: dict[str, int] = {}
     if is_pair:
         for number in (0, 3):
-            columns[number] = _decode(data, columns[number], is_record, texts, numbers, machine)
+            columns[number] = _decode(
+                cursor.words, columns[number], is_record, texts, numbers, machine
+            )
     memo = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.where(is_record, cursor.memo, 0))])
     # A run ends behind a record that no other follows at once.
     rows = np.arange(len(begin))
     follows = is_record[:-1] & is_record[1:] & (cursor.at[:-1] == begin[1:])
     ends = np.append(np.where(follows, len(begin), rows[:-1] + 1), len(begin))
     last = np.where(is_record, np.minimum.accumulate(ends[::-1])[::-1], rows)
+    begin, last = np.append(begin, len(data)), np.append(last, len(begin))  # where none begins
     machine.charge(sum(one.nbytes for one in (begin, cursor.at, memo, last)))
     return Columns(is_pair, begin, cursor.at, columns, memo, last, texts, numbers)
 
 
 def _decode(
-    data: memoryview,
+    words: NDArray[np.uint64],
     raw: tuple[Numbers, Numbers, Numbers, Numbers],
     is_record: NDArray[np.bool_],
     texts: list[str],
@@ -273,11 +277,21 @@ def _decode(
     machine: Machine,
 ) -> Texts:
     """Make one text of all that are spelled alike. What is no text is no record."""
-    begin, end, named, order = raw
+    data, (begin, end, named, order) = machine.data, raw
     spelled = np.flatnonzero(is_record & (named < 0))
-    whole, known = bytes(data), {}
-    starts, stops = begin[spelled].tolist(), end[spelled].tolist()
-    keys = [whole[a:b] for a, b in zip(starts, stops, strict=True)]
+    if not len(spelled):
+        return Texts(np.full(len(begin), -1), named, order)
+    starts, stops = begin[spelled], end[spelled]
+    first = bytes(data[starts[0] : stops[0]])
+    lag = next(
+        (n for n in range(1, min(_MAX_LAG, len(starts))) if data[starts[n] : stops[n]] == first),
+        len(starts),
+    )
+    new = np.flatnonzero(~_repeats(words, starts, stops, lag))
+    known: dict[bytes, int] = {}
+    keys = [
+        bytes(data[a:b]) for a, b in zip(starts[new].tolist(), stops[new].tolist(), strict=True)
+    ]
     for key in dict.fromkeys(keys):
         machine.charge(_TEXT_BYTES + 4 * len(key))
         try:
@@ -288,10 +302,30 @@ def _decode(
         known[key] = numbers.setdefault(text, len(texts))
         if known[key] == len(texts):
             texts.append(text)
+    # What repeats has the number of the text before it, and that the one of the text before.
+    origin = np.zeros(-(-len(starts) // lag) * lag, np.int64)
+    origin[new] = new
+    origin = np.maximum.accumulate(origin.reshape(-1, lag)).reshape(-1)[: len(starts)]
+    of_new = np.zeros(len(starts), np.int64)
+    of_new[new] = np.fromiter(map(known.__getitem__, keys), np.int64, len(keys))
     number = np.full(len(begin), -1)
-    number[spelled] = np.fromiter(map(known.__getitem__, keys), np.int64, len(keys))
+    number[spelled] = of_new[origin]
     is_record &= (number >= 0) | (named >= 0)
     return Texts(number, named, order)
+
+
+def _repeats(
+    words: NDArray[np.uint64], starts: Numbers, stops: Numbers, lag: int
+) -> NDArray[np.bool_]:
+    """Which texts are the same as the one ``lag`` before."""
+    sizes = stops - starts
+    found = np.zeros(len(starts), np.bool_)
+    found[lag:] = sizes[lag:] == sizes[:-lag]
+    for at in range(0, int(sizes.max()), 8):
+        left = np.clip(sizes - at, 0, 8).astype(np.uint64) * np.uint64(8)
+        word = words[np.minimum(starts + at, len(words) - 1)] << (np.uint64(64) - left)
+        found[lag:] &= (word[lag:] == word[:-lag]) | (left[lag:] == 0)
+    return found
 
 
 def _by_opcode(values: dict[int, int]) -> NDArray[np.uint64]:
@@ -303,16 +337,20 @@ _DIM_SIZE = _by_opcode({0x4B: 2, 0x4D: 3, 0x4A: 5})
 _DIM_MASK = _by_opcode({0x4B: 0xFF, 0x4D: 0xFFFF, 0x4A: 0xFFFFFFFF})
 _NEGATIVE = np.uint64(1 << 31)
 _BYTE = np.uint64(0xFF)
+#: What follows the tuple of sizes, which is memoized unless it is empty.
+_TAIL = np.uint64(int.from_bytes(b"\x94\x85\x94R\x94", "little"))
+_TAIL_MASK, _LAST_MASK = np.uint64((1 << 40) - 1), np.uint64((1 << 32) - 1)
 
 
 class _Cursor:
     """Reads the same part of all records, each from where it is in its own."""
 
-    def __init__(self, data: memoryview, begin: Numbers) -> None:
-        self._words: NDArray[np.uint64] = np.ndarray((max(1, len(data) - 7),), "<u8", data, 0, (1,))
-        self.at = begin.copy()
+    def __init__(self, data: memoryview, begin: Numbers, first: bytes) -> None:
+        """``first``: the bytes that are known to stand where each begins."""
+        self.words: NDArray[np.uint64] = np.ndarray((max(1, len(data) - 7),), "<u8", data, 0, (1,))
+        self.at = begin + len(first)
         self.is_like = np.ones(len(begin), np.bool_)
-        self.memo = np.zeros(len(begin), np.int64)
+        self.memo = np.full(len(begin), 2 * first.count(_NEW))
 
     def take(self, part: Any) -> Any:
         """The column of a part; None for bytes that all have."""
@@ -322,7 +360,7 @@ class _Cursor:
 
     def _word(self, ahead: int = 0) -> NDArray[np.uint64]:
         # Of what reaches to the last bytes of the data nothing is taken.
-        return self._words[np.minimum(self.at + ahead, len(self._words) - 1)]
+        return self.words[np.minimum(self.at + ahead, len(self.words) - 1)]
 
     def _constant(self, text: bytes) -> None:
         for begin in range(0, len(text), 8):
@@ -349,12 +387,13 @@ class _Cursor:
         return value.astype(np.int64)
 
     def _sizes(self) -> Sizes:
-        ndim = np.zeros(len(self.at), np.int64)
-        is_long = (self._word() & _BYTE) == 0x28
-        self.at += is_long
+        ndim, word = np.zeros(len(self.at), np.int64), self._word()
+        is_long = (word & _BYTE) == 0x28
+        if is_long.any():
+            self.at += is_long
+            word = self._word()
         columns: list[Numbers] = []
         while True:
-            word = self._word()
             opcode = (word & _BYTE).astype(np.intp)
             size = _DIM_SIZE[opcode].astype(np.int64)
             if len(columns) == MAX_COLUMNS or not size.any():
@@ -364,13 +403,13 @@ class _Cursor:
             columns.append(value.astype(np.int64))
             ndim += size > 0
             self.at += size
+            word = self._word()
         is_empty = (opcode == 0x29) & (ndim == 0) & ~is_long  # which is not memoized
         is_short = (ndim > 0) & (ndim < 4) & (opcode == 0x84 + ndim)
-        is_memoized = ((word >> np.uint64(8)) & _BYTE) == 0x94
         ends = np.where(is_long, (ndim > 3) & (opcode == 0x74), is_short)
-        self.is_like &= is_empty | (ends & is_memoized)
-        self.at += np.where(is_empty, 1, 2)
-        self._constant(b"\x85\x94R\x94")
+        tail = (word >> np.uint64(8)) & np.where(is_empty, _LAST_MASK, _TAIL_MASK)
+        self.is_like &= (ends & (tail == _TAIL)) | (is_empty & (tail == _TAIL >> np.uint64(8)))
+        self.at += np.where(is_empty, 5, 6)
         self.memo += np.where(is_empty, 2, 3)
         values = np.stack(columns, 1) if columns else np.zeros((len(ndim), 0), np.int64)
         return Sizes(ndim, values)
