@@ -275,5 +275,5 @@ def test_parts_without_elements_are_in_no_image(tmp_path: Path) -> None:
     found = ForeignCheckpoint("x", 0, leaves, world=4)
     store = ForeignStore(SourceFiles(tmp_path), found)
     for rank in range(4):
-        names = {entry.name for entry in store._plan(rank)[0].entries}
+        names = {entry.name for entry in store._parts.plan(rank)[0].entries}
         assert names == {entry.name for entry in plan_rank(store.layout, rank).entries}

@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.geometry.box import Box
 from holdfast.geometry.leaves import MAX_DIMS
 from holdfast.interop.foreign import Extent, StoredBox
-from holdfast.interop.pickle_records import Record
+from holdfast.interop.pickle_records import Record, shown
 from holdfast.interop.record_runs import Numbers, Rows, Sizes
 
 _INT = frozenset((int,))
@@ -177,12 +177,17 @@ def _place(key: Any, info: Any) -> tuple[int, int, object]:
     if where.get("transform_descriptors"):
         raise Wrong(
             f"{key[1]!r:.200} was written through extensions "
-            f"({where['transform_descriptors']!s:.60}), which can't be read yet"
+            f"({_listed(where['transform_descriptors'])}), which can't be read yet"
         )
     offset, size, path = map(where.get, _PLACE)
     if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
         raise Wrong(f"{key[1]!r:.200} lies at no place of a file")
     return offset, size, path
+
+
+def _listed(value: Any) -> str:
+    """What a value is, of a list its first items: others may contain themselves."""
+    return ", ".join(map(shown, value[:4])) if type(value) in (list, tuple) else shown(value)
 
 
 class ChunkBoxes:

@@ -33,8 +33,8 @@ class _Alike(NamedTuple):
     order: list[int]
     ends: list[str]
     """Of the names of parts."""
-    starts: list[str]
-    """Of what a header says of them, up to their offsets."""
+    heads: list[str]
+    """What a header says of them, from the ends of their names up to their offsets."""
     sizes_bytes: list[int]
 
 
@@ -51,10 +51,12 @@ class ForeignImages:
             boxes, item = [part.box for part in leaf.parts], ITEMSIZE[leaf.dtype]
             some = (number for number, box in enumerate(boxes) if not box.is_empty)
             order = sorted(some, key=lambda number: boxes[number].start)
+            ends = [piece_name("", leaf.shape, boxes[number]) for number in order]
+            starts = (entry_start(leaf.dtype, boxes[number].shape) for number in order)
             self._alike[key] = _Alike(
                 order,
-                [piece_name("", leaf.shape, boxes[number]) for number in order],
-                [entry_start(leaf.dtype, boxes[number].shape) for number in order],
+                ends,
+                [f'{end}"{start}' for end, start in zip(ends, starts, strict=True)],
                 [boxes[number].volume * item for number in order],
             )
         return self._alike[key]
@@ -70,11 +72,10 @@ class ForeignImages:
             begin = "," + msgspec.json.encode(name).decode()[:-1]
             if len(alike.order) < len(ranks) or alike.order != list(range(len(ranks))):
                 ranks = [ranks[number] for number in alike.order]
-            rows = zip(ranks, alike.ends, alike.starts, alike.sizes_bytes, strict=True)
-            for rank, end, start, size in rows:
+            for rank, head, size in zip(ranks, alike.heads, alike.sizes_bytes, strict=True):
                 at = stops[rank]
                 stops[rank] = stop = at + size
-                texts[rank].append(f'{begin}{end}"{start}{at},{stop}]}}')
+                texts[rank].append(f"{begin}{head}{at},{stop}]}}")
         return [plan_text("".join(some), stop) for some, stop in zip(texts, stops, strict=True)]
 
     @cached_property
