@@ -201,9 +201,19 @@ def test_rows_are_bounded_in_number_and_memory() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdfast.interop.record_runs.MAX_RECORDS", 50)
         assert agree(data) and 0 < taken(data) <= 100
-    machine = pickles._Machine(memoryview(data), "here", 40_000, True)
-    with pytest.raises(ForeignFormatError, match="too much memory"):
-        machine.run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickles, "BASE_BYTES", 0)
+        patch.setattr(pickles, "FACTOR", 1)
+        with pytest.raises(ForeignFormatError, match="too much memory"):
+            interpret(data, "here", as_rows=True)
+    # Where begins of records are all that there is, and columns of them would take too much.
+    start = data[data.index(b"ub") + 2 :][:6]
+    many = data.replace(b"\x8c\x07version", b"X" + struct.pack("<I", 60_000) + start * 10_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickles, "BASE_BYTES", 0)
+        assert interpret(data, "here", as_rows=True).stop == len(data)
+        with pytest.raises(ForeignFormatError):
+            interpret(many, "here", as_rows=True)
 
 
 def test_hostile_numbers_of_sizes_are_refused() -> None:
@@ -270,5 +280,10 @@ def test_texts_that_records_share_are_found_in_the_memo() -> None:
     assert agree(data) and taken(data) > 260, "of 270"
     files = {info[1]["relative_path"] for info in outcome(data)[0][1]["storage_data"].values()}
     assert files == {f"__{rank}_0.distcp" for rank in range(30)}
+    # One that is named before it is there: by an earlier record, and by its own.
+    memo = slowly(data)[1]
+    first, second = (memo.index(f"__{rank}_0.distcp") for rank in (20, 25))
+    early = data.replace(b"j" + struct.pack("<I", first), b"j" + struct.pack("<I", second), 1)
+    assert early != data and agree(early) and outcome(early) is ForeignFormatError
     later = data.replace(b"__7_0.distcp", b"__7_0\xffdistcp")  # which is no text
     assert agree(later) and outcome(later) is ForeignFormatError

@@ -214,10 +214,7 @@ class RecordRuns:
                 parts[-1] = before + there
             else:
                 parts.append(there)
-        found = _read(is_pair, parts, machine)
-        if found is not None:
-            self._forms[is_pair] = found
-        return found
+        return self._forms.setdefault(is_pair, _read(is_pair, parts, machine))
 
 
 def _look(part: Any) -> bytes:
@@ -238,14 +235,16 @@ def _text_at(memo: list[Any], rows: Rows, place: int, row: int, order: int) -> s
     return found
 
 
-def _read(is_pair: bool, parts: list[bytes | Part], machine: Machine) -> Columns | None:
-    """Read every record of a form from here on; None where that takes more memory than there is."""
+def _read(is_pair: bool, parts: list[bytes | Part], machine: Machine) -> Columns:
+    """Read every record of a form from here on; Unlike where that takes too much memory."""
     data, first = machine.data, parts[0]
     assert isinstance(first, bytes)
     starts = map(re.Match.start, re.compile(re.escape(first)).finditer(data, machine.at))
     begin = np.fromiter(islice(starts, MAX_RECORDS), np.int64)
-    if len(begin) * (_ROW_BYTES + 2 * MAX_COLUMNS * _DIM_BYTES) > machine.room_bytes:
-        return None
+    cost_bytes = len(begin) * (_ROW_BYTES + 2 * MAX_COLUMNS * _DIM_BYTES)
+    if cost_bytes > machine.room_bytes:
+        raise Unlike
+    machine.charge(cost_bytes)
     cursor = _Cursor(data, begin, first)
     read = [cursor.take(part) for part in parts[1:]]
     columns = [one for one in read if one is not None]
@@ -264,7 +263,6 @@ def _read(is_pair: bool, parts: list[bytes | Part], machine: Machine) -> Columns
     ends = np.append(np.where(follows, len(begin), rows[:-1] + 1), len(begin))
     last = np.where(is_record, np.minimum.accumulate(ends[::-1])[::-1], rows)
     begin, last = np.append(begin, len(data)), np.append(last, len(begin))  # where none begins
-    machine.charge(sum(one.nbytes for one in (begin, cursor.at, memo, last)))
     return Columns(is_pair, begin, cursor.at, columns, memo, last, texts, numbers)
 
 
