@@ -216,6 +216,18 @@ def test_rows_are_bounded_in_number_and_memory() -> None:
             interpret(many, "here", as_rows=True)
 
 
+def test_negative_numbers_are_what_they_are_opcode_by_opcode() -> None:
+    data = metadata(6)
+    wide, length = ((1 << 31) + 40_000).to_bytes(5, "little"), b"M" + struct.pack("<H", 901)
+    for number, other in (
+        (b"\x8a\x05" + wide, b"\x8a\x05" + (-7).to_bytes(5, "little", signed=True)),
+        (length, b"J" + struct.pack("<i", -901)),
+    ):
+        at = data.rindex(number)
+        changed = data[:at] + other + data[at + len(number) :]
+        assert agree(changed) and outcome(changed) is not ForeignFormatError
+
+
 def test_hostile_numbers_of_sizes_are_refused() -> None:
     """In the last record of a run, which is never interpreted by itself."""
     data = metadata(4)
