@@ -22,7 +22,7 @@ from holdfast.interop.pickle_records import DCP_FILES, DCP_METADATA, GlobalName,
 Numbers: TypeAlias = NDArray[np.int64]
 
 
-class Part(Enum):
+class Varying(Enum):
     """What differs between records of one form; ``value``: how one looks."""
 
     NUMBER = rb"(?:K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6})"
@@ -38,10 +38,31 @@ _CHUNK = GlobalName(DCP_METADATA, "ChunkStorageMetadata")
 _INDEX = GlobalName(DCP_METADATA, "MetadataIndex")
 _INFO = GlobalName(DCP_FILES, "_StorageInfo")
 #: The opcodes of records in turn; what is no part of one is a name that the memo has.
-_CHUNK_FORM = (_CHUNK, _NEW, "offsets", _SIZE, Part.SIZES, "sizes", _SIZE, Part.SIZES, _SET)
+_CHUNK_FORM = (_CHUNK, _NEW, "offsets", _SIZE, Varying.SIZES, "sizes", _SIZE, Varying.SIZES, _SET)
 _PAIR_FORM = (
-    *(_INDEX, _NEW, "fqn", Part.TEXT, "index", Part.NUMBER, "offset", _SIZE, Part.SIZES, _SET),
-    *(_INFO, _NEW, "relative_path", Part.TEXT, "offset", Part.NUMBER, "length", Part.NUMBER, _SET),
+    *(
+        _INDEX,
+        _NEW,
+        "fqn",
+        Varying.TEXT,
+        "index",
+        Varying.NUMBER,
+        "offset",
+        _SIZE,
+        Varying.SIZES,
+        _SET,
+    ),
+    *(
+        _INFO,
+        _NEW,
+        "relative_path",
+        Varying.TEXT,
+        "offset",
+        Varying.NUMBER,
+        "length",
+        Varying.NUMBER,
+        _SET,
+    ),
 )
 #: More records than the metadata of any checkpoint have; dimensions that columns are made for.
 MAX_RECORDS = 2_000_000
@@ -199,9 +220,9 @@ class RecordRuns:
         matched = re.compile(searched, re.DOTALL).match(machine.data, machine.at)
         if matched is None:
             return None
-        parts: list[bytes | Part] = []
+        parts: list[bytes | Varying] = []
         for part, there in zip(form, matched.groups(), strict=True):
-            if isinstance(part, Part):
+            if isinstance(part, Varying):
                 parts.append(part)
                 continue
             if not isinstance(part, bytes):
@@ -219,7 +240,7 @@ class RecordRuns:
 
 def _look(part: Any) -> bytes:
     """The expression of a part of a form."""
-    if isinstance(part, Part):
+    if isinstance(part, Varying):
         return part.value
     return re.escape(part) if isinstance(part, bytes) else b"h.|j.{4}"
 
@@ -235,7 +256,7 @@ def _text_at(memo: list[Any], rows: Rows, place: int, row: int, order: int) -> s
     return found
 
 
-def _read(is_pair: bool, parts: list[bytes | Part], machine: Machine) -> Columns:
+def _read(is_pair: bool, parts: list[bytes | Varying], machine: Machine) -> Columns:
     """Read every record of a form from here on; Unlike where that takes too much memory."""
     data, first = machine.data, parts[0]
     assert isinstance(first, bytes)
@@ -354,7 +375,9 @@ class _Cursor:
         """The column of a part; None for bytes that all have."""
         if isinstance(part, bytes):
             return self._constant(part)
-        return {Part.NUMBER: self._number, Part.SIZES: self._sizes, Part.TEXT: self._text}[part]()
+        return {Varying.NUMBER: self._number, Varying.SIZES: self._sizes, Varying.TEXT: self._text}[
+            part
+        ]()
 
     def _word(self, ahead: int = 0) -> NDArray[np.uint64]:
         # Of what reaches to the last bytes of the data nothing is taken.
