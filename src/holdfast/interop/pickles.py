@@ -32,8 +32,8 @@ from holdfast.interop.pickle_records import (
 )
 from holdfast.interop.record_runs import RecordRuns, Rows, Unlike
 
-#: As metadata of 1,024 ranks and 300 tensors have (20.9 million): docs/design/0019.
-MAX_OPCODES = 22_000_000
+#: Some 7 s of processor time. Metadata of many ranks have more, and are read by columns.
+MAX_OPCODES = 10_000_000
 #: Memory that the values of any pickle may take, and how much more for each of its bytes.
 BASE_BYTES = 16 << 20
 FACTOR = 20
