@@ -242,6 +242,7 @@ def test_hostile_numbers_of_sizes_are_refused() -> None:
 #: Opcodes behind a run of records, where its list or dictionary is closed.
 OTHERWISE = {
     "a tuple in place of the list": b"t",
+    "a tuple in the list": b"ta",
     "a list of its own": b"l",
     "without the last": b"0e",
     "all of them dropped": b"1",
