@@ -266,7 +266,7 @@ def _read(is_pair: bool, parts: list[bytes | Varying], machine: Machine) -> Colu
     if cost_bytes > machine.room_bytes:
         raise Unlike
     machine.charge(cost_bytes)
-    cursor = _Cursor(data, begin, first)
+    cursor = _Lockstep(data, begin, first)
     read = [cursor.take(part) for part in parts[1:]]
     columns = [one for one in read if one is not None]
     is_record = cursor.is_like & (cursor.at + 8 <= len(data))
@@ -361,7 +361,7 @@ _TAIL = np.uint64(int.from_bytes(b"\x94\x85\x94R\x94", "little"))
 _TAIL_MASK, _LAST_MASK = np.uint64((1 << 40) - 1), np.uint64((1 << 32) - 1)
 
 
-class _Cursor:
+class _Lockstep:
     """Reads the same part of all records, each from where it is in its own."""
 
     def __init__(self, data: memoryview, begin: Numbers, first: bytes) -> None:
