@@ -71,3 +71,17 @@ def test_two_commands_show_what_it_wrote(world: str, capsys: pytest.CaptureFixtu
         assert (program, where) == ("holdfast", shown)
         here = ["4" if one == step else one for one in options]
         assert main([command, str(GOLDEN / Path(directory)), *here]) == 0, capsys.readouterr()
+
+
+def test_the_commands_of_the_table_run_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = PAGE.partition("## Which command do I run\n")[2].partition("\n## ")[0]
+    commands = [shlex.split(one) for one in re.findall(r"`(holdfast [a-z].*?)`", table)]
+    names = [name for _, name, *_ in commands]
+    assert names == ["ls", "show", "verify", "import", "diff", "export"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").symlink_to(GOLDEN / SECTIONS["Accelerate"][0])
+    for _, *rest in commands:
+        assert main(rest) == 0, capsys.readouterr()
+    assert torch.load("out", weights_only=True)["model"]

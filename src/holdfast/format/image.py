@@ -94,6 +94,17 @@ def _entry_text(name: str, dtype: str, shape: Sequence[int], start: int, stop: i
     return f'{key}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
 
 
+def entry_start(dtype: str, shape: tuple[int, ...]) -> str:
+    """Returns what a header says of a piece, from behind its name up to its offsets."""
+    text = _entry_text("", *stored_form(dtype, shape), 0, 0)
+    return text.removeprefix('""').removesuffix("0,0]}")
+
+
+def may_collide(leaves: Iterable[str]) -> bool:
+    """True unless no two pieces of leaves of these names can have one name, or a reserved one."""
+    return any("@" in name or name.startswith("__") for name in leaves)
+
+
 class ImagePlan(msgspec.Struct, frozen=True):
     """The place of each tensor in an image; the same at every save of one layout."""
 
@@ -146,10 +157,20 @@ def plan_entries(entries: Sequence[Entry], gap: tuple[int, int] | None) -> Image
     ]
     if gap is not None:
         texts.append(_entry_text(GAP, "U8", (gap[1] - gap[0],), *gap))
-    header_text = "".join("," + text for text in texts)
-    room = 8 + len(header_text.encode()) + METADATA_ROOM_BYTES
     stop = max(entries[-1].stop if entries else 0, gap[1] if gap else 0)
-    return ImagePlan(tuple(entries), stop, header_text, round_up(room, PAGE_BYTES), gap)
+    return plan_text("".join("," + text for text in texts), stop, tuple(entries), gap)
+
+
+def plan_text(
+    header_text: str,
+    tensor_bytes: int,
+    entries: tuple[Entry, ...] = (),
+    gap: tuple[int, int] | None = None,
+) -> ImagePlan:
+    """Returns the plan of tensors of which the header says ``header_text``."""
+    size = len(header_text) if header_text.isascii() else len(header_text.encode())
+    data_start = round_up(8 + size + METADATA_ROOM_BYTES, PAGE_BYTES)
+    return ImagePlan(entries, tensor_bytes, header_text, data_start, gap)
 
 
 class Image(msgspec.Struct, frozen=True):

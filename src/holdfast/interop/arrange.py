@@ -24,6 +24,7 @@ from holdfast.interop.pickle_records import (
     Record,
     StorageRef,
     TorchDtype,
+    shown,
 )
 from holdfast.state.parameter_order import LiveOrders, ParameterOrder
 
@@ -74,8 +75,8 @@ def arrange(tree: Mapping[str, Any], orders: Orders | None = None, where: str = 
             fitted = fitting.fit_entry(value, key)
             _take(key, fitted, part, numbers)
         except (UnsupportedState, Unfit, UnknownOrder) as error:
-            shown = key[:200] if _is_text(key) else ascii(key)[:200]
-            found.notes.append(f"{shown} is left out: {error}")
+            name = key[:200] if _is_text(key) else ascii(key)[:200]
+            found.notes.append(f"{name} is left out: {error}")
             continue
         except (RecursionError, OverflowError, ValueError, SyntaxError) as error:
             raise ForeignFormatError(
@@ -265,7 +266,8 @@ class _Fitting:
         if isinstance(value, Opaque):
             raise _Unknown(f"{where:.200} is {value.what} (byte {value.offset} of its pickle)")
         if isinstance(value, (GlobalName, StorageRef)):
-            raise _Unknown(f"{where:.200} is {value!s:.200}, which is no value of a state")
+            what = "a storage" if isinstance(value, StorageRef) else shown(value)
+            raise _Unknown(f"{where:.200} is {what}, which is no value of a state")
         if isinstance(value, TorchDtype):
             return f"torch.{value.name}"
         if isinstance(value, NumpyArray):

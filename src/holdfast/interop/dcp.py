@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import add, gt
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
+
+import numpy as np
 
 from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import Box
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_extra
-from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
+from holdfast.interop.dcp_items import ChunkBoxes, Item, Items, Wrong, is_shape
+from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf
 from holdfast.interop.pickle_records import (
     TORCH_NAMES,
     GlobalName,
@@ -25,6 +27,7 @@ from holdfast.interop.pickle_records import (
     shown,
 )
 from holdfast.interop.pickles import interpret
+from holdfast.interop.record_runs import MANY_BYTES
 from holdfast.interop.safetensors_files import open_safetensors
 from holdfast.interop.source_files import SourceFiles, checked_name
 from holdfast.interop.torch_files import Tree, open_torch_file
@@ -35,20 +38,7 @@ MAX_METADATA_BYTES = 1 << 30
 MAX_RANKS_SHOWN = 1 << 16
 #: The files of one save, and of most copies, are written within so many seconds.
 LATER_S = 60.0
-_INT = frozenset((int,))
-#: Boxes are known by what they were made of, for so many.
-_MAX_ALIKE = 1 << 16
-_PLACE = ("offset", "length", "relative_path")
 _FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
-
-
-class _Item(NamedTuple):
-    """Where one item of a checkpoint lies."""
-
-    file: str
-    offset: int
-    size_bytes: int
-    rank: int
 
 
 def read_dcp(files: SourceFiles, prefix: str, step: int, orders: Orders) -> ForeignCheckpoint:
@@ -86,35 +76,36 @@ class _DcpDirectory:
         self._name = prefix + METADATA
         self._where = files.where(self._name)
         self._notes: list[str] = []
-        #: The number of the image of each rank that has files.
-        self._images: dict[int, int] = {}
-        #: Boxes by the identity of what they were made of, which is kept.
-        self._boxes: dict[tuple[int, int, tuple[int, ...]], tuple[Any, Any, Box]] = {}
-        self._alike: dict[Box, Box] = {}
+        #: Files by number, and the rank that wrote each.
+        self._names: list[str] = []
+        self._ranks: list[int] = []
+        self._numbers: dict[str, int] = {}
+        #: Of each file: if it is not there or too short, and the number of its rank's image.
+        self._is_missing = np.zeros(0, np.bool_)
+        self._images = np.zeros(0, np.int64)
+        self._boxes = ChunkBoxes()
 
     def read(self, is_nested: bool) -> DcpTree:
         fields = self._metadata()
         described = self._dictionary(fields, "state_dict_metadata")
         paths = fields.get("planner_data")
-        items = self._items(self._dictionary(fields, "storage_data"))
-        missing = self._missing_files(items)
-        self._note_later({item.file for item in items.values()} - missing)
-        there = {item.rank for item in items.values() if item.file not in missing}
-        self._images = {rank: number for number, rank in enumerate(sorted(there))}
         entries: dict[str, Any] = {}
-        for name, about in described.items():
-            if type(name) is not str:
-                raise self._error("a name that is no text")
-            try:
-                entries[name] = self._entry(name, about, items, missing)
-            except UsageError as error:
-                raise self._error(f"{name!r:.200}: {error}") from None
+        name: Any = None
         try:
+            items = Items(self._dictionary(fields, "storage_data"), self._file)
+            items.require_once()
+            world = self._look_at_files(items)
+            for name, about in described.items():
+                if type(name) is not str:
+                    raise self._error("a name that is no text")
+                entries[name] = self._entry(name, about, items)
             known = paths if isinstance(paths, dict) else {}
             tree = _nested(entries, known) if is_nested else entries
-        except _PathTaken as error:
+        except (Wrong, _PathTaken) as error:
             raise self._error(str(error)) from None
-        return DcpTree(tree, self._notes, max(1, len(self._images)))
+        except UsageError as error:
+            raise self._error(f"{name!r:.200}: {error}") from None
+        return DcpTree(tree, self._notes, world)
 
     def _error(self, why: str, offset: int = 0) -> ForeignFormatError:
         text = f"{self._where}: {why}"
@@ -125,7 +116,12 @@ class _DcpDirectory:
         if size > MAX_METADATA_BYTES:
             raise self._error(f"{size} bytes are more than any metadata have")
         data = self._files.read(self._name, 0, size)
-        pickled = interpret(data, self._where, size_bytes=self._data_bytes())
+        pickled = interpret(
+            data,
+            self._where,
+            size_bytes=self._data_bytes(),
+            as_rows=size >= MANY_BYTES,
+        )
         value = pickled.value
         if not isinstance(value, Record) or value.kind != "Metadata":
             what = value.what if isinstance(value, Opaque) else type(value).__name__
@@ -143,57 +139,38 @@ class _DcpDirectory:
             raise self._error(f"its {name} is no dictionary")
         return found
 
-    def _items(self, storage: dict[Any, Any]) -> dict[tuple[Any, ...], _Item]:
-        """Where every item lies, by its name and its offset in the leaf, or None."""
-        places: dict[Any, tuple[str, int]] = {}
-        items: dict[tuple[Any, ...], _Item] = {}
-        for key, info in storage.items():
-            is_known = isinstance(info, Record) and info.kind == "_StorageInfo"
-            is_index = type(key) is tuple and len(key) == 4 and key[0] == "MetadataIndex"
-            if not is_known or not is_index:
-                raise self._error("its storage_data is not that of a file system")
-            where = info.fields
-            if where.get("transform_descriptors"):
-                raise self._error(
-                    f"{key[1]!r:.200} was written through extensions "
-                    f"({where['transform_descriptors']!s:.60}), which can't be read yet"
-                )
-            offset, size, path = map(where.get, _PLACE)
-            if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
-                raise self._error(f"{key[1]!r:.200} lies at no place of a file")
-            found = places.get(path) if type(path) is str else None
-            if found is None:
-                found = places[path] = self._file(path)
-            items[key[1], key[2]] = _Item(found[0], offset, size, found[1])
-        if len(items) < len(storage):  # torch tells them apart by name and offset alone, too
-            raise self._error(
-                f"{len(storage) - len(items)} items are there twice, at two places: of two saves"
-            )
-        return items
-
-    def _file(self, path: object) -> tuple[str, int]:
-        """The name of a file that items lie in, and the rank that wrote it."""
+    def _file(self, path: object) -> int:
+        """The number of a file that items lie in."""
         file = self._prefix + checked_name(path, self._where)
-        matched = _FILE.fullmatch(file.rpartition("/")[2])
-        rank = int(matched[1]) if matched else 0
-        if rank >= MAX_RANKS_SHOWN:
-            raise self._error(f"it names a file of rank {rank}")
-        return file, rank
+        number = self._numbers.setdefault(file, len(self._names))
+        if number == len(self._names):
+            matched = _FILE.fullmatch(file.rpartition("/")[2])
+            rank = int(matched[1]) if matched else 0
+            if rank >= MAX_RANKS_SHOWN:
+                raise self._error(f"it names a file of rank {rank}")
+            self._names.append(file)
+            self._ranks.append(rank)
+        return number
 
-    def _missing_files(self, items: Mapping[Any, _Item]) -> set[str]:
-        """The files that are not there, or are too short for what they should hold."""
-        ends: dict[str, int] = {}
-        for item in items.values():
-            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.size_bytes)
-        there = set(self._files.names())
-        missing: set[str] = set()
-        for file, end in sorted(ends.items()):
+    def _look_at_files(self, items: Items) -> int:
+        """Note the files that are not there, or are too short for what they should hold.
+
+        Returns the number of images: of the ranks that have files.
+        """
+        ends, there = items.ends(len(self._names)), set(self._files.names())
+        missing: dict[str, bool] = {}
+        for file, end in sorted(zip(self._names, ends, strict=True)):
             have = self._files.size_bytes(file) if file in there else None
-            if have is None or have < end:
-                missing.add(file)
+            missing[file] = have is None or have < end
+            if missing[file]:
                 what = "is not there" if have is None else f"has {have} bytes, {end} are named"
                 self._notes.append(f"{self._files.where(file)} {what}")
-        return missing
+        self._is_missing = np.array([missing[file] for file in self._names], np.bool_)
+        self._note_later({file for file, is_missing in missing.items() if not is_missing})
+        ranks = np.array(self._ranks, np.int64)
+        present = np.unique(ranks[~self._is_missing])
+        self._images = np.searchsorted(present, ranks)
+        return max(1, len(present))
 
     def _note_later(self, present: set[str]) -> None:
         """Note files that were written after the metadata, which a save writes last."""
@@ -208,71 +185,52 @@ class _DcpDirectory:
                 "(a copy that does not keep the times of files looks the same)"
             )
 
-    def _entry(
-        self, name: str, about: Any, items: Mapping[tuple[Any, ...], _Item], missing: set[str]
-    ) -> Any:
+    def _entry(self, name: str, about: Any, items: Items) -> Any:
         kind = about.kind if isinstance(about, Record) else type(about).__name__
         if kind == "BytesStorageMetadata":
-            item = items.get((name, None))
-            if item is None or item.file in missing:
+            row = items.whole(name)
+            if row is None or self._is_missing[items.item(row).file]:
                 return Opaque("not in the files", 0)
-            return self._object(name, item)
+            return self._object(items.item(row))
         if kind != "TensorStorageMetadata":
             return Opaque(f"a {kind}", 0)
         properties, shape = about.fields.get("properties"), about.fields.get("size")
         chunks = about.fields.get("chunks")
-        if not isinstance(properties, Record) or not _is_shape(shape) or type(chunks) is not list:
-            raise self._error(f"{name!r:.200} has no dtype, size and chunks")
+        if not isinstance(properties, Record) or not is_shape(shape) or type(chunks) is not list:
+            raise Wrong(f"{name!r:.200} has no dtype, size and chunks")
         dtype = properties.fields.get("dtype")
         if isinstance(dtype, GlobalName):
-            at = next((item.file for key, item in items.items() if key[0] == name), METADATA)
+            file = items.first_file(name)
+            at = METADATA if file is None else self._names[file]
             return Opaque(f"a tensor of {dtype!s:.60} in {self._files.where(at)}", 0)
         if not isinstance(dtype, TorchDtype):
-            raise self._error(f"{name!r:.200} has {shown(dtype)} in place of a dtype")
-        parts = []
-        for chunk in chunks:
-            box = self._box(name, chunk, shape)
-            item = items.get((name, box.start))
-            if item is None and len(chunks) == 1:
-                item = items.get((name, None))
-            if item is None:
-                continue
-            file, offset, size, rank = item
-            if not size:
-                raise self._error(f"{name!r:.200} lies in an item of 0 bytes")
-            if file not in missing:
-                extent = Extent(file, offset, None, size)
-                parts.append(StoredBox(box, extent, self._images[rank]))
-        return ForeignLeaf(TORCH_NAMES[dtype.name], shape, tuple(parts))
+            raise Wrong(f"{name!r:.200} has {shown(dtype)} in place of a dtype")
+        try:
+            starts, boxes = self._boxes.of(chunks, shape)
+        except Wrong as error:
+            raise Wrong(f"{name!r:.200} {error}") from None
+        rows, begins = items.of(name, len(shape))
+        if not np.array_equal(starts, begins):
+            there = dict(zip(map(tuple, begins.tolist()), rows.tolist(), strict=True))
+            whole = items.whole(name) if len(boxes) == 1 else None
+            found = [there.get(box.start, whole) for box in boxes]
+            boxes = [box for box, row in zip(boxes, found, strict=True) if row is not None]
+            rows = np.array([row for row in found if row is not None], np.int64)
+        if not items.sizes(rows).all():
+            raise Wrong(f"{name!r:.200} lies in an item of 0 bytes")
+        is_missing = self._is_missing[items.files(rows)]
+        if is_missing.any():
+            boxes = [
+                box for box, lacks in zip(boxes, is_missing.tolist(), strict=True) if not lacks
+            ]
+            rows = rows[~is_missing]
+        parts = items.parts(rows, boxes, self._names, self._images)
+        return ForeignLeaf(TORCH_NAMES[dtype.name], shape, parts)
 
-    def _box(self, name: str, chunk: Any, shape: tuple[int, ...]) -> Box:
-        """The box of a shard; one object for all that are alike, as those of layers are."""
-        fields = chunk.fields if isinstance(chunk, Record) else {}
-        start, sizes = fields.get("offsets"), fields.get("sizes")
-        # By identity, which costs no look at them: alike ones of a run of records are one object.
-        key = id(start), id(sizes), shape
-        if key in self._boxes:
-            return self._boxes[key][2]
-        if not (_is_shape(start) and _is_shape(sizes)) or {len(start), len(sizes)} != {len(shape)}:
-            raise self._error(f"{name!r:.200} has a chunk without offsets and sizes")
-        box = Box(start, tuple(map(add, start, sizes)))
-        if any(map(gt, box.stop, shape)) and not box.is_empty:
-            raise self._error(f"{name!r:.200} has a chunk outside of its shape {shape}")
-        box = self._alike.setdefault(box, box)
-        if len(self._boxes) < _MAX_ALIKE:
-            self._boxes[key] = (start, sizes, box)
-        return box
-
-    def _object(self, name: str, item: _Item) -> Any:
+    def _object(self, item: Item) -> Any:
         """The value of an item that is no tensor."""
-        size = item.size_bytes
-        file = open_torch_file(self._files, item.file, item.offset, size)
-        return Tree(file).value()
-
-
-def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
-    # No loop in Python: there is one for each shard of each rank.
-    return type(value) is tuple and _INT.issuperset(map(type, value)) and min(value, default=0) >= 0
+        name = self._names[item.file]
+        return Tree(open_torch_file(self._files, name, item.offset, item.size_bytes)).value()
 
 
 def locate(files: SourceFiles, leaf: str, dtype: str, box: Box, extent: Extent) -> Extent:

@@ -40,7 +40,7 @@ class StoredSum:
     crc: int
 
 
-class Extent(msgspec.Struct, frozen=True):
+class Extent(msgspec.Struct, frozen=True, gc=False):
     """Where the elements of a box lie. ``strides`` counts elements; None: row by row without gaps.
 
     ``item_bytes``: not None where a file of its own begins at ``offset``, with the tensor in it;
@@ -54,7 +54,7 @@ class Extent(msgspec.Struct, frozen=True):
     sum: StoredSum | None = None
 
 
-class StoredBox(msgspec.Struct, frozen=True):
+class StoredBox(msgspec.Struct, frozen=True, gc=False):
     """A box of a leaf and its extent. ``rank``: the number of the image it is shown in."""
 
     box: Box

@@ -22,7 +22,7 @@ import xxhash
 from holdfast.catalogue import ROOT, image_path, layout_path, manifest_path
 from holdfast.errors import ForeignFormatError, FormatError, NotFound, StorageError
 from holdfast.format.checksum import checksum, text
-from holdfast.format.image import Image, ImagePlan, fill_in, piece_name, plan_image
+from holdfast.format.image import Image, ImagePlan, fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Manifest, Root, needed, seal
 from holdfast.geometry.box import Box
 from holdfast.geometry.codec import has_listings
@@ -32,11 +32,10 @@ from holdfast.interop.extent_reader import WINDOW_BYTES, read_extent
 from holdfast.interop.foreign import (
     Extent,
     ForeignCheckpoint,
-    ForeignLeaf,
-    StoredBox,
     StoredSum,
     is_contiguous,
 )
+from holdfast.interop.foreign_images import ForeignImages
 from holdfast.interop.rank_copies import RankCopies
 from holdfast.interop.source_files import SourceFiles
 from holdfast.storage.base import ImageSink, Lock, short_read
@@ -93,17 +92,7 @@ class ForeignStore:
         self._images: dict[int, list[_Segment]] = {}
         self._copies = RankCopies(files)
         self._located = functools.lru_cache(_LOCATED)(self._locate)
-        #: How the names of parts end, and their shapes: the same for those of many leaves.
-        self._ends: dict[tuple[int, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
-        #: Of each image: the leaves in it, sorted by name and then by their boxes.
-        self._parts: list[list[tuple[str, ForeignLeaf, StoredBox]]] = [
-            [] for _ in range(found.world)
-        ]
-        for name, leaf in sorted(found.leaves.items()):
-            # Without elements there is none, as in the layout: headers are computed from that, too.
-            some = [one for one in leaf.parts if not one.box.is_empty]
-            for part in sorted(some, key=lambda one: one.box.start):
-                self._parts[part.rank].append((name, leaf, part))
+        self._parts = ForeignImages(found.leaves, found.world)
         manifest = self._manifest(shared)
         root = Root(run_id=self._run_id)
         self._documents = {
@@ -120,8 +109,8 @@ class ForeignStore:
         is_short = len(self._values[0]) <= _SHOWN_BYTES
         refs = []
         zeros = functools.lru_cache(lambda entries: text(checksum(bytes(8 * entries))))
-        for rank in range(found.world):
-            image = self._fill_in(rank, self._plan(rank)[0])
+        for rank, plan in enumerate(self._parts.plans()):
+            image = self._fill_in(rank, plan)
             path = image_path(self._generation, attempt, rank)
             refs.append(
                 ImageRef(
@@ -151,18 +140,6 @@ class ForeignStore:
         named = {part.extent.file for leaf in leaves for part in leaf.parts}
         return max(map(self._files.changed_s, sorted(named)[:_DATED]), default=0.0)
 
-    def _plan(self, rank: int) -> tuple[ImagePlan, dict[str, tuple[str, str, StoredBox]]]:
-        """As ``plan_rank`` plans an image, whose every piece is a part of one rank: by its name."""
-        items, parts, ends = [], {}, self._ends
-        for name, leaf, part in self._parts[rank]:
-            key = id(part.box), leaf.shape
-            if key not in ends:
-                ends[key] = piece_name("", leaf.shape, part.box), part.box.shape
-            end, shape = ends[key]
-            items.append((name + end, leaf.dtype, shape))
-            parts[name + end] = (name, leaf.dtype, part)
-        return plan_image(items), parts
-
     def _fill_in(self, rank: int, plan: ImagePlan) -> Image:
         values = self._values[min(rank, len(self._values) - 1)]
         return fill_in(plan, self._id.image_metadata(self._run_id, rank), len(values))
@@ -171,7 +148,7 @@ class ForeignStore:
         """What an image consists of: planned again at its first read, as most are never read."""
         if rank in self._images:
             return self._images[rank]
-        plan, parts = self._plan(rank)
+        plan, parts = self._parts.plan(rank)
         image, values = self._fill_in(rank, plan), self._values[min(rank, len(self._values) - 1)]
         segments = [_Segment(0, image.data_start, image.header)]
         for entry in plan.entries:

@@ -1,7 +1,9 @@
-"""Tells by a few elements whether a master in F32 is that of a parameter, which was rounded.
+"""Tells by its first elements whether a master in F32 is that of a parameter, which was rounded.
 
 Writers number the parameters of an optimizer. Where the numbers are matched by a rule of theirs, a
-master that is not its parameter's says that the rule is another one.
+master that is not its parameter's says that the rule is another one. To compare all elements would
+read the whole model before it is opened; parameters whose first elements are alike, as the weights
+of norms that are still ones, are not told apart.
 """
 
 from __future__ import annotations

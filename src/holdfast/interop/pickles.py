@@ -30,10 +30,10 @@ from holdfast.interop.pickle_records import (
     refuses,
     storage,
 )
-from holdfast.interop.record_runs import RecordRuns
+from holdfast.interop.record_runs import RecordRuns, Rows, Unlike
 
-#: As metadata of 1,024 ranks and 300 tensors have (20.9 million): docs/design/0019.
-MAX_OPCODES = 22_000_000
+#: Some 7 s of processor time. Metadata of many ranks have more, and are read by columns.
+MAX_OPCODES = 10_000_000
 #: Memory that the values of any pickle may take, and how much more for each of its bytes.
 BASE_BYTES = 16 << 20
 FACTOR = 20
@@ -58,16 +58,26 @@ class Pickled:
 
 
 def interpret(
-    data: Buffer, where: str, *, size_bytes: int = 0, may_follow: bool = False
+    data: Buffer,
+    where: str,
+    *,
+    size_bytes: int = 0,
+    may_follow: bool = False,
+    as_rows: bool = False,
 ) -> Pickled:
     """Return what a pickle says. ForeignFormatError names ``where`` and the offset.
 
     ``size_bytes``: the size of all that the pickle describes; its values may take twice as much.
-    ``may_follow``: other data may follow; otherwise they are an error.
+    ``may_follow``: other data may follow; otherwise they are an error. ``as_rows``: lists and
+    dictionaries may have ``Rows`` in place of records of DCP that are alike.
     """
     room_bytes = BASE_BYTES + max(2 * size_bytes, FACTOR * len(data))
-    machine = _Machine(memoryview(data), where, room_bytes)
-    value = machine.run()
+    machine = _Machine(memoryview(data), where, room_bytes, as_rows)
+    try:
+        value = machine.run()
+    except Unlike:
+        machine = _Machine(memoryview(data), where, room_bytes)
+        value = machine.run()
     if not may_follow and machine.at != len(machine.data):
         raise machine.error(f"{len(machine.data) - machine.at} bytes follow behind its end")
     return Pickled(value, tuple(machine.opaque), machine.at)
@@ -82,14 +92,16 @@ _KEYS = frozenset({str, int, float, bool, bytes, type(None), TorchDtype})
 class _Machine:
     """One run: a stack, a memo, and how much may still be used."""
 
-    def __init__(self, data: memoryview, where: str, room_bytes: int) -> None:
+    def __init__(
+        self, data: memoryview, where: str, room_bytes: int, as_rows: bool = False
+    ) -> None:
         self.data, self.where, self.at, self.begin = data, where, 0, 0
         self.room_bytes = room_bytes
         self.stack: list[Any] = []
         self.memo: list[Any] = []
         self.marks: list[int] = []
         self.opaque: list[Opaque] = []
-        self.runs = RecordRuns()
+        self.runs = RecordRuns() if as_rows else None
         self.names: dict[tuple[str, str], GlobalName] = {}
         self.hashes: dict[int, tuple[Any, ...]] = {}
         self.equal_hashes = 0
@@ -162,20 +174,27 @@ class _Machine:
         if self.marks and self.marks[-1] >= len(self.stack):
             raise self.error("it takes from an empty stack")
         self.room_bytes += 8
-        return self.stack.pop()
+        value = self.stack.pop()
+        if type(value) is Rows:
+            raise Unlike
+        return value
 
     def top(self) -> Any:
         if self.marks and self.marks[-1] >= len(self.stack):
             raise self.error("it takes from an empty stack")
+        if type(self.stack[-1]) is Rows:
+            raise Unlike
         return self.stack[-1]
 
-    def items(self) -> list[Any]:
+    def items(self, *, may_be_rows: bool = False) -> list[Any]:
         if not self.marks:
             raise self.error("there is no mark on its stack")
         mark = self.marks.pop()
         found = self.stack[mark:]
         del self.stack[mark:]
         self.room_bytes += 8 + 8 * len(found)
+        if self.runs is not None and not may_be_rows and Rows in map(type, found):
+            raise Unlike
         return found
 
     def text(self, size_bytes: int) -> None:
@@ -235,14 +254,15 @@ class _Machine:
         if new > 0:
             self.charge(9 * new)
             self.memo.extend([_NOTHING] * new)
-        else:
+        elif self.runs is not None:
             self.runs.forget()
         self.memo[number] = self.top()
 
     def get(self, number: int) -> None:
         if number >= len(self.memo) or self.memo[number] is _NOTHING:
             raise self.error(f"it takes value {number} from its memo, which is not there")
-        self.push(self.memo[number], 0)
+        value = self.memo[number]
+        self.push(value.text(number, value.stop) if type(value) is Rows else value, 0)
 
     def set_items(self, target: Any, items: list[Any]) -> None:
         if len(items) % 2:
@@ -252,6 +272,9 @@ class _Machine:
         if not isinstance(target, dict):
             raise self.error(f"items for a {type(target).__name__}")
         keys = [self.key(key) for key in items[::2]]
+        for key, value in zip(keys, items[1::2], strict=True):
+            if (type(key) is Rows or type(value) is Rows) and key is not value:
+                raise Unlike
         before_bytes, count = sys.getsizeof(target), len(target) + len(keys)
         target.update(zip(keys, items[1::2], strict=True))
         if len(target) < count:
@@ -264,19 +287,13 @@ class _Machine:
             key = as_key(key)
             self.charge(_KEY_BYTES)
             _, name, offset, index = key
-            if type(offset) is tuple:
-                if id(offset) not in self.runs.known:
-                    self.check_parts(offset)
-                offset = None
-            if offset is not None or type(name) is not str or type(index) is not int:
-                self.check_parts((name, index, offset))
-            elif not -MAX_KEY < index < MAX_KEY:
-                self.check_parts((index,))
+            self.check_parts((name, index))
+            self.check_parts(offset if type(offset) is tuple else (offset,))
             self.check_hash(key)
         elif type(key) is tuple:
             self.check_parts(key)
             self.check_hash(key)
-        else:
+        elif type(key) is not Rows:
             self.check_parts((key,))
         return key
 
@@ -305,6 +322,8 @@ class _Machine:
             return
         if not isinstance(target, list):
             raise self.error(f"items for a {type(target).__name__}")
+        if any(type(one) is Rows and one.columns.is_pair for one in items):
+            raise Unlike
         before_bytes = sys.getsizeof(target)
         target.extend(items)
         self.room_bytes -= sys.getsizeof(target) - before_bytes
@@ -382,7 +401,7 @@ def _set_item(m: _Machine) -> None:
 
 
 def _set_items(m: _Machine) -> None:
-    items = m.items()
+    items = m.items(may_be_rows=True)
     m.set_items(m.top(), items)
 
 
@@ -392,7 +411,7 @@ def _append(m: _Machine) -> None:
 
 
 def _appends(m: _Machine) -> None:
-    items = m.items()
+    items = m.items(may_be_rows=True)
     m.append(m.top(), items)
 
 
@@ -446,7 +465,8 @@ def _build(m: _Machine) -> None:
         m.charge(_cost_of_state(state))
         build(target, state)
         m.charge(sys.getsizeof(target.fields) - before_bytes)
-        m.runs.follow(target, m)
+        if m.runs is not None:
+            m.runs.follow(target, m)
     else:
         build(target, state)
 

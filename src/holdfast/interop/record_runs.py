@@ -1,52 +1,83 @@
-"""Interprets runs of like records of DCP's metadata at once: the same values, in less time.
+"""Reads the records of DCP's metadata by columns: all alike at once, no object for each of them.
 
 Metadata of many ranks are records of three classes, each written by the same opcodes as the one
-before. Their bytes are matched against these very opcodes, whose effect is known: a record, and
-what it adds to the memo. Whatever does not match is left to ``interop.pickles``, opcode by opcode.
+before. Where these very opcodes stand, one part after the other of all records is read into arrays.
+The machine goes over a run of them in one step and has ``Rows`` in their place. Whatever needs one
+of them by itself is ``Unlike`` metadata: then ``interop.pickles`` reads all opcode by opcode.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.interop.pickle_records import DCP_FILES, DCP_METADATA, GlobalName, Record
 
-#: Parts of records: a place of the memo, a number, sizes (``torch.Size`` of a tuple), a new object.
-_REF = rb"(?:h.|j.{4})"
-_DIM = rb"(?:K.|M..|J.{4})"
-_NUMBER = rb"(K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6})"
-_SIZES = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)\x94\x85\x94R\x94" % (_DIM, _DIM, _DIM, _DIM)
-#: A text that the memo takes, with its length first, or one that it has.
-_TEXT = rb"(?:\x8c(.[^\x94]*)\x94|(%b))" % _REF
-_NEW, _SET = rb"\)\x81\x94\}\x94\(", b"ub"
+Numbers: TypeAlias = NDArray[np.int64]
+
+
+class Varying(Enum):
+    """What differs between records of one form; ``value``: how one looks."""
+
+    NUMBER = rb"(?:K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6})"
+    SIZES = (
+        rb"(?:\)|\(?(?:K.|M..|J.{4}){1,8}[\x85-\x87t]\x94)\x85\x94R\x94"  # torch.Size of a tuple
+    )
+    TEXT = rb"(?:\x8c.[^\x94]*\x94|h.|j.{4})"  # spelled out, or a place of the memo
+
+
+_NEW, _SET = b")\x81\x94}\x94(", b"ub"
 _SIZE = GlobalName("torch", "Size")
 _CHUNK = GlobalName(DCP_METADATA, "ChunkStorageMetadata")
 _INDEX = GlobalName(DCP_METADATA, "MetadataIndex")
 _INFO = GlobalName(DCP_FILES, "_StorageInfo")
-#: The opcodes of records: expressions, and names that are taken from the memo.
-_FORMS: dict[str, tuple[Any, ...]] = {
-    "chunk": (_CHUNK, _NEW, "offsets", _SIZE, _SIZES, "sizes", _SIZE, _SIZES, _SET),
-    "index": (_INDEX, _NEW, "fqn"),  # and the name of a tensor
-    "place": ("index", _NUMBER, "offset", _SIZE, _SIZES, _SET, _INFO, _NEW, "relative_path"),
-    "info": ("offset", _NUMBER, "length", _NUMBER, _SET),  # behind the name of a file
-}
-
-#: What parts of a record cost, at least as the interpreter counts them.
-_RECORD_BYTES = 450
-_SIZES_BYTES = 170
-_DIM_BYTES = 16
-_TEXT_BYTES = 73
-_NUMBER_BYTES = 32
-_PAIR_BYTES = 2 * _RECORD_BYTES + 3 * _NUMBER_BYTES
-#: Memory of records is counted for so many bytes of them together.
-_CHARGED_BYTES = 1 << 16
-#: How often forms are learned anew: a writer never takes a place of the memo twice.
-MAX_LEARNED = 100
-#: So many sizes are kept, to be taken again where they are the same.
-_MAX_KEPT = 1 << 14
-#: More than the metadata of any checkpoint have; they bound the time.
+#: The opcodes of records in turn; what is no part of one is a name that the memo has.
+_CHUNK_FORM = (_CHUNK, _NEW, "offsets", _SIZE, Varying.SIZES, "sizes", _SIZE, Varying.SIZES, _SET)
+_PAIR_FORM = (
+    *(
+        _INDEX,
+        _NEW,
+        "fqn",
+        Varying.TEXT,
+        "index",
+        Varying.NUMBER,
+        "offset",
+        _SIZE,
+        Varying.SIZES,
+        _SET,
+    ),
+    *(
+        _INFO,
+        _NEW,
+        "relative_path",
+        Varying.TEXT,
+        "offset",
+        Varying.NUMBER,
+        "length",
+        Varying.NUMBER,
+        _SET,
+    ),
+)
+#: More records than the metadata of any checkpoint have; dimensions that columns are made for.
 MAX_RECORDS = 2_000_000
+MAX_COLUMNS = 8
+#: At most what is needed for a record while columns are read, without its dimensions.
+_ROW_BYTES, _DIM_BYTES = 320, 16
+_TEXT_BYTES = 200
+#: Texts come again after so many others at most: the tensors of a rank in turn.
+_MAX_LAG = 1 << 14
+#: Metadata from so many bytes on are read by columns.
+MANY_BYTES = 1 << 16
+
+
+class Unlike(Exception):
+    """These metadata have a record of a run in another place than DCP puts it."""
 
 
 class Machine(Protocol):
@@ -56,217 +87,365 @@ class Machine(Protocol):
     at: int
     stack: list[Any]
     memo: list[Any]
+    room_bytes: int
 
     def charge(self, cost_bytes: int) -> None: ...
 
 
-class Sizes(NamedTuple):
-    """Sizes as they were read; ``cost_bytes``: below 0 for such as are none."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of many records: ``values`` has 0 behind the ``ndim`` numbers of each."""
 
-    value: tuple[int, ...]
-    as_arguments: tuple[tuple[int, ...]]
-    cost_bytes: int
+    ndim: Numbers
+    values: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A text of many records, as a number in ``Columns.texts``.
+
+    ``named``: the place of the memo that has it, or -1; ``order``: which object of its record it
+    is, where it is spelled out.
+    """
+
+    number: Numbers
+    named: Numbers
+    order: Numbers
+
+
+@dataclass(slots=True)
+class Columns:
+    """All records of one form, one row for each: where it ends, and what it adds to the memo."""
+
+    is_pair: bool
+    begin: Numbers
+    end: Numbers
+    parts: list[Any]
+    memo: Numbers
+    """How many objects the records before a row have added to the memo."""
+    last: Numbers
+    """Behind the last row of the run that a row is in; the row itself where it is no record."""
+    texts: list[str]
+    numbers: dict[str, int]
+
+    @property
+    def offsets(self) -> Sizes:
+        """Where the boxes begin."""
+        found: Sizes = self.parts[2 if self.is_pair else 0]
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class Rows:
+    """The records in the rows ``first`` up to ``stop``; ``place``: of the first in the memo."""
+
+    columns: Columns
+    first: int
+    stop: int
+    place: int
+
+    def text(self, place: int, before: int, order: int = 0) -> str:
+        """The text that a place of the memo has when ``order`` objects of row ``before`` are there.
+
+        Unlike where it has none, or none yet.
+        """
+        columns = self.columns
+        inside = place - self.place + int(columns.memo[self.first])
+        row = int(np.searchsorted(columns.memo, inside, "right")) - 1
+        order_there = inside - int(columns.memo[row])
+        if columns.is_pair and (row, order_there) < (before, order):
+            for texts in (columns.parts[0], columns.parts[3]):
+                if texts.named[row] < 0 and texts.order[row] == order_there:
+                    return columns.texts[int(texts.number[row])]
+        raise Unlike
 
 
 class RecordRuns:
     """The runs of one pickle."""
 
     def __init__(self) -> None:
-        self._learned: dict[str, re.Pattern[bytes]] = {}
-        self._sizes: dict[bytes, Sizes] = {}
-        self._numbers: dict[bytes, int] = {}
-        self._texts: dict[bytes, tuple[str, int]] = {}
-        self._left, self._may_learn = MAX_RECORDS, MAX_LEARNED
-        #: The sizes that are kept, by their id: each is a tuple of a few numbers.
-        self.known: set[int] = set()
+        self._forms: dict[bool, Columns] = {}
 
     def forget(self) -> None:
         """Another object has taken a place of the memo: it may be one that a record names."""
-        if self._learned:
-            self._learned.clear()
-            self._may_learn -= 1
+        if self._forms:
+            raise Unlike
 
     def follow(self, record: Record, machine: Machine) -> None:
-        """Interpret what is like ``record``, which was the last, as far as that reaches."""
-        if self._may_learn <= 0:  # to compile forms takes longer than to go by opcodes
+        """Take what is like ``record``, which was the last, as far as that reaches."""
+        is_pair = record.kind == _INFO.name
+        if not is_pair and record.kind != _CHUNK.name:
             return
-        if record.kind == _CHUNK.name:
-            self._follow_chunks(machine)
-        elif record.kind == _INFO.name:
-            self._follow_items(machine)
-
-    def _follow_chunks(self, machine: Machine) -> None:
-        pattern = self._learn("chunk", machine, machine.at)
-        if pattern is None:
+        columns = self._forms.get(is_pair) or self._learn(is_pair, machine)
+        if columns is None:
             return
-        data, memo, stack, at = machine.data, machine.memo, machine.stack, machine.at
-        sizes, kind, cost_bytes = self._sizes, _CHUNK.name, 0
-        while self._left:
-            matched = pattern.match(data, at)
-            if matched is None:
-                break
-            raw_start, raw_sizes = matched.groups()
-            start, of_start, start_bytes = sizes.get(raw_start) or self._read_sizes(raw_start)
-            shape, of_shape, shape_bytes = sizes.get(raw_sizes) or self._read_sizes(raw_sizes)
-            if start_bytes < 0 or shape_bytes < 0:
-                break
-            fields = {"offsets": start, "sizes": shape}
-            record = Record(kind, fields)
-            memo += (record, fields, start, of_start, start, shape, of_shape, shape)
-            stack.append(record)
-            at = machine.at = matched.end()
-            self._left -= 1
-            cost_bytes += _RECORD_BYTES + start_bytes + shape_bytes
-            if cost_bytes > _CHARGED_BYTES:
-                machine.charge(cost_bytes)
-                cost_bytes = 0
-        machine.charge(cost_bytes)
-
-    def _follow_items(self, machine: Machine) -> None:
-        """Interpret pairs of the index of an item and the place where it lies."""
-        pattern = self._learn_items(machine)
-        if pattern is None:
+        first = int(columns.begin.searchsorted(machine.at))
+        stop = int(columns.last[first])
+        if columns.begin[first] != machine.at or stop == first:
             return
-        data, memo, stack, at = machine.data, machine.memo, machine.stack, machine.at
-        sizes, numbers, texts = self._sizes, self._numbers, self._texts
-        index_kind, info_kind, cost_bytes = _INDEX.name, _INFO.name, 0
-        while self._left:
-            matched = pattern.match(data, at)
-            if matched is None:
-                break
-            raw_name, name_ref, number, raw, raw_file, file_ref, offset, size = matched.groups()
-            if raw_name is None:
-                name, name_bytes = _in_memo(machine, name_ref), 0
-            else:
-                name, name_bytes = texts.get(raw_name) or self._read_text(raw_name)
-            start, arguments, start_bytes = sizes.get(raw) or self._read_sizes(raw)
-            if type(name) is not str or start_bytes < 0:
-                break
-            index = numbers.get(number)
-            key_fields = {
-                "fqn": name,
-                "index": self._number(number) if index is None else index,
-                "offset": start,
-            }
-            key, before = Record(index_kind, key_fields), len(memo)
-            named = () if raw_name is None else (name,)
-            memo += (key, key_fields, *named, start, arguments, start)
-            # The name of the file may be one that the memo has since this very record.
-            if raw_file is None:
-                file, file_bytes = _in_memo(machine, file_ref), 0
-            else:
-                file, file_bytes = texts.get(raw_file) or self._read_text(raw_file)
-            if type(file) is not str:
-                del memo[before:]
-                break
-            begin, length = numbers.get(offset), numbers.get(size)
-            fields = {
-                "relative_path": file,
-                "offset": self._number(offset) if begin is None else begin,
-                "length": self._number(size) if length is None else length,
-            }
-            value = Record(info_kind, fields)
-            memo += (value, fields) if raw_file is None else (value, fields, file)
-            stack += (key, value)
-            at = machine.at = matched.end()
-            self._left -= 1
-            cost_bytes += _PAIR_BYTES + start_bytes + name_bytes + file_bytes
-            if cost_bytes > _CHARGED_BYTES:
-                machine.charge(cost_bytes)
-                cost_bytes = 0
-        machine.charge(cost_bytes)
+        rows = Rows(columns, first, stop, len(machine.memo))
+        count = int(columns.memo[stop] - columns.memo[first])
+        machine.charge(8 * count)
+        if is_pair:
+            self._name(rows, machine.memo)
+        machine.memo += [rows] * count
+        machine.stack += [rows, rows] if is_pair else [rows]
+        machine.at = int(columns.end[stop - 1])
 
-    def _learn_items(self, machine: Machine) -> re.Pattern[bytes] | None:
-        """Learn the form of a pair from the one that follows; None where none does."""
-        if "pair" in self._learned:
-            return self._learned["pair"]
-        parts, at = [], machine.at
-        for kind in ("index", "place", "info"):
-            part = self._learn(kind, machine, at)
-            if part is None:
-                return None
-            parts.append(part.pattern)
-            matched = re.compile(_TEXT.join(parts) + _TEXT, re.DOTALL).match(
-                machine.data, machine.at
-            )
-            if matched is None and kind != "info":
-                return None
-            at = matched.end() if matched else at
-        return self._learned.setdefault("pair", re.compile(_TEXT.join(parts), re.DOTALL))
+    def _name(self, rows: Rows, memo: list[Any]) -> None:
+        """Find the texts that records take from the memo, each place once."""
+        columns = rows.columns
+        for texts in (columns.parts[0], columns.parts[3]):
+            named = texts.named[rows.first : rows.stop]
+            if named.max() < 0:
+                continue
+            places, firsts, which = np.unique(named, return_index=True, return_inverse=True)
+            found = texts.number[rows.first : rows.stop][firsts]
+            for number, (place, first) in enumerate(
+                zip(places.tolist(), firsts.tolist(), strict=True)
+            ):
+                if place >= 0:
+                    row = rows.first + first
+                    text = _text_at(memo, rows, place, row, int(texts.order[row]))
+                    found[number] = columns.numbers.setdefault(text, len(columns.texts))
+                    if found[number] == len(columns.texts):
+                        columns.texts.append(text)
+            here = texts.number[rows.first : rows.stop]
+            here[:] = np.where(named < 0, here, found[which.reshape(-1)])
 
-    def _read_text(self, raw: bytes) -> tuple[str | None, int]:
-        """The text that is spelled out, its length first, and what it costs: Python may take 4
-        bytes for each of it. None for what is no text.
-        """
-        if raw[0] != len(raw) - 1:
-            return None, 0
-        try:
-            text = raw[1:].decode()
-        except UnicodeDecodeError:
-            return None, 0
-        read = text, _TEXT_BYTES + (len(raw) - 1) * (1 if text.isascii() else 4)
-        if len(self._texts) < _MAX_KEPT:
-            self._texts[raw] = read
-        return read
-
-    def _number(self, raw: bytes) -> int:
-        number = _integer(raw)
-        if len(self._numbers) < _MAX_KEPT:
-            self._numbers[raw] = number
-        return number
-
-    def _learn(self, kind: str, machine: Machine, at: int) -> re.Pattern[bytes] | None:
-        """The expression of a form, with the places that its names have in the memo; None where the
-        bytes at ``at`` are not of this form.
-        """
-        if kind in self._learned:
-            return self._learned[kind]
-        form = _FORMS[kind]
-        names = [part for part in form if not isinstance(part, bytes)]
-        groups = iter(b"(?P<n%d>%b)" % (number, _REF) for number in range(len(names)))
-        searched = b"".join(one if isinstance(one, bytes) else next(groups) for one in form)
-        matched = re.compile(searched, re.DOTALL).match(machine.data, at)
+    def _learn(self, is_pair: bool, machine: Machine) -> Columns | None:
+        """Read the columns of a form, as the record that follows has it; None where none does."""
+        form = _PAIR_FORM if is_pair else _CHUNK_FORM
+        searched = b"".join(b"(%b)" % _look(part) for part in form)
+        matched = re.compile(searched, re.DOTALL).match(machine.data, machine.at)
         if matched is None:
             return None
-        places = [matched[f"n{number}"] for number in range(len(names))]
-        for name, place in zip(names, places, strict=True):
-            found = _in_memo(machine, place)
-            if type(found) is not type(name) or found != name:
-                return None
-        escaped = iter(map(re.escape, places))
-        text = b"".join(one if isinstance(one, bytes) else next(escaped) for one in form)
-        return self._learned.setdefault(kind, re.compile(text, re.DOTALL))
-
-    def _read_sizes(self, raw: bytes) -> Sizes:
-        """Sizes by their opcodes, and what they cost."""
-        found: list[int] = []
-        cost_bytes, at, stop = _SIZES_BYTES, int(raw[0] == 0x28), len(raw) - 1
-        while at < stop:
-            size = _DIM_SIZES[raw[at]]
-            found.append(_integer(raw[at : at + size]))
-            cost_bytes += _DIM_BYTES + (_NUMBER_BYTES if size > 2 else 0)
-            at += size
-        value = tuple(found)
-        read = Sizes(value, (value,), -1 if min(found) < 0 else cost_bytes)
-        if len(self._sizes) < _MAX_KEPT:
-            self._sizes[raw] = read
-            if read.cost_bytes >= 0:
-                self.known.add(id(value))
-        return read
+        parts: list[bytes | Varying] = []
+        for part, there in zip(form, matched.groups(), strict=True):
+            if isinstance(part, Varying):
+                parts.append(part)
+                continue
+            if not isinstance(part, bytes):
+                place = int.from_bytes(there[1:], "little")
+                known = machine.memo[place] if place < len(machine.memo) else None
+                if type(known) is not type(part) or known != part:
+                    return None
+            before = parts[-1] if parts else None
+            if isinstance(before, bytes):
+                parts[-1] = before + there
+            else:
+                parts.append(there)
+        return self._forms.setdefault(is_pair, _read(is_pair, parts, machine))
 
 
-_DIM_SIZES = {0x4B: 2, 0x4D: 3, 0x4A: 5}
+def _look(part: Any) -> bytes:
+    """The expression of a part of a form."""
+    if isinstance(part, Varying):
+        return part.value
+    return re.escape(part) if isinstance(part, bytes) else b"h.|j.{4}"
 
 
-def _integer(raw: bytes) -> int:
-    """The number that an opcode with its argument puts on the stack."""
-    if raw[0] == 0x4B:
-        return raw[1]
-    if raw[0] == 0x4D:
-        return raw[1] | raw[2] << 8
-    return int.from_bytes(raw[2:] if raw[0] == 0x8A else raw[1:], "little", signed=True)
+def _text_at(memo: list[Any], rows: Rows, place: int, row: int, order: int) -> str:
+    if place >= rows.place:
+        return rows.text(place, row, order)
+    found = memo[place]
+    if isinstance(found, Rows):
+        return found.text(place, found.stop)
+    if type(found) is not str:
+        raise Unlike
+    return found
 
 
-def _in_memo(machine: Machine, ref: bytes) -> Any:
-    place = int.from_bytes(ref[1:], "little")
-    return machine.memo[place] if place < len(machine.memo) else None
+def _read(is_pair: bool, parts: list[bytes | Varying], machine: Machine) -> Columns:
+    """Read every record of a form from here on; Unlike where that takes too much memory."""
+    data, first = machine.data, parts[0]
+    assert isinstance(first, bytes)
+    starts = map(re.Match.start, re.compile(re.escape(first)).finditer(data, machine.at))
+    begin = np.fromiter(islice(starts, MAX_RECORDS), np.int64)
+    cost_bytes = len(begin) * (_ROW_BYTES + 2 * MAX_COLUMNS * _DIM_BYTES)
+    if cost_bytes > machine.room_bytes:
+        raise Unlike
+    machine.charge(cost_bytes)
+    cursor = _Lockstep(data, begin, first)
+    read = [cursor.take(part) for part in parts[1:]]
+    columns = [one for one in read if one is not None]
+    is_record = cursor.is_like & (cursor.at + 8 <= len(data))
+    texts: list[str] = []
+    numbers: dict[str, int] = {}
+    if is_pair:
+        for number in (0, 3):
+            columns[number] = _decode(
+                cursor.words, columns[number], is_record, texts, numbers, machine
+            )
+    memo = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.where(is_record, cursor.memo, 0))])
+    # A run ends behind a record that no other follows at once.
+    rows = np.arange(len(begin))
+    follows = is_record[:-1] & is_record[1:] & (cursor.at[:-1] == begin[1:])
+    ends = np.append(np.where(follows, len(begin), rows[:-1] + 1), len(begin))
+    last = np.where(is_record, np.minimum.accumulate(ends[::-1])[::-1], rows)
+    begin, last = np.append(begin, len(data)), np.append(last, len(begin))  # where none begins
+    return Columns(is_pair, begin, cursor.at, columns, memo, last, texts, numbers)
+
+
+def _decode(
+    words: NDArray[np.uint64],
+    raw: tuple[Numbers, Numbers, Numbers, Numbers],
+    is_record: NDArray[np.bool_],
+    texts: list[str],
+    numbers: dict[str, int],
+    machine: Machine,
+) -> Texts:
+    """Make one text of all that are spelled alike. What is no text is no record."""
+    data, (begin, end, named, order) = machine.data, raw
+    spelled = np.flatnonzero(is_record & (named < 0))
+    if not len(spelled):
+        return Texts(np.full(len(begin), -1), named, order)
+    starts, stops = begin[spelled], end[spelled]
+    first = bytes(data[starts[0] : stops[0]])
+    lag = next(
+        (n for n in range(1, min(_MAX_LAG, len(starts))) if data[starts[n] : stops[n]] == first),
+        len(starts),
+    )
+    new = np.flatnonzero(~_repeats(words, starts, stops, lag))
+    known: dict[bytes, int] = {}
+    keys = [
+        bytes(data[a:b]) for a, b in zip(starts[new].tolist(), stops[new].tolist(), strict=True)
+    ]
+    for key in dict.fromkeys(keys):
+        machine.charge(_TEXT_BYTES + 4 * len(key))
+        try:
+            text = key.decode()
+        except UnicodeDecodeError:
+            known[key] = -1
+            continue
+        known[key] = numbers.setdefault(text, len(texts))
+        if known[key] == len(texts):
+            texts.append(text)
+    # What repeats has the number of the text before it, and that the one of the text before.
+    origin = np.zeros(-(-len(starts) // lag) * lag, np.int64)
+    origin[new] = new
+    origin = np.maximum.accumulate(origin.reshape(-1, lag)).reshape(-1)[: len(starts)]
+    of_new = np.zeros(len(starts), np.int64)
+    of_new[new] = np.fromiter(map(known.__getitem__, keys), np.int64, len(keys))
+    number = np.full(len(begin), -1)
+    number[spelled] = of_new[origin]
+    is_record &= (number >= 0) | (named >= 0)
+    return Texts(number, named, order)
+
+
+def _repeats(
+    words: NDArray[np.uint64], starts: Numbers, stops: Numbers, lag: int
+) -> NDArray[np.bool_]:
+    """Which texts are the same as the one ``lag`` before."""
+    sizes = stops - starts
+    found = np.zeros(len(starts), np.bool_)
+    found[lag:] = sizes[lag:] == sizes[:-lag]
+    for at in range(0, int(sizes.max()), 8):
+        left = np.clip(sizes - at, 0, 8).astype(np.uint64) * np.uint64(8)
+        word = words[np.minimum(starts + at, len(words) - 1)] << (np.uint64(64) - left)
+        found[lag:] &= (word[lag:] == word[:-lag]) | (left[lag:] == 0)
+    return found
+
+
+def _by_opcode(values: dict[int, int]) -> NDArray[np.uint64]:
+    return np.array([values.get(opcode, 0) for opcode in range(256)], np.uint64)
+
+
+#: How many bytes the opcode of a number takes with its argument, and the bits of that.
+_DIM_SIZE = _by_opcode({0x4B: 2, 0x4D: 3, 0x4A: 5})
+_DIM_MASK = _by_opcode({0x4B: 0xFF, 0x4D: 0xFFFF, 0x4A: 0xFFFFFFFF})
+_NEGATIVE = np.uint64(1 << 31)
+_BYTE = np.uint64(0xFF)
+#: What follows the tuple of sizes, which is memoized unless it is empty.
+_TAIL = np.uint64(int.from_bytes(b"\x94\x85\x94R\x94", "little"))
+_TAIL_MASK, _LAST_MASK = np.uint64((1 << 40) - 1), np.uint64((1 << 32) - 1)
+
+
+class _Lockstep:
+    """Reads the same part of all records, each from where it is in its own."""
+
+    def __init__(self, data: memoryview, begin: Numbers, first: bytes) -> None:
+        """``first``: the bytes that are known to stand where each begins."""
+        self.words: NDArray[np.uint64] = np.ndarray((max(1, len(data) - 7),), "<u8", data, 0, (1,))
+        self.at = begin + len(first)
+        self.is_like = np.ones(len(begin), np.bool_)
+        self.memo = np.full(len(begin), 2 * first.count(_NEW))
+
+    def take(self, part: Any) -> Any:
+        """The column of a part; None for bytes that all have."""
+        if isinstance(part, bytes):
+            return self._constant(part)
+        return {Varying.NUMBER: self._number, Varying.SIZES: self._sizes, Varying.TEXT: self._text}[
+            part
+        ]()
+
+    def _word(self, ahead: int = 0) -> NDArray[np.uint64]:
+        # Of what reaches to the last bytes of the data nothing is taken.
+        return self.words[np.minimum(self.at + ahead, len(self.words) - 1)]
+
+    def _constant(self, text: bytes) -> None:
+        for begin in range(0, len(text), 8):
+            part = text[begin : begin + 8]
+            mask = np.uint64((1 << 8 * len(part)) - 1)
+            self.is_like &= (self._word(begin) & mask) == int.from_bytes(part, "little")
+        self.at += len(text)
+        self.memo += 2 * text.count(_NEW)
+
+    def _number(self) -> Numbers:
+        word = self._word()
+        opcode = (word & _BYTE).astype(np.intp)
+        value, size = (word >> np.uint64(8)) & _DIM_MASK[opcode], _DIM_SIZE[opcode]
+        is_negative = (opcode == 0x4A) & (value >= _NEGATIVE)
+        for count in (5, 6):
+            head = np.uint64(0x8A | count << 8)
+            is_long = (word & np.uint64(0xFFFF)) == head
+            bits = np.uint64(8 * count)
+            wide = (word >> np.uint64(16)) & ((np.uint64(1) << bits) - np.uint64(1))
+            is_negative |= is_long & (wide >> (bits - np.uint64(1)) > 0)
+            value, size = np.where(is_long, wide, value), np.where(is_long, count + 2, size)
+        self.is_like &= (size > 0) & ~is_negative
+        self.at += size.astype(np.int64)
+        return value.astype(np.int64)
+
+    def _sizes(self) -> Sizes:
+        ndim, word = np.zeros(len(self.at), np.int64), self._word()
+        is_long = (word & _BYTE) == 0x28
+        if is_long.any():
+            self.at += is_long
+            word = self._word()
+        columns: list[Numbers] = []
+        while True:
+            opcode = (word & _BYTE).astype(np.intp)
+            size = _DIM_SIZE[opcode].astype(np.int64)
+            if len(columns) == MAX_COLUMNS or not size.any():
+                break
+            value = (word >> np.uint64(8)) & _DIM_MASK[opcode]
+            self.is_like &= value < _NEGATIVE
+            columns.append(value.astype(np.int64))
+            ndim += size > 0
+            self.at += size
+            word = self._word()
+        is_empty = (opcode == 0x29) & (ndim == 0) & ~is_long  # which is not memoized
+        is_short = (ndim > 0) & (ndim < 4) & (opcode == 0x84 + ndim)
+        ends = np.where(is_long, (ndim > 3) & (opcode == 0x74), is_short)
+        tail = (word >> np.uint64(8)) & np.where(is_empty, _LAST_MASK, _TAIL_MASK)
+        self.is_like &= (ends & (tail == _TAIL)) | (is_empty & (tail == _TAIL >> np.uint64(8)))
+        self.at += np.where(is_empty, 5, 6)
+        self.memo += np.where(is_empty, 2, 3)
+        values = np.stack(columns, 1) if columns else np.zeros((len(ndim), 0), np.int64)
+        return Sizes(ndim, values)
+
+    def _text(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        word, order = self._word(), self.memo.copy()
+        opcode, rest = word & _BYTE, word >> np.uint64(8)
+        is_spelled, is_near, is_far = opcode == 0x8C, opcode == 0x68, opcode == 0x6A
+        self.is_like &= is_spelled | is_near | is_far
+        place = rest & np.where(is_near, _BYTE, np.uint64(0xFFFFFFFF))
+        named = np.where(is_spelled, -1, place.astype(np.int64))
+        begin = self.at + 2
+        end = begin + np.where(is_spelled, (rest & _BYTE).astype(np.int64), 0)
+        self.at = np.where(is_spelled, end, self.at + np.where(is_near, 2, 5))
+        self.is_like &= ~is_spelled | ((self._word() & _BYTE) == 0x94)
+        self.at += is_spelled
+        self.memo += is_spelled
+        return begin, end, named, order

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import ForeignFormatError
+from holdfast.interop import pickles
 from holdfast.interop.pickle_records import Opaque
 from holdfast.interop.pickles import BASE_BYTES, FACTOR, interpret
 from support.checkpoints.commands import SOURCE
@@ -129,3 +131,11 @@ def test_many_small_values_are_read() -> None:
     keys = {m.MetadataIndex("w", size(n)): None for n in range(8000)}
     found = interpret(pickle.dumps(m.Metadata({"w": about}, {}, keys)), ".metadata").value
     assert not isinstance(found, Opaque) and len(found.fields["storage_data"]) == 8000
+
+
+def test_opcodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pickles.MAX_OPCODES <= 10**7
+    monkeypatch.setattr(pickles, "MAX_OPCODES", 1000)
+    assert interpret(P + b"N0" * 498 + b"N.", "f").value is None
+    with pytest.raises(ForeignFormatError, match="more than 1000 opcodes"):
+        interpret(P + b"N0" * 500 + b"N.", "f")
