@@ -31,6 +31,10 @@ RUN = "torchtitan_run.py"
 run = partial(start, RUN)
 resumed = partial(killed_and_resumed, RUN)
 FSDP2: dict[str, Any] = {"ranks": 2}
+PIPELINE: dict[str, Any] = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_schedule": "1F1B",
+}
 
 
 def root_of(root: Path) -> Path:
@@ -90,9 +94,18 @@ def test_two_ranks_of_fsdp2_that_torchrun_starts_again(tmp_path: Path) -> None:
         (2, {"tensor_parallel_degree": 2}),
         (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
         (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
-        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}),
+        (2, PIPELINE),
+        (4, PIPELINE | {"tensor_parallel_degree": 2}),
+        (4, PIPELINE | {"data_parallel_shard_degree": 2}),
     ],
-    ids=["tensor parallel", "replicated", "replicated shards", "pipeline"],
+    ids=[
+        "tensor parallel",
+        "replicated",
+        "replicated shards",
+        "pipeline",
+        "pipeline and tensor parallel",
+        "pipeline and shards",
+    ],
 )
 def test_other_layouts_of_ranks_that_torchrun_starts_again(
     ranks: int, parallelism: dict[str, Any], tmp_path: Path

@@ -96,6 +96,25 @@ def test_workers_and_steps_that_end_in_the_middle_of_an_epoch(tmp_path: Path) ->
 
 
 @needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_best_model_is_loaded_at_the_end_of_a_run_that_was_killed_after_it(
+    tmp_path: Path,
+) -> None:
+    """The best one is the first epoch's; the run is killed in the last."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    args = best | {"greater_is_better": True, "save_strategy": "epoch"}
+    whole = run(tmp_path / "whole", args=args)
+    assert whole.returncode == 0, whole.stderr
+    [told] = [line.split() for line in said(tmp_path / "whole") if line.startswith("best ")]
+    steps = [line.split() for line in said(tmp_path / "whole") if ": step " in line]
+    assert told[1:] == [steps[7][3], "8"] != [steps[-1][3], "8"]
+    check_same(killed_and_resumed(tmp_path / "run", 20, "end", args=args), said(tmp_path / "whole"))
+    with holdfast.open(tmp_path / "run") as checkpoint:
+        assert checkpoint.step == 24, "the last step, and not the best model"
+
+
+@needs_it
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "options",
@@ -247,6 +266,24 @@ def test_a_run_begins_at_a_checkpoint_of_the_trainer_and_then_goes_on_from_its_o
 
 
 @needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_two_ranks_begin_at_a_checkpoint_of_the_trainer_under_fsdp2(
+    kind: str, tmp_path: Path
+) -> None:
+    fsdp = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2, "state_dict_type": kind}}
+    saves = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}
+    first = run(tmp_path / "first", ranks=2, args=fsdp | saves)
+    assert first.returncode == 0, first.stderr
+    begin = str(tmp_path / "first-hf" / "checkpoint-8")
+    done = run(tmp_path / "run", ranks=2, args=fsdp | {"max_steps": 10}, resume=begin)
+    assert done.returncode == 0, done.stderr
+    taken = [line.split()[2] for line in said(tmp_path / "run") if line.startswith("0: step ")]
+    assert taken == ["9", "10"]
+
+
+@needs_it
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_the_trainer_without_an_optimizer_is_no_begin(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 8, "save_only_model": True, "max_steps": 8}
@@ -254,7 +291,10 @@ def test_a_checkpoint_of_the_trainer_without_an_optimizer_is_no_begin(tmp_path: 
     assert run(root, args=saves).returncode == 0, "what Holdfast keeps is the whole state"
     with holdfast.open(root) as checkpoint:
         assert any("exp_avg_sq" in name for name in checkpoint.leaves)
-    refused = run(tmp_path / "run", resume=str(tmp_path / "first-hf" / "checkpoint-8"))
+    begin = tmp_path / "first-hf" / "checkpoint-8"
+    for other in ("optimizer_notes.txt", "optimizer_0", "my_scheduler.pt"):
+        (begin / other).touch()
+    refused = run(tmp_path / "run", resume=str(begin))
     assert refused.returncode == 1
     assert "has no optimizer and no scheduler, as save_only_model=True" in refused.stderr
 

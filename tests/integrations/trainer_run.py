@@ -220,6 +220,8 @@ def main() -> None:
     )
     out = trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
     history = [untimed(logs) for logs in trainer.state.log_history]
+    if "load_best_model_at_end" in OPTIONS.get("args", {}):
+        note(f"best {digest(trainer.model.parameters())} {trainer.state.best_global_step}")
     note(f"end {out.global_step} {out.training_loss!r} {json.dumps(history)}")
 
 

@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +48,11 @@ _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
 _ADAPTER = Adapter("transformers", "5.23", _KEYS, "the Trainer's")
 _RESUMED = "holdfast"
 _LEAST_LOG_BYTES = 4096
-#: What a user may say of a root and a generation in it: ``runs/x@1-39``.
-_AT = "@"
+#: Of which files the Trainer writes one, under FSDP too: without it another object is begun with.
+_FILES = {
+    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0/.metadata"),
+    "scheduler": ("scheduler.pt",),
+}
 
 
 class HoldfastMixin:
@@ -124,16 +127,14 @@ class HoldfastMixin:
             )
         resume = resume_from_checkpoint
         text = "" if resume is None or isinstance(resume, bool) else os.fspath(resume)
-        own_root, _, generation = text.rpartition(_AT)
+        own_root, _, generation = text.rpartition("@")  # runs/x@1-39
         is_ours = resume == self._hf_root or own_root == self._hf_root
         self._hf_wanted = generation if is_ours and own_root else None
         self._hf_must = resume is True or is_ours
         self._hf_restored = None
-        foreign = text if text and not is_ours else None
-        self._hf_gone = foreign if foreign and not os.path.isdir(foreign) else None
-        foreign = None if self._hf_gone else foreign  # it may have been removed since the begin
-        there = f"{os.listdir(foreign)}" if foreign else ""
-        lacks = [name for name in ("optimizer", "scheduler") if foreign and name not in there]
+        foreign = text if not is_ours and os.path.isdir(text) else None
+        self._hf_gone = None if is_ours or foreign else text or None  # removed since the begin?
+        lacks = [what for what, names in _FILES.items() if foreign and not _has(foreign, names)]
         if lacks:
             raise UsageError(
                 f"{foreign} has no {' and no '.join(lacks)}, as save_only_model=True leaves it: "
@@ -475,6 +476,10 @@ def _set_callback_states(trainer: Any, found: list[list[Any]]) -> None:
             waiting.remove(one)
             for name, value in attributes.items():
                 setattr(one, name, value)
+
+
+def _has(directory: str, names: Iterable[str]) -> bool:
+    return any(os.path.isfile(os.path.join(directory, name)) for name in names)
 
 
 def _over_text(root: str, step: int, max_steps: int) -> str:
