@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,70 @@ def test_every_step_of_an_epoch_that_is_begun_again_is_saved_with_its_place(tmp_
     again = saved[saved.index((10, 1, 2)) + 1 :]
     places = [(step, 1, step - 10) for step in range(11, 18)]
     assert again == places + [(step, 2, step - 18) for step in range(18, 25)]
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A million samples, and which of them were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        return {"x": torch.tensor([float(index)]), "labels": torch.zeros(1)}
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        return {"loss": (super().forward(x / 1e6) - labels).square().mean()}
+
+
+@needs_it
+@pytest.mark.timeout(100)
+def test_a_million_samples_are_passed_over_by_a_trainer_in_a_second(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    from transformers import TrainerCallback, TrainingArguments
+
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    class Far(TrainerCallback):  # type: ignore[misc]
+        """The first run begins near the end of its epoch; the second one's begin is timed."""
+
+        began_s: float = 0.0
+        took_s: list[float]
+
+        def on_train_begin(self, *given: Any, **named: Any) -> None:
+            if trainer._hf_restored is None:
+                trainer._hf_loop._updates_before = 124_990
+            self.began_s, self.took_s = time.process_time(), []
+
+        def on_step_begin(self, *given: Any, **named: Any) -> None:
+            self.took_s.append(time.process_time() - self.began_s)
+
+    for steps, number in ((2, 0), (5, 1)):
+        far, data = Far(), Rows()
+        trainer = HoldfastTrainer(
+            model=Net(1, 1),
+            args=TrainingArguments(
+                output_dir=str(tmp_path / "hf"),
+                max_steps=steps,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            train_dataset=data,
+            callbacks=[far],
+            holdfast=tmp_path / "run",
+        )
+        trainer.train()
+        assert len(far.took_s) == (2, 3)[number] and len(data.read) <= (4, 5)[number] * 8
+    assert far.took_s[0] < 1.0, "124,992 batches of 8"
+    assert trainer._hf_loop._updates() == 124_995
 
 
 @needs_it

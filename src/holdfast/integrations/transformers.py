@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 try:
     import transformers
     from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
-    from transformers.trainer_callback import ExportableState, TrainerState
+    from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise missing("transformers", error) from error
 
@@ -401,7 +401,7 @@ class _Loop:
         self._is_stopped = False
         if "generator" in found:  # the first version kept none
             self.generator = found["generator"].clone()
-        trainer.state = TrainerState(**found["state"], log_history=history)
+        trainer.state = dataclasses.replace(trainer.state, **found["state"], log_history=history)
         _set_callback_states(trainer, found["callbacks"])
         self.epoch, self._updates_before = found["epoch"], found["updates"]
         self._first_step = self._last_step = trainer.state.global_step
