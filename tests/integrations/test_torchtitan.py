@@ -4,6 +4,7 @@ to the bit. Without torchtitan, which `make integrations` installs, these are sk
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from functools import partial
 from pathlib import Path
@@ -274,6 +275,35 @@ def test_a_seed_checkpoint_is_where_any_layout_begins(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert loaded(root)[:2] == ["True", "2"], "what is published"
     assert len(read_report(root_of(root)).starts) == starts + 1, "load_only begins no run"
+
+
+def stored(root: Path, steps: range) -> list[int]:
+    """Returns those of the steps that the root has a checkpoint of."""
+    found = []
+    for step in steps:
+        with contextlib.suppress(NotFound), holdfast.open(root_of(root), step=step):
+            found.append(step)
+    return found
+
+
+@needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_step_to_load_the_first_step_and_how_many_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    settings: dict[str, Any] = {"interval": 2, "enable_first_step_checkpoint": True}
+    lines = whole(RUN, root, steps=6, layers=2, checkpoint=settings)
+    assert stored(root, range(8)) == [1, 2, 4, 6]
+    given = settings | {"load_step": 2, "keep_latest_k": 3}
+    done = run(root, steps=8, layers=2, says_loaded=True, checkpoint=given)
+    assert done.returncode == 0, done.stderr
+    assert loaded(root)[:2] == ["True", "2"]
+    again = said(root)[len(lines) :]
+    assert [line.split()[2] for line in again if ": step " in line] == list("345678")
+    for step in "3456":
+        [line] = [line for line in lines if f": step {step} " in line]
+        assert line in again
+    assert stored(root, range(9)) == [4, 6, 8]
 
 
 @needs_it
