@@ -253,8 +253,8 @@ def main() -> None:
     trainer.fit(model, make_loader(), DataLoader(Samples(12), batch_size=4))
     note(f"weights {digest(model.parameters())}")
     if OPTIONS.get("best"):
-        kept = sorted(path.name for path in Path(best.best_model_path).parent.iterdir())
-        note(f"best {best.best_model_score.item()!r} {Path(best.best_model_path).name} {kept}")
+        path = Path(best.best_model_path)
+        note(f"best {best.best_model_score.item()!r} {path.name} {path.is_file()}")
     note(f"end {trainer.global_step} {stop.best_score.item()!r} {stop.wait_count}")
 
 
