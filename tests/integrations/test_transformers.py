@@ -115,6 +115,20 @@ def test_the_best_model_is_loaded_at_the_end_of_a_run_that_was_killed_after_it(
         assert checkpoint.step == 24, "the last step, and not the best model"
 
 
+@needs("transformers", "trl")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainer_of_trl_goes_on_with_its_means_and_tokens(tmp_path: Path) -> None:
+    """It logs every third step: the kills are between two logs."""
+    whole = run(tmp_path / "whole", trl=True)
+    assert whole.returncode == 0, whole.stderr
+    logs = [line for line in said(tmp_path / "whole") if ": log 24 " in line]
+    assert any("entropy" in line and "num_tokens" in line for line in logs)
+    for step in (11, 13):
+        root = tmp_path / f"run-{step}"
+        check_same(killed_and_resumed(root, step, "end", trl=True), said(tmp_path / "whole"))
+
+
 @needs_it
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -418,15 +432,15 @@ def test_the_package_itself_imports_no_other_library() -> None:
 
 @needs_it
 def test_a_growing_log_is_kept_in_leaves_of_few_shapes_and_read_as_it_was_written() -> None:
-    from holdfast.integrations.transformers import _log_entries, _padded
+    from holdfast.integrations.trainer_logs import log_entries, padded
 
     log, sizes = b"", set()
     entries: list[dict[str, Any]] = []
     for step in range(2000):
         entries.append({"loss": step / 3, "step": step, "said": " \n "})
         log += json.dumps(entries[-1]).encode() + b"\n"
-        sizes.add(len(_padded(log)))
-    assert _log_entries(bytes(_padded(log))) == _log_entries(log) == entries
+        sizes.add(len(padded(log)))
+    assert log_entries(bytes(padded(log))) == log_entries(log) == entries
     assert len(sizes) < 8
 
 

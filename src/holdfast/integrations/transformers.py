@@ -22,6 +22,12 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import Warned, emit
 from holdfast.integrations.seam import Adapter, missing, restore_loop_first
+from holdfast.integrations.trainer_logs import (
+    counts_of_trl,
+    give_counts_of_trl,
+    log_entries,
+    padded,
+)
 from holdfast.integrations.unsaved import warn_of_unsaved
 from holdfast.state.rng import Rng
 
@@ -47,7 +53,6 @@ _LOOP = "trainer"
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
 _ADAPTER = Adapter("transformers", "5.23", _KEYS, "the Trainer's")
 _RESUMED = "holdfast"
-_LEAST_LOG_BYTES = 4096
 #: Of which files the Trainer writes one, under FSDP too: without it another object is begun with.
 _FILES = {
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0/.metadata"),
@@ -372,7 +377,7 @@ class _Loop:
         if len(history) != self._logged:  # entries are only ever added
             added = (json.dumps(entry).encode() + b"\n" for entry in history[self._logged :])
             self._log, self._logged = self._log + b"".join(added), len(history)
-            self._log_leaf = torch.frombuffer(_padded(self._log), dtype=torch.uint8)
+            self._log_leaf = torch.frombuffer(padded(self._log), dtype=torch.uint8)
         loss = getattr(trainer, "_tr_loss", None)
         return {
             "state": plain,
@@ -390,13 +395,14 @@ class _Loop:
             "first_step": getattr(trainer, "_initial_global_step", 0),
             "first_tokens": getattr(trainer, "_initial_num_input_tokens_seen", 0),
             "flos": getattr(trainer, "current_flos", 0.0),
+            "trl": counts_of_trl(trainer),
         }
 
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
         """Takes up counters and place; ``resume`` sets what the loop makes anew."""
         trainer = self._trainer
         self._saved = dict(found)
-        history = _log_entries(bytes(found["log"].tolist()))
+        history = log_entries(bytes(found["log"].tolist()))
         self._forget_log()
         self._is_stopped = False
         if "generator" in found:  # the first version kept none
@@ -437,24 +443,7 @@ class _Loop:
         trainer._initial_global_step = saved["first_step"]
         trainer._initial_num_input_tokens_seen = saved["first_tokens"]
         trainer.current_flos = saved["flos"]
-
-
-def _padded(log: bytes) -> bytearray:
-    """Returns the log with spaces before its last line's end, up to a power of two.
-
-    A leaf of another shape costs a save as much as the first one: with this few saves have one.
-    """
-    size = max(_LEAST_LOG_BYTES, 1 << (len(log) - 1).bit_length())
-    return bytearray(log[:-1].ljust(size - 1) + log[-1:])
-
-
-def _log_entries(log: bytes) -> list[Any]:
-    """Returns what was logged: an entry a line, or, as the first version kept it, one list."""
-    entries: list[Any] = []
-    for line in log.splitlines():
-        found = json.loads(line)
-        entries += found if isinstance(found, list) else [found]
-    return entries
+        give_counts_of_trl(trainer, saved.get("trl", {}))
 
 
 def _exportable(trainer: Any) -> list[Any]:
