@@ -186,7 +186,8 @@ def of_trl() -> dict[str, Any]:
 
     words = {f"{number}": number for number in range(49)} | {"end": 49}
     inner = Tokenizer(WordLevel(words, unk_token="end"))
-    rows = [{"input_ids": one["input_ids"].tolist()} for one in Tokens(68)]
+    tokens = Tokens(68)
+    rows = [{"input_ids": tokens[index]["input_ids"].tolist()} for index in range(68)]
     return {
         "train_dataset": Dataset.from_list(rows[:60]),
         "eval_dataset": Dataset.from_list(rows[60:]),
