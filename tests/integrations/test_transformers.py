@@ -430,7 +430,6 @@ def test_the_package_itself_imports_no_other_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@needs_it
 def test_a_growing_log_is_kept_in_leaves_of_few_shapes_and_read_as_it_was_written() -> None:
     from holdfast.integrations.trainer_logs import log_entries, padded
 
