@@ -115,7 +115,7 @@ class Witness(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if OPTIONS.get("apart"):
-            torch.manual_seed(1000 * round(state.epoch or 0) + self.rank)
+            torch.manual_seed(1000 * round(state.epoch or 0) + RANK)
         pass_by("epoch begin", state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
