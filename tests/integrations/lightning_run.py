@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -228,7 +229,10 @@ def main() -> None:
         **({"grace_s": OPTIONS["grace_s"]} if "grace_s" in OPTIONS else {}),
     )
     stop = EarlyStopping("error", patience=OPTIONS.get("patience", 5), min_delta=0.0)
-    more = [EMAWeightAveraging(decay=0.9)] if OPTIONS.get("average") else []
+    more: list[Any] = [EMAWeightAveraging(decay=0.9)] if OPTIONS.get("average") else []
+    best = ModelCheckpoint(f"{ROOT}-own", monitor="error", mode="max", save_last=True)
+    if OPTIONS.get("best"):
+        more.append(best)
     trainer = lightning.Trainer(
         max_epochs=3,
         max_steps=OPTIONS.get("max_steps", -1),
@@ -240,7 +244,7 @@ def main() -> None:
         val_check_interval=OPTIONS.get("val_check_interval", 1.0),
         accumulate_grad_batches=1 if is_manual else OPTIONS.get("accumulation", 2),
         gradient_clip_val=None if is_manual or OPTIONS.get("sharded") else 1.0,
-        enable_checkpointing=False,
+        enable_checkpointing=OPTIONS.get("best", False),
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[callback, Witness(), stop, *more],
@@ -248,6 +252,9 @@ def main() -> None:
     model = TwoOptimizers() if is_manual else Model()
     trainer.fit(model, make_loader(), DataLoader(Samples(12), batch_size=4))
     note(f"weights {digest(model.parameters())}")
+    if OPTIONS.get("best"):
+        path = Path(best.best_model_path)
+        note(f"best {best.best_model_score.item()!r} {path.name} {path.is_file()}")
     note(f"end {trainer.global_step} {stop.best_score.item()!r} {stop.wait_count}")
 
 

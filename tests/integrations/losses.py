@@ -39,7 +39,8 @@ LOSSES = [
     *losses("accelerate", 20, "save", *(f"accelerate/{one}" for one in OF_LOADERS), seedable=False),
     *losses("accelerate", 20, "save", "accelerate/loaders/epoch"),
     *losses("accelerate", 10, "save", "accelerate/loaders/sampler", loader="resumable"),
-    *losses(ENGINES, 10, "save", "model", "optimizer", "scheduler", "rng", stage=2),
+    *losses(ENGINES, 10, "save", "model", stage=0),  # of ZeRO's the masters have it too
+    *losses(ENGINES, 10, "save", "optimizer", "scheduler", "rng", stage=2),
     *losses(ENGINES, 10, "save", "engine/counters", "engine/scaler", stage=2, precision="fp16"),
     *losses("lightning", 20, "batch end", "model", "optimizer", "scheduler", "rng"),
     *losses("lightning", 20, "batch end", *(f"lightning/{one}" for one in OF_LOADERS)),

@@ -100,6 +100,7 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         {"loader": "resumable"},
         {"persistent": True},
         {"average": True, "val_check_interval": 0.25},
+        {"best": True},
     ],
     ids=[
         "validation inside",
@@ -109,6 +110,7 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         "sampler",
         "persistent",
         "weight averaging",
+        "checkpoints of its own",
     ],
 )
 def test_every_kind_of_fit_goes_on(options: dict[str, Any], tmp_path: Path) -> None:

@@ -154,11 +154,15 @@ def test_megatron_resumes_from_storage_when_shared_memory_is_gone(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "layout",
-    [{"tp": 2, "distributed": True}, pytest.param({"pp": 2}, marks=pytest.mark.slow)],
-    ids=["tensor parallel", "stages"],
+    [
+        {"tp": 2, "distributed": True},
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "tp": 2, "ranks": 4}, marks=pytest.mark.slow),
+    ],
+    ids=["tensor parallel", "stages", "both"],
 )
 def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_path: Path) -> None:
-    """One rank goes on with what two saved: the losses are those that the two have, but for the
+    """One rank goes on with what several saved: the losses are those that these have, but for the
     order in which they add up.
     """
     options: dict[str, Any] = {"dropout": 0.0, "ranks": 2, **layout}
@@ -168,7 +172,7 @@ def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_p
     other = {**options, "tp": 1, "pp": 1, "ranks": 1}
     launched = launch_one(root, {**other, "rng": True})
     assert launched.returncode != 0
-    assert f"saved on 2 ranks, {layout.get('tp', 1)} tensor" in launched.stderr
+    assert f"saved on {options['ranks']} ranks, {layout.get('tp', 1)} tensor" in launched.stderr
     assert "rng=False" in launched.stderr
     launched = launch_one(root, {**other, "rng": False})
     assert launched.returncode == 0, launched.stderr

@@ -4,6 +4,7 @@ to the bit. Without torchtitan, which `make integrations` installs, these are sk
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,10 @@ RUN = "torchtitan_run.py"
 run = partial(start, RUN)
 resumed = partial(killed_and_resumed, RUN)
 FSDP2: dict[str, Any] = {"ranks": 2}
+PIPELINE: dict[str, Any] = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_schedule": "1F1B",
+}
 
 
 def root_of(root: Path) -> Path:
@@ -90,9 +95,18 @@ def test_two_ranks_of_fsdp2_that_torchrun_starts_again(tmp_path: Path) -> None:
         (2, {"tensor_parallel_degree": 2}),
         (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
         (4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}),
-        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}),
+        (2, PIPELINE),
+        (4, PIPELINE | {"tensor_parallel_degree": 2}),
+        (4, PIPELINE | {"data_parallel_shard_degree": 2}),
     ],
-    ids=["tensor parallel", "replicated", "replicated shards", "pipeline"],
+    ids=[
+        "tensor parallel",
+        "replicated",
+        "replicated shards",
+        "pipeline",
+        "pipeline and tensor parallel",
+        "pipeline and shards",
+    ],
 )
 def test_other_layouts_of_ranks_that_torchrun_starts_again(
     ranks: int, parallelism: dict[str, Any], tmp_path: Path
@@ -261,6 +275,33 @@ def test_a_seed_checkpoint_is_where_any_layout_begins(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert loaded(root)[:2] == ["True", "2"], "what is published"
     assert len(read_report(root_of(root)).starts) == starts + 1, "load_only begins no run"
+
+
+def stored(root: Path, steps: range) -> list[int]:
+    """Returns those of the steps that the root has a checkpoint of."""
+    found = []
+    for step in steps:
+        with contextlib.suppress(NotFound), holdfast.open(root_of(root), step=step):
+            found.append(step)
+    return found
+
+
+@needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_step_to_load_the_first_step_and_how_many_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    settings: dict[str, Any] = {"interval": 2, "enable_first_step_checkpoint": True}
+    lines = whole(RUN, root, steps=8, layers=2, checkpoint=settings)
+    assert stored(root, range(9)) == [1, 2, 4, 6, 8]
+    given = settings | {"load_step": 2, "keep_latest_k": 3}
+    done = run(root, steps=8, layers=2, says_loaded=True, checkpoint=given)
+    assert done.returncode == 0, done.stderr
+    assert loaded(root)[:2] == ["True", "2"]
+    again = said(root)[len(lines) :]
+    assert [line.split()[2] for line in again if ": step " in line] == list("345678")
+    assert [line for line in again if "loaded" not in line] == lines[lines.index(again[1]) :]
+    assert stored(root, range(9)) == [4, 6, 8]
 
 
 @needs_it

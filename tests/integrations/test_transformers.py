@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,39 @@ def test_workers_and_steps_that_end_in_the_middle_of_an_epoch(tmp_path: Path) ->
     again = run(tmp_path / "run", args=args)
     assert again.returncode == 0, "a run that is over is over"
     assert said(tmp_path / "run")[-1] == said(tmp_path / "whole")[-1]
+
+
+@needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_best_model_is_loaded_at_the_end_of_a_run_that_was_killed_after_it(
+    tmp_path: Path,
+) -> None:
+    """The best one is the first epoch's; the run is killed in the last."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    args = best | {"greater_is_better": True, "save_strategy": "epoch"}
+    whole = run(tmp_path / "whole", args=args)
+    assert whole.returncode == 0, whole.stderr
+    [told] = [line.split() for line in said(tmp_path / "whole") if line.startswith("best ")]
+    steps = [line.split() for line in said(tmp_path / "whole") if ": step " in line]
+    assert told[1:] == [steps[7][3], "8"] != [steps[-1][3], "8"]
+    check_same(killed_and_resumed(tmp_path / "run", 20, "end", args=args), said(tmp_path / "whole"))
+    with holdfast.open(tmp_path / "run") as checkpoint:
+        assert checkpoint.step == 24, "the last step, and not the best model"
+
+
+@needs("transformers", "trl")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trainer_of_trl_goes_on_with_its_means_and_tokens(tmp_path: Path) -> None:
+    """It logs every third step: the kills are between two logs."""
+    whole = run(tmp_path / "whole", trl=True)
+    assert whole.returncode == 0, whole.stderr
+    logs = [line for line in said(tmp_path / "whole") if ": log 24 " in line]
+    assert any("entropy" in line and "num_tokens" in line for line in logs)
+    for step in (11, 13):
+        root = tmp_path / f"run-{step}"
+        check_same(killed_and_resumed(root, step, "end", trl=True), said(tmp_path / "whole"))
 
 
 @needs_it
@@ -195,6 +229,70 @@ def test_every_step_of_an_epoch_that_is_begun_again_is_saved_with_its_place(tmp_
     assert again == places + [(step, 2, step - 18) for step in range(18, 25)]
 
 
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A million samples, and which of them were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        return {"x": torch.tensor([float(index)]), "labels": torch.zeros(1)}
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        return {"loss": (super().forward(x / 1e6) - labels).square().mean()}
+
+
+@needs_it
+@pytest.mark.timeout(100)
+def test_a_million_samples_are_passed_over_by_a_trainer_in_a_second(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    from transformers import TrainerCallback, TrainingArguments
+
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    class Far(TrainerCallback):  # type: ignore[misc]
+        """The first run begins near the end of its epoch; the second one's begin is timed."""
+
+        began_s: float = 0.0
+        took_s: list[float]
+
+        def on_train_begin(self, *given: Any, **named: Any) -> None:
+            if trainer._hf_restored is None:
+                trainer._hf_loop._updates_before = 124_990
+            self.began_s, self.took_s = time.process_time(), []
+
+        def on_step_begin(self, *given: Any, **named: Any) -> None:
+            self.took_s.append(time.process_time() - self.began_s)
+
+    for steps, number in ((2, 0), (5, 1)):
+        far, data = Far(), Rows()
+        trainer = HoldfastTrainer(
+            model=Net(1, 1),
+            args=TrainingArguments(
+                output_dir=str(tmp_path / "hf"),
+                max_steps=steps,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            train_dataset=data,
+            callbacks=[far],
+            holdfast=tmp_path / "run",
+        )
+        trainer.train()
+        assert len(far.took_s) == (2, 3)[number] and len(data.read) <= (4, 5)[number] * 8
+    assert far.took_s[0] < 1.0, "124,992 batches of 8"
+    assert trainer._hf_loop._updates() == 124_995
+
+
 @needs_it
 @pytest.mark.timeout(300)
 def test_another_batch_size_in_the_middle_of_an_epoch_is_refused_by_name(tmp_path: Path) -> None:
@@ -247,6 +345,24 @@ def test_a_run_begins_at_a_checkpoint_of_the_trainer_and_then_goes_on_from_its_o
 
 
 @needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_two_ranks_begin_at_a_checkpoint_of_the_trainer_under_fsdp2(
+    kind: str, tmp_path: Path
+) -> None:
+    fsdp = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2, "state_dict_type": kind}}
+    saves = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}
+    first = run(tmp_path / "first", ranks=2, args=fsdp | saves)
+    assert first.returncode == 0, first.stderr
+    begin = str(tmp_path / "first-hf" / "checkpoint-8")
+    done = run(tmp_path / "run", ranks=2, args=fsdp | {"max_steps": 10}, resume=begin)
+    assert done.returncode == 0, done.stderr
+    taken = [line.split()[2] for line in said(tmp_path / "run") if line.startswith("0: step ")]
+    assert taken == ["9", "10"]
+
+
+@needs_it
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_the_trainer_without_an_optimizer_is_no_begin(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 8, "save_only_model": True, "max_steps": 8}
@@ -254,7 +370,10 @@ def test_a_checkpoint_of_the_trainer_without_an_optimizer_is_no_begin(tmp_path: 
     assert run(root, args=saves).returncode == 0, "what Holdfast keeps is the whole state"
     with holdfast.open(root) as checkpoint:
         assert any("exp_avg_sq" in name for name in checkpoint.leaves)
-    refused = run(tmp_path / "run", resume=str(tmp_path / "first-hf" / "checkpoint-8"))
+    begin = tmp_path / "first-hf" / "checkpoint-8"
+    for other in ("optimizer_notes.txt", "optimizer_0", "my_scheduler.pt"):
+        (begin / other).touch()
+    refused = run(tmp_path / "run", resume=str(begin))
     assert refused.returncode == 1
     assert "has no optimizer and no scheduler, as save_only_model=True" in refused.stderr
 
@@ -311,17 +430,16 @@ def test_the_package_itself_imports_no_other_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@needs_it
 def test_a_growing_log_is_kept_in_leaves_of_few_shapes_and_read_as_it_was_written() -> None:
-    from holdfast.integrations.transformers import _log_entries, _padded
+    from holdfast.integrations.trainer_logs import log_entries, padded
 
     log, sizes = b"", set()
     entries: list[dict[str, Any]] = []
     for step in range(2000):
         entries.append({"loss": step / 3, "step": step, "said": " \n "})
         log += json.dumps(entries[-1]).encode() + b"\n"
-        sizes.add(len(_padded(log)))
-    assert _log_entries(bytes(_padded(log))) == _log_entries(log) == entries
+        sizes.add(len(padded(log)))
+    assert log_entries(bytes(padded(log))) == log_entries(log) == entries
     assert len(sizes) < 8
 
 

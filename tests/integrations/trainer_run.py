@@ -31,6 +31,7 @@ from transformers import (
 
 import holdfast
 from holdfast.integrations.transformers import (
+    HoldfastMixin,
     HoldfastTrainer,
     HoldfastTrainerCallback,
     _Loop,
@@ -114,7 +115,7 @@ class Witness(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if OPTIONS.get("apart"):
-            torch.manual_seed(1000 * round(state.epoch or 0) + self.rank)
+            torch.manual_seed(1000 * round(state.epoch or 0) + RANK)
         pass_by("epoch begin", state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -176,6 +177,39 @@ def make_model(config: GPT2Config) -> Any:
     return model
 
 
+def of_trl() -> dict[str, Any]:
+    """Returns what the SFTTrainer of TRL takes in other ways: tokens and a tokenizer."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"{number}": number for number in range(49)} | {"end": 49}
+    inner = Tokenizer(WordLevel(words, unk_token="end"))
+    tokens = Tokens(68)
+    rows = [{"input_ids": tokens[index]["input_ids"].tolist()} for index in range(68)]
+    return {
+        "train_dataset": Dataset.from_list(rows[:60]),
+        "eval_dataset": Dataset.from_list(rows[60:]),
+        "processing_class": PreTrainedTokenizerFast(
+            tokenizer_object=inner, eos_token="end", pad_token="end"
+        ),
+    }
+
+
+def make_trainer(alone: bool, **given: Any) -> Any:
+    """Makes the Trainer of the options; ``alone``: with a callback of Holdfast's only."""
+    settings = given.pop("args")
+    if OPTIONS.get("trl"):
+        from trl import SFTConfig, SFTTrainer
+
+        kind = type("HoldfastSFTTrainer", (HoldfastMixin, SFTTrainer), {})
+        more = {"bf16": False, "gradient_checkpointing": False, "max_length": 16}
+        return kind(args=SFTConfig(**settings, **more), **given | of_trl())
+    kind = Trainer if alone else HoldfastTrainer
+    return kind(args=TrainingArguments(**settings), **given)
+
+
 def main() -> None:
     set_seed(0)
     if OPTIONS.get("saves"):
@@ -191,7 +225,7 @@ def main() -> None:
         bos_token_id=0,
         eos_token_id=0,
     )
-    settings = {
+    settings: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 3,
@@ -205,21 +239,20 @@ def main() -> None:
     more = {"storage": durable, "grace_s": OPTIONS.get("grace_s")}
     ours: dict[str, Any] = {"holdfast": ROOT, "holdfast_options": more}
     alone = [HoldfastTrainerCallback(ROOT, storage=durable)] if OPTIONS.get("callback") else []
-    trainer = (Trainer if alone else partial(HoldfastTrainer, **ours))(
+    always = {"output_dir": f"{ROOT}-hf", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    trainer = make_trainer(
+        bool(alone),
         model=make_model(config),
-        args=TrainingArguments(
-            output_dir=f"{ROOT}-hf",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            **(settings | OPTIONS.get("args", {})),
-        ),
+        args=always | settings | OPTIONS.get("args", {}),
         train_dataset=Stream() if OPTIONS.get("stream") else Tokens(60),
         eval_dataset=Tokens(8),
         callbacks=[*callbacks(), *alone],
+        **({} if alone else ours),
     )
     out = trainer.train(resume_from_checkpoint=OPTIONS.get("resume"))
     history = [untimed(logs) for logs in trainer.state.log_history]
+    if "load_best_model_at_end" in OPTIONS.get("args", {}):
+        note(f"best {digest(trainer.model.parameters())} {trainer.state.best_global_step}")
     note(f"end {out.global_step} {out.training_loss!r} {json.dumps(history)}")
 
 

@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,12 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import Warned, emit
 from holdfast.integrations.seam import Adapter, missing, restore_loop_first
+from holdfast.integrations.trainer_logs import (
+    counts_of_trl,
+    give_counts_of_trl,
+    log_entries,
+    padded,
+)
 from holdfast.integrations.unsaved import warn_of_unsaved
 from holdfast.state.rng import Rng
 
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 try:
     import transformers
     from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
-    from transformers.trainer_callback import ExportableState, TrainerState
+    from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise missing("transformers", error) from error
 
@@ -47,9 +53,11 @@ _LOOP = "trainer"
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
 _ADAPTER = Adapter("transformers", "5.23", _KEYS, "the Trainer's")
 _RESUMED = "holdfast"
-_LEAST_LOG_BYTES = 4096
-#: What a user may say of a root and a generation in it: ``runs/x@1-39``.
-_AT = "@"
+#: Of which files the Trainer writes one, under FSDP too: without it another object is begun with.
+_FILES = {
+    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0/.metadata"),
+    "scheduler": ("scheduler.pt",),
+}
 
 
 class HoldfastMixin:
@@ -124,16 +132,14 @@ class HoldfastMixin:
             )
         resume = resume_from_checkpoint
         text = "" if resume is None or isinstance(resume, bool) else os.fspath(resume)
-        own_root, _, generation = text.rpartition(_AT)
+        own_root, _, generation = text.rpartition("@")  # runs/x@1-39
         is_ours = resume == self._hf_root or own_root == self._hf_root
         self._hf_wanted = generation if is_ours and own_root else None
         self._hf_must = resume is True or is_ours
         self._hf_restored = None
-        foreign = text if text and not is_ours else None
-        self._hf_gone = foreign if foreign and not os.path.isdir(foreign) else None
-        foreign = None if self._hf_gone else foreign  # it may have been removed since the begin
-        there = f"{os.listdir(foreign)}" if foreign else ""
-        lacks = [name for name in ("optimizer", "scheduler") if foreign and name not in there]
+        foreign = text if not is_ours and os.path.isdir(text) else None
+        self._hf_gone = None if is_ours or foreign else text or None  # removed since the begin?
+        lacks = [what for what, names in _FILES.items() if foreign and not _has(foreign, names)]
         if lacks:
             raise UsageError(
                 f"{foreign} has no {' and no '.join(lacks)}, as save_only_model=True leaves it: "
@@ -371,7 +377,7 @@ class _Loop:
         if len(history) != self._logged:  # entries are only ever added
             added = (json.dumps(entry).encode() + b"\n" for entry in history[self._logged :])
             self._log, self._logged = self._log + b"".join(added), len(history)
-            self._log_leaf = torch.frombuffer(_padded(self._log), dtype=torch.uint8)
+            self._log_leaf = torch.frombuffer(padded(self._log), dtype=torch.uint8)
         loss = getattr(trainer, "_tr_loss", None)
         return {
             "state": plain,
@@ -389,18 +395,19 @@ class _Loop:
             "first_step": getattr(trainer, "_initial_global_step", 0),
             "first_tokens": getattr(trainer, "_initial_num_input_tokens_seen", 0),
             "flos": getattr(trainer, "current_flos", 0.0),
+            "trl": counts_of_trl(trainer),
         }
 
     def load_state_dict(self, found: Mapping[str, Any]) -> None:
         """Takes up counters and place; ``resume`` sets what the loop makes anew."""
         trainer = self._trainer
         self._saved = dict(found)
-        history = _log_entries(bytes(found["log"].tolist()))
+        history = log_entries(bytes(found["log"].tolist()))
         self._forget_log()
         self._is_stopped = False
         if "generator" in found:  # the first version kept none
             self.generator = found["generator"].clone()
-        trainer.state = TrainerState(**found["state"], log_history=history)
+        trainer.state = dataclasses.replace(trainer.state, **found["state"], log_history=history)
         _set_callback_states(trainer, found["callbacks"])
         self.epoch, self._updates_before = found["epoch"], found["updates"]
         self._first_step = self._last_step = trainer.state.global_step
@@ -436,24 +443,7 @@ class _Loop:
         trainer._initial_global_step = saved["first_step"]
         trainer._initial_num_input_tokens_seen = saved["first_tokens"]
         trainer.current_flos = saved["flos"]
-
-
-def _padded(log: bytes) -> bytearray:
-    """Returns the log with spaces before its last line's end, up to a power of two.
-
-    A leaf of another shape costs a save as much as the first one: with this few saves have one.
-    """
-    size = max(_LEAST_LOG_BYTES, 1 << (len(log) - 1).bit_length())
-    return bytearray(log[:-1].ljust(size - 1) + log[-1:])
-
-
-def _log_entries(log: bytes) -> list[Any]:
-    """Returns what was logged: an entry a line, or, as the first version kept it, one list."""
-    entries: list[Any] = []
-    for line in log.splitlines():
-        found = json.loads(line)
-        entries += found if isinstance(found, list) else [found]
-    return entries
+        give_counts_of_trl(trainer, saved.get("trl", {}))
 
 
 def _exportable(trainer: Any) -> list[Any]:
@@ -475,6 +465,10 @@ def _set_callback_states(trainer: Any, found: list[list[Any]]) -> None:
             waiting.remove(one)
             for name, value in attributes.items():
                 setattr(one, name, value)
+
+
+def _has(directory: str, names: Iterable[str]) -> bool:
+    return any(os.path.isfile(os.path.join(directory, name)) for name in names)
 
 
 def _over_text(root: str, step: int, max_steps: int) -> str:
