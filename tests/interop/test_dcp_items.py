@@ -54,7 +54,7 @@ def described(shards: dict[str, tuple[int, ...]] = SHARDS) -> Metadata:
                 index = MetadataIndex(name, about.chunks[rank].offsets, rank)
                 mine.append((index, _StorageInfo(file, 1000 * number, 900 + number)))
         storage.update(again(mine))
-    return Metadata(tensors, {}, storage)
+    return Metadata({**tensors}, {}, storage)
 
 
 def written(directory: Path, metadata: bytes) -> Path:
@@ -165,7 +165,7 @@ def test_columns_are_used_for_metadata_of_many_bytes_only(
         return pickles.interpret(*given, as_rows=as_rows, **more)
 
     monkeypatch.setattr(dcp, "interpret", interpret)
-    shards = {f"layers.{number}": (2, 3) for number in range(40)}
+    shards: dict[str, tuple[int, ...]] = {f"layers.{number}": (2, 3) for number in range(40)}
     for some in (SHARDS, shards):
         data = pickle.dumps(described(some))
         read_dcp_tree(SourceFiles(written(tmp_path / "d", data)), "")
