@@ -54,13 +54,18 @@ def rollup_path(trail: Path) -> Path:
     return trail.parent / ROLLUPS / trail.name
 
 
-def trails_with_rollups(events: Path, joined: Iterable[str]) -> list[Path]:
+def trails_with_rollups(events: Path, joined: Iterable[str], refused: Refused) -> list[Path]:
     """Returns the newest file of every writer in a directory, also of those of which only roll-ups
-    are left; ``joined``: the names of those of which roll-ups of all hosts are.
+    are left; ``joined``: the names of those of which roll-ups of all hosts are. ``refused``: called
+    for a directory that cannot be listed.
     """
-    names = {one.name for one in trails_in(events / ROLLUPS)}
-    names |= {name for name in joined if Path(name).name == name}
-    return sorted({*trails_in(events), *(events / name for name in names)})
+    names = {name for name in joined if Path(name).name == name}
+    for directory in (events, events / ROLLUPS):
+        try:
+            names.update(one.name for one in trails_in(directory))
+        except OSError as error:  # what is in the other one is read
+            refused(directory, error)
+    return sorted(events / name for name in names)
 
 
 def name_of(file: BinaryIO) -> str:
