@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.observe.event_files import UNREADABLE, blocks_in, closed_files, open_file, trails_in
-from holdfast.observe.rollup_files import ROLLUPS, Covered, decode_end, decode_rollup
+from holdfast.observe.rollup_files import ROLLUPS, Covered, decode_end, decode_rollup, inflate_rollup
 from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
 from holdfast.observe.rollup_joiner import KnownClocks, RollupJoiner
 from holdfast.observe.run_rollups import (
@@ -150,9 +150,10 @@ class _TrailJoin:
                 return True
             if self.left_bytes <= 0:
                 return False
-            rolled_up = decode_rollup(line)
+            data = inflate_rollup(line)
+            rolled_up = decode_rollup(data)
             if self._taken.take(part):
-                self.left_bytes -= len(line)
+                self.left_bytes -= len(data)
                 self._joiner.take(rolled_up)
                 self.parts.append(part)
                 return False

@@ -73,6 +73,10 @@ class Life:
     moody: tuple[int, str] = (-1, "")
     #: A rank that comes so many seconds late to each save.
     late: tuple[int, float] = (-1, 0.0)
+    #: A rank with twice the bytes of the others, which has a table alone.
+    heavy: int = -1
+    #: A rank whose program ends with an error at this step, each time that it comes there.
+    fails: tuple[int, int] = (-1, -1)
 
 
 class Moody:
@@ -120,6 +124,14 @@ def build(layout: str, rows: int = ROWS) -> tuple[nn.Module, dict[str, Any]]:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0)
     return model, {"model": model, "optimizer": optimizer, "count": -1, "rng": holdfast.Rng()}
+
+
+def make_table(rank: int, life: Life) -> torch.Tensor:
+    """A tensor as large as the share of each rank of all else, which one rank has alone."""
+    rows = -(-4 * life.rows // life.world)
+    own, first = (rows, 0) if rank == life.heavy else (0, rows if rank > life.heavy else 0)
+    table = torch.ones(own, COLUMNS)
+    return holdfast.declare(table, holdfast.Shard((rows, COLUMNS), (first, 0)))
 
 
 def take_step(model: Any, state: dict[str, Any], step: int) -> None:
@@ -226,6 +238,8 @@ def _train(rank: int, life: Life) -> None:
     moody = Moody(life.moody[1] if rank == life.moody[0] else "")
     if life.moody[1]:
         state["moody"] = moody
+    if life.heavy >= 0:
+        state["table"] = make_table(rank, life)
     moody.checkpointer = checkpointer = holdfast.Checkpointer(
         life.root, state, storage=storage, **life.options
     )
@@ -245,6 +259,8 @@ def _train(rank: int, life: Life) -> None:
         time.sleep(random.random() * life.pause_s)
         if rank == life.late[0]:
             time.sleep(life.late[1])
+        if (rank, step) == life.fails:
+            raise RuntimeError(f"the loss of step {step} is not a number")
         signpost.say("update")
         take_step(model, state, step)
         signpost.say("save", step)
