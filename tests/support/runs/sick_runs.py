@@ -80,20 +80,26 @@ def _slow_calls(call: Call) -> Callable[[Lives, int], None]:
     return make
 
 
-def _slow_store(lives: Lives, _: int) -> None:
-    """Writes of all hosts take longer, from the middle of the run on."""
-    faults = _faults(lives)
-    _start(lives, 2 * STEPS, storage=2, settings=(faults.environment(),) * len(HOSTS))
-    lives.wait_progress(len(HOSTS), STEPS, timeout_s=240)
-    faults.add(CallRule((Call.WRITE,), IMAGES, Action.DELAY, _WHOLE_DELAY_MS))
-    lives.wait_end(timeout_s=240)
+def _slow_store(call: Call) -> Callable[[Lives, int], None]:
+    """Calls of all hosts take longer on files of images, from the middle of the run on."""
+
+    def make(lives: Lives, _: int) -> None:
+        faults = _faults(lives)
+        settings = (faults.environment(),) * len(HOSTS)
+        _start(lives, 2 * STEPS, storage=2, settings=settings)
+        lives.wait_progress(len(HOSTS), STEPS, timeout_s=240)
+        faults.add(CallRule((call,), IMAGES, Action.DELAY, _WHOLE_DELAY_MS))
+        lives.wait_end(timeout_s=240)
+
+    return make
 
 
 def _stopped(lives: Lives, rank: int) -> None:
-    """A trainer is stopped twice, and continued."""
+    """A trainer is stopped twice, behind what all do together, and continued."""
     _start(lives)
     for step in _STOPS:
         lives.wait_progress(len(HOSTS), step, timeout_s=240)
+        time.sleep(0.1)
         lives.kill([rank], signal.SIGSTOP)
         time.sleep(_STOPPED_S)
         lives.kill([rank], signal.SIGCONT)
@@ -149,7 +155,8 @@ def _wait_for_file(path: Path) -> None:
 _MAKERS: dict[str, Callable[[Lives, int], None]] = {
     "slow fsync": _slow_calls(Call.SYNC),
     "slow writes": _slow_calls(Call.WRITE),
-    "slow store": _slow_store,
+    "slow store": _slow_store(Call.WRITE),
+    "slow fsync of all": _slow_store(Call.SYNC),
     "stopped trainer": _stopped,
     "CPU hog": _hog,
     "twice the bytes": _heavy,
@@ -177,6 +184,7 @@ def main() -> None:
             root = Path(work, "run")
             make_run(sick, root)
             end_keepers(arenas, grace_s=20.0)
+            shutil.rmtree(arenas)
             options.directory.mkdir(parents=True, exist_ok=True)
             shutil.move(root, options.directory / f"run-{number}")
         answers[f"run-{number}"] = asdict(sick) | {"place": sick.place}
