@@ -505,7 +505,8 @@ RULES = (
     RunRule(
         "slow_place",
         "warning",
-        "a rank, a host or all of them are slow in three of the last five saves",
+        "a rank, a host or all of them are slow in three of the last five saves, or one rank comes "
+        "last to more of the last ten than chance explains",
         "The sentence says where to look first.",
         _slow_place,
     ),

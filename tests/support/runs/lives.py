@@ -31,6 +31,7 @@ import holdfast
 from holdfast.capture.task import Timeouts
 from holdfast.events import ImageCaptured
 from holdfast.protocol.messages import PREEMPTED
+from holdfast.testing.runs.journals import Journal
 from holdfast.testing.runs.processes import HOST, ForkedRanks
 from support.runs.launch import LOOPBACK, PRELOADED
 from support.runs.networks import enter
@@ -75,6 +76,8 @@ class Life:
     late: tuple[int, float] = (-1, 0.0)
     #: A rank with twice the bytes of the others, which has a table alone.
     heavy: int = -1
+    #: Where each rank writes a journal of what it does; "": in the directory of the life.
+    journals: str = ""
     #: A rank whose program ends with an error at this step, each time that it comes there.
     fails: tuple[int, int] = (-1, -1)
 
@@ -246,7 +249,13 @@ def _train(rank: int, life: Life) -> None:
     checkpointer._saver.timeouts = Timeouts(**life.patience)
     holdfast.subscribe(lambda event, _: _report(event, life.report_s))
     signpost.say("restore")
+    where = Path(life.journals or life.directory)
+    journal = Journal(where, rank, incarnation=checkpointer.incarnation)
+    journal.write("start", world=life.world, pid=os.getpid())
     restored = checkpointer.restore()
+    if restored:
+        journal.write("restored", step=restored.step, parent=restored.generation,
+                      source=restored.source, elapsed_s=restored.elapsed_s)  # fmt: skip
     first = restored.step + 1 if restored else 0
     wrong = wrong_elements(model, state, restored.step) if restored else []
     source, handle = restored.source if restored else "", None
@@ -264,7 +273,10 @@ def _train(rank: int, life: Life) -> None:
         signpost.say("update")
         take_step(model, state, step)
         signpost.say("save", step)
-        return checkpointer.step(step)
+        journal.write("update", step=step)
+        handle = checkpointer.step(step)
+        journal.write("over", step=step)
+        return handle
 
     last = first + life.steps
     for step in range(first, last):
@@ -281,6 +293,7 @@ def _train(rank: int, life: Life) -> None:
             break
     signpost.say("close")
     checkpointer.close()
+    journal.write("end")
     signpost.say("closed")
 
 
