@@ -26,7 +26,7 @@ known) and a `remedy`. `--json` has them under `findings`.
   three of the last five saves of the newest start. A wait is the last one's to answer for, never
   the one's who waits, where the same rank is the last of the last ten saves more often than chance
   explains. Of writing and the fsync at its end the one is named that explains more.
-  What copies slowly and comes late, or writes slowly, has too little of its CPUs.
+  What copies and writes slowly, or describes slowly and comes late, lacks CPU or memory.
   Where processes of that host waited for a CPU or for I/O more than those of others (PSI), the
   sentence says so.
 * `holdfast top` shows them while a run trains, judged by the newest 50,000 records, of each host as

@@ -120,26 +120,28 @@ def _of_storage(found: Sequence[Blame]) -> list[Blame]:
     return [one for one in found if not is_said_by_another(one)]
 
 
-#: What slows down all of these is no one's disk or link.
-_COMPUTING = ("describe_s", "volatile_s", "copy_s")
+#: What a CPU alone does for a save.
+_DESCRIBING = frozenset({"describe_s", "volatile_s"})
 
 
 def _of_busy(found: Sequence[Blame], name: Callable[[int], str]) -> list[Blame]:
-    """Makes one of what is slow of the same ranks, where these copy slowly and come late, or write
-    slowly: what they compute with is what they lack.
+    """Makes one of what is slow of the same ranks, where these copy and write slowly, or describe
+    slowly and come late: what they compute with is what they lack. What only copies slowly and
+    comes late may wait for its own copies.
     """
     left = list(found)
     for ranks in dict.fromkeys(one.ranks for one in found if not one.place.startswith("all ")):
         own = [one for one in left if set(one.ranks) <= set(ranks)]
-        computing = [one for one in own if one.phase in _COMPUTING and one.cause == "slow"]
-        others = [one for one in own if one.cause == "late" or one.phase == "write_s"]
-        if not computing or not others or any(one.cause == "bytes" for one in own):
+        phases = {one.phase for one in own if one.cause == "slow"}
+        computes_slowly = any(one.cause == "late" for one in own) and phases & _DESCRIBING
+        does_all_slowly = "write_s" in phases and phases & {"copy_s", *_DESCRIBING}
+        if any(one.cause == "bytes" for one in own) or not (computes_slowly or does_all_slowly):
             continue
         worst = max((one for one in own if one.cause == "slow"), key=_later_s)
         does = ", ".join(_doing(one) for one in own)
         place = worst.place if worst.place.startswith("host") else name(ranks[0])
         sentence = (
-            f"{place}, CPU: whatever it does takes longer than elsewhere ({does}), since "
+            f"{place}, CPU or memory: whatever it does takes longer than elsewhere ({does}), since "
             f"{worst.since}; look at what else runs there (top, steal of a virtual machine)"
         )
         left = [one for one in left if one not in own]

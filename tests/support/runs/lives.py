@@ -129,12 +129,15 @@ def build(layout: str, rows: int = ROWS) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"model": model, "optimizer": optimizer, "count": -1, "rng": holdfast.Rng()}
 
 
-def make_table(rank: int, life: Life) -> torch.Tensor:
-    """A tensor as large as the share of each rank of all else, which one rank has alone."""
+def make_table(rank: int, life: Life) -> dict[str, Any]:
+    """A table as large as the share of each rank of all else, which one rank has alone, and what
+    updates it.
+    """
     rows = -(-4 * life.rows // life.world)
     own, first = (rows, 0) if rank == life.heavy else (0, rows if rank > life.heavy else 0)
-    table = torch.ones(own, COLUMNS)
-    return holdfast.declare(table, holdfast.Shard((rows, COLUMNS), (first, 0)))
+    table = nn.Embedding(own, COLUMNS)
+    holdfast.declare(table.weight, holdfast.Shard((rows, COLUMNS), (first, 0)))
+    return {"table": table, "table_optimizer": torch.optim.SGD(table.parameters(), lr=0.0)}
 
 
 def take_step(model: Any, state: dict[str, Any], step: int) -> None:
@@ -142,6 +145,9 @@ def take_step(model: Any, state: dict[str, Any], step: int) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, -1.0)
     state["optimizer"].step()
+    if "table" in state:
+        state["table"].weight.grad = torch.zeros_like(state["table"].weight)
+        state["table_optimizer"].step()
     model.seen.fill_(float(step))
     state["count"] = step
 
@@ -242,7 +248,7 @@ def _train(rank: int, life: Life) -> None:
     if life.moody[1]:
         state["moody"] = moody
     if life.heavy >= 0:
-        state["table"] = make_table(rank, life)
+        state |= make_table(rank, life)
     moody.checkpointer = checkpointer = holdfast.Checkpointer(
         life.root, state, storage=storage, **life.options
     )
