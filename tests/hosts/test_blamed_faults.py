@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"this machine lacks {missing()}"),
 ]
 
+
 @pytest.fixture(autouse=True)
 def ending_keepers(arena_dir: Path) -> Iterator[None]:
     yield
@@ -79,7 +80,9 @@ def test_what_is_wrong_is_named_with_its_place_and_nothing_else_is(
     own = [one for one in found if one.cause == rule and one.evidence.startswith(begins)]
     assert own and has in own[0].evidence
     places = [one.evidence for one in found if one.cause == "slow_place" and one not in own]
-    elsewhere = [text for text in places if not re.match(rf"(host {host}|rank {sick.rank})\b", text)]
+    elsewhere = [
+        text for text in places if not re.match(rf"(host {host}|rank {sick.rank})\b", text)
+    ]
     assert not elsewhere
     assert (sick.cause == "restart loop") == any(one.cause == "restart_loop" for one in found)
 

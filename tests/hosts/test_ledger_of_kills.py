@@ -94,7 +94,7 @@ class Seen:
 
     def kept_steps(self) -> dict[int, int]:
         """The newest step of each start that is in the ancestry of the last state; -1: none is."""
-        kept, n = {n: -1 for n in self.joined}, max(self.joined)
+        kept, n = dict.fromkeys(self.joined, -1), max(self.joined)
         limit = 1 << 60
         while n:
             kept[n] = limit
@@ -159,7 +159,14 @@ def test_every_part_and_every_victim_is_what_the_killer_saw(
     who = [(one.rank, one.host) for one in report.reliability.interruptions]
     killed = [(one.rank, HOSTS[one.rank]) for one in kills]
     for at, one in enumerate(kills):
-        print(at + 1, "host" if one.is_host else "rank", killed[at], who[at], expected_lost[at], lost[at])
+        print(
+            at + 1,
+            "host" if one.is_host else "rank",
+            killed[at],
+            who[at],
+            expected_lost[at],
+            lost[at],
+        )
 
     allowed_s = 0.01 * elapsed_s
     assert report.ledger.elapsed_s == pytest.approx(elapsed_s, abs=allowed_s)

@@ -155,7 +155,11 @@ def failed_source(told: Told) -> None:
             "the restore of 1-18 took 9.00 s, 6.00 s of it with sources that failed or did not",
         ),
         ("stalled", stall, "steps that hung took 140 s in all, 39.7 % of the run"),
-        ("stalled", stall_of_one, "of the run; rank 2 on b came to save 1-20 10.0 s after the first"),
+        (
+            "stalled",
+            stall_of_one,
+            "of the run; rank 2 on b came to save 1-20 10.0 s after the first",
+        ),
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),

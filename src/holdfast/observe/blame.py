@@ -66,9 +66,10 @@ class Blame:
     """One slow place: a rank, a host, or all of them.
 
     ``place``: "rank 3 on c", "host c" or "all ranks". ``cause``: slow | bytes | late | busy (in all
-    that it computes). ``phase``: the phase that is slow, "" for a late rank. ``value_s``, ``usual_s``: what it takes there, the
-    median of the last five saves, and what it takes elsewhere, or took before. ``since``: the
-    generation that it began with. ``saves``: in how many of the last ``WINDOW``.
+    that it computes). ``phase``: the phase that is slow, "" for a late rank. ``value_s``,
+    ``usual_s``: what it takes there, the median of the last five saves, and what it takes
+    elsewhere, or took before. ``since``: the generation that it began with. ``saves``: in how many
+    of the last ``WINDOW``.
     """
 
     place: str

@@ -224,7 +224,7 @@ class LiveRun:
         parent = of.parent_incarnation, of.step
         if of.incarnation >= max(self._parents, default=0):
             one = Reached(*parent, head.time_s, head.by_host, is_restored=True)
-            self._restored = {state: one for state in _OF_SOURCE.get(of.source, ())}
+            self._restored = dict.fromkeys(_OF_SOURCE.get(of.source, ()), one)
         self._parents[of.incarnation] = parent
 
     def _take_moment(self, event: AnyEvent, head: RecordHead) -> None:

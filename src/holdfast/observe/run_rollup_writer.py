@@ -18,7 +18,13 @@ from pathlib import Path
 import msgspec
 
 from holdfast.observe.event_files import UNREADABLE, blocks_in, closed_files, open_file, trails_in
-from holdfast.observe.rollup_files import ROLLUPS, Covered, decode_end, decode_rollup, inflate_rollup
+from holdfast.observe.rollup_files import (
+    ROLLUPS,
+    Covered,
+    decode_end,
+    decode_rollup,
+    inflate_rollup,
+)
 from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
 from holdfast.observe.rollup_joiner import KnownClocks, RollupJoiner
 from holdfast.observe.run_rollups import (
