@@ -53,10 +53,11 @@ def kill(lives: Lives, arena_dir: Path, chance: random.Random, *, is_host: bool)
     lives.kill([rank])
     if is_host:
         Hosts(arena_dir).lose(HOSTS[rank])
-    time.sleep(chance.uniform(0.2, 0.8))
-    lives.kill(list(RANKS))
-    while any(map(is_there, pids)):
+    until_s = at_s + chance.uniform(0.2, 0.8)
+    while any(map(is_there, pids)):  # most end by themselves when they miss one
         time.sleep(0.001)
+        if time.monotonic() > until_s:
+            lives.kill(list(RANKS))
     gone_s = time.monotonic()
     lives.join()
     return Kill(rank, is_host, at_s, gone_s)
@@ -100,8 +101,9 @@ class Seen:
             kept[n] = limit
             if n not in self.back:
                 break
-            assert self.back[n].parent is not None
-            n, limit = self.back[n].parent
+            parent = self.back[n].parent
+            assert parent is not None
+            n, limit = parent
         return kept
 
     def begun_s(self, n: int) -> float:
