@@ -24,7 +24,9 @@ known) and a `remedy`. `--json` has them under `findings`.
 * *critical*: what was promised is at risk. *warning*: it costs time. *notice*: nothing is at risk.
 * Who is slow is told against the median of all ranks, for the same bytes, and only if it was so in
   three of the last five saves of the newest start. A wait is the last one's to answer for, never
-  the one's who waits. Of writing and the fsync at its end the one is named that explains more.
+  the one's who waits, where the same rank is the last of the last ten saves more often than chance
+  explains. Of writing and the fsync at its end the one is named that explains more.
+  What copies and writes slowly, or describes slowly and comes late, lacks CPU or memory.
   Where processes of that host waited for a CPU or for I/O more than those of others (PSI), the
   sentence says so.
 * `holdfast top` shows them while a run trains, judged by the newest 50,000 records, of each host as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,22 +19,13 @@ from holdfast.testing.faults import newest_durable
 from holdfast.testing.faults.faulty_calls import Action, Call, CallRule, FaultyCalls, missing
 from support.runs.leftovers import keeper_pids
 from support.runs.lives import Lives
+from support.runs.sick_runs import HOSTS, IMAGES, Sickness, make_run
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(bool(missing()), reason=f"this machine lacks {missing()}"),
 ]
-
-HOSTS = ("a", "b", "c")
-IMAGES = "/run/steps/"
-DELAY_MS = 900
-SLOW: dict[str, tuple[tuple[Call, ...], tuple[str, ...], str]] = {
-    "fsync of host c": ((Call.SYNC,), ("c",), "host c, disk: making an image durable (fsync)"),
-    "fsync of host b": ((Call.SYNC,), ("b",), "host b, disk: making an image durable (fsync)"),
-    "writes of host c": ((Call.WRITE,), ("c",), "host c, disk: writing an image"),
-    "writes of host a": ((Call.WRITE,), ("a",), "host a, disk: writing an image"),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -55,28 +47,44 @@ def slow_places(report: Report) -> list[str]:
     return [one.evidence for one in find(report) if one.cause == "slow_place"]
 
 
-@pytest.mark.parametrize("what", SLOW)
-def test_storage_that_is_slow_on_one_host_is_laid_to_that_host(
-    what: str, tmp_path: Path, arena_dir: Path
-) -> None:
-    calls, where, expected = SLOW[what]
-    faults = FaultyCalls(tmp_path / "faults")
-    faults.add(CallRule(calls, IMAGES, Action.DELAY, DELAY_MS))
-    settings = tuple(faults.environment() if host in where else {} for host in HOSTS)
-    report = run(tmp_path / "run", settings=settings)
-    found = slow_places(report)
-    assert found and found[0].startswith(expected), found
-    assert not [one for one in found if "fsync" in one or "writing" in one][1:], found
+#: What the report has to say of each sickness: the rule, how its words begin, and what is in them.
+EXPECTED: dict[str, tuple[str, str, str]] = {
+    "slow fsync": ("slow_place", "host {host}, disk: making an image durable (fsync)", ""),
+    "slow writes": ("slow_place", "host {host}, disk: writing an image", ""),
+    "slow store": ("slow_place", "all 3 hosts, storage: writing an image", ""),
+    "slow fsync of all": ("slow_place", "all 3 hosts, fsync of the storage: making an image", ""),
+    "stopped trainer": ("stalled", "steps that hung", "; rank {rank} on {host} came to save "),
+    "CPU hog": ("slow_place", "host {host}, CPU or memory: whatever it does", ""),
+    "twice the bytes": ("slow_place", "rank {rank} on {host} has more bytes", ""),
+    "late rank": ("slow_place", "rank {rank} on {host} comes to save ", ""),
+    "restart loop": ("same_host_dies", "4 of 4 interruptions began with a rank on {host}", ""),
+}
+SICK = [
+    Sickness(cause, rank)
+    for cause in EXPECTED
+    for rank in ((-1,) if "all" in cause or "store" in cause else (0, 2))
+]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_comes_late_is_named_and_not_those_that_wait(
-    rank: int, tmp_path: Path, arena_dir: Path
+@pytest.mark.parametrize("sick", SICK, ids=lambda sick: f"{sick.cause} {sick.place}")
+def test_what_is_wrong_is_named_with_its_place_and_nothing_else_is(
+    sick: Sickness, tmp_path: Path, arena_dir: Path
 ) -> None:
-    report = run(tmp_path / "run", late=(rank, 0.8))
-    found = slow_places(report)
-    assert found and found[0].startswith(f"rank {rank} on {HOSTS[rank]} comes to save "), found
-    assert not [one for one in found if "comes to save" in one][1:], found
+    make_run(sick, tmp_path / "run")
+    host = "" if sick.rank < 0 else HOSTS[sick.rank]
+    rule, *words = EXPECTED[sick.cause]
+    begins, has = (text.format(rank=sick.rank, host=host) for text in words)
+    found = find(read_report(tmp_path / "run"))
+    for one in found:
+        print(one.cause, one.evidence)
+    own = [one for one in found if one.cause == rule and one.evidence.startswith(begins)]
+    assert own and has in own[0].evidence
+    places = [one.evidence for one in found if one.cause == "slow_place" and one not in own]
+    elsewhere = [
+        text for text in places if not re.match(rf"(host {host}|rank {sick.rank})\b", text)
+    ]
+    assert not elsewhere
+    assert (sick.cause == "restart loop") == any(one.cause == "restart_loop" for one in found)
 
 
 def test_where_nothing_is_slow_nobody_is_blamed_and_all_hosts_are_on_one_clock(

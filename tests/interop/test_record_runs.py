@@ -59,7 +59,8 @@ def metadata(ranks: int) -> bytes:
 
 def records(rows: Rows) -> list[Any]:
     """What stands in rows, each as the interpreter makes it by its opcodes."""
-    columns, found = rows.columns, []
+    columns = rows.columns
+    found: list[Any] = []
 
     def sizes(some: Any, row: int) -> tuple[int, ...]:
         return tuple(some.values[row, : some.ndim[row]].tolist())

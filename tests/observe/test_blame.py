@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 import pytest
 
 from holdfast import events
-from holdfast.observe.blame import Blame, HostPressure, find_slow, pressure_text
+from holdfast.observe.blame import (
+    LATE_WINDOW,
+    Blame,
+    HostPressure,
+    find_slow,
+    more_than_chance,
+    pressure_text,
+)
 from holdfast.observe.clocks import HostClocks
 from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
@@ -99,6 +107,14 @@ def late(step: int, rank: int, does: dict[str, float]) -> None:
         does["fence_s"] += 0.0 if rank == 5 else 1.5  # the others wait for it
 
 
+def busy(step: int, rank: int, does: dict[str, float]) -> None:
+    if rank in (4, 5) and step >= 3:
+        does["volatile_s"] *= 8
+        does["copy_s"] *= 3
+        does["write_s"] *= 2
+        does["late_s"] += 1.5 if rank == 5 else 0.7
+
+
 FAULTS: list[tuple[str, Fault, tuple[str, str, str]]] = [
     ("disk of a host", slower("write_s", 4, 5), ("host c", "slow", "write_s")),
     ("fsync of a host", slower("finish_s", 4, 5, times=12.0), ("host c", "slow", "finish_s")),
@@ -114,6 +130,7 @@ FAULTS: list[tuple[str, Fault, tuple[str, str, str]]] = [
     ("storage of all", slower("write_s", *range(8), since=14), ("all 4 hosts", "slow", "write_s")),
     ("twice the bytes", heavier, ("rank 5 on c", "bytes", "copy_s")),
     ("a late rank", late, ("rank 5 on c", "late", "")),
+    ("the CPUs of a host", busy, ("host c", "busy", "copy_s")),
 ]
 
 
@@ -135,6 +152,26 @@ def test_the_planted_place_is_named_and_nobody_else(
 @pytest.mark.parametrize("seed", range(50))
 def test_nobody_is_blamed_in_a_healthy_run(seed: int) -> None:
     assert blamed(lambda *_: None, seed, skew_s=3600.0) == ()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 1024])
+def test_one_of_ranks_that_are_alike_is_not_late(ranks: int) -> None:
+    """One of them is always the last, and of few it is often the same."""
+    needed, chance = more_than_chance(LATE_WINDOW, ranks), random.Random(ranks)
+    runs = [Counter(chance.choices(range(ranks), k=LATE_WINDOW)) for _ in range(4000)]
+    wrong = sum(max(counts.values()) >= needed for counts in runs)
+    assert wrong <= 0.02 * len(runs) and 3 <= needed <= LATE_WINDOW
+    assert more_than_chance(5, 1024) == 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_that_all_come_when_they_like_are_not_late(seed: int) -> None:
+    chance = random.Random(seed)
+
+    def anyhow(_: int, __: int, does: dict[str, float]) -> None:
+        does["late_s"] = chance.uniform(0.0, 0.8)
+
+    assert blamed(anyhow, seed) == ()
 
 
 @pytest.mark.parametrize("times", range(6))

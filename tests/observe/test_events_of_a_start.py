@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import holdfast
+from holdfast import events
 from holdfast.events import SourceDropped, subscribed
+from holdfast.observe import run_events
 from holdfast.observe.log import read_events
+from holdfast.observe.records import RecordReader
 
 pytestmark = pytest.mark.usefixtures("arena_dir")
 
@@ -58,3 +64,28 @@ def test_a_save_of_a_smaller_step_says_that_larger_ones_are_abandoned(
     assert "has step 7" in line and "a restore takes step 0" in line
     assert holdfast.load(tmp_path, {"tokens": 1}).step == 0
     assert holdfast.load(tmp_path, {"tokens": 1}, "3-7").step == 7
+
+
+def test_a_start_is_as_old_as_its_process_however_long_files_take_to_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = run_events._sink
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.6)
+        return sink(*given)
+
+    monkeypatch.setattr(run_events, "_sink", slow)
+    began_s = time.monotonic() - run_events.process_age_s()
+    make, state = holdfast.Checkpointer, {"model": torch.nn.Linear(2, 2)}
+    called_s = time.monotonic()
+    with make(tmp_path, state, storage=None):
+        pass
+    ((event, head),) = [
+        (event, head)
+        for event, head in RecordReader(tmp_path)
+        if isinstance(event, events.RunStarted)
+    ]
+    assert head.mono_s is not None
+    assert head.mono_s - event.process_s == pytest.approx(began_s, abs=0.4)
+    assert head.mono_s - event.joined_s == pytest.approx(called_s, abs=0.4)

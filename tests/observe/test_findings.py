@@ -70,6 +70,13 @@ def stall(told: Told) -> None:
     told(slow, 360.0)
 
 
+def stall_of_one(told: Told) -> None:
+    stall(told)
+    for rank, host in RANKS.items():
+        returned = of(events.SaveReturned, 1, rank, step=20, held_s=0.01, size_bytes=1_000_000)
+        told(returned, 370.0 if rank == 2 else 360.0, host)
+
+
 def no_durable(told: Told) -> None:
     for step in range(20, 25):
         tell_save(told, 1, step, 211.0 + 10 * step, RANKS, durable=False)
@@ -148,6 +155,11 @@ def failed_source(told: Told) -> None:
             "the restore of 1-18 took 9.00 s, 6.00 s of it with sources that failed or did not",
         ),
         ("stalled", stall, "steps that hung took 140 s in all, 39.7 % of the run"),
+        (
+            "stalled",
+            stall_of_one,
+            "of the run; rank 2 on b came to save 1-20 10.0 s after the first",
+        ),
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from holdfast import events
 from holdfast.observe.ledger import LifeTimes, RankTimes, account
 from holdfast.observe.reliability import Exposure, Interrupted, SavePace, measure, poisson_interval
+from holdfast.observe.report_builder import read_report
+from support.runs.told import Told, of, tell_save, tell_start
 
 S = 1_000_000
 
@@ -68,3 +73,20 @@ def test_without_interruptions_only_the_least_time_to_one_is_known() -> None:
     assert (found.failures, found.mtti_s, found.mtti_high_s, found.mttr_s) == (0, None, None, {})
     assert found.mtti_low_s == pytest.approx(104 / 2.9957, rel=1e-3)
     assert found.predicted_ettr is None and found.exposure == exposure
+
+
+def test_a_host_that_vanished_with_its_keeper_is_the_victim(tmp_path: Path) -> None:
+    """Ranks of the others failed for want of it, which their keepers saw."""
+    ranks = {0: "a", 1: "a", 2: "b", 3: "c"}
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, ranks)
+    tell_save(told, 1, 0, 20.0, ranks)
+    for rank, at_s in ((2, 30.2), (3, 30.1)):
+        ended = {"outcome": "failed", "reason": "Connection closed by peer"}
+        told(of(events.RunEnded, 1, rank, **ended), at_s, ranks[rank])
+        told(of(events.TrainerLost, 1, rank, host=ranks[rank], pid=1), at_s + 0.1, ranks[rank])
+    tell_start(told, 2, 40.0, ranks, (1, 0))
+    reliability = read_report(told.write()).reliability
+    assert reliability is not None
+    (one,) = reliability.interruptions
+    assert (one.rank, one.host) == (0, "a")

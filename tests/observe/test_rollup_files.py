@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import io
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,9 +30,17 @@ from holdfast.observe.event_files import EventFile, closed_files, compress, give
 from holdfast.observe.findings import find
 from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
-from holdfast.observe.rollup_files import Covered, FileEnd, name_of, read_ends, rollup_path
+from holdfast.observe.rollup_files import (
+    Covered,
+    FileEnd,
+    inflate_rollup,
+    name_of,
+    read_ends,
+    rollup_path,
+)
 from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
+from holdfast.observe.run_rollup_writer import RunRollupWriter
 from observe.test_trails import wait_until
 from support.runs.told import Told, of, tell_death, tell_save, tell_start
 
@@ -242,6 +252,7 @@ def test_a_roll_up_that_is_lost_between_others_covers_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(rollup_writer, "PART_BYTES", 1 << 20)
     root = tell_run(tmp_path, RANKS)
     expected = said(root)
     roll_up_all(root)
@@ -371,9 +382,18 @@ def test_it_does_not_matter_where_a_file_is_cut(cuts: list[int], rng: Any) -> No
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
     def damage(line: bytes) -> bytes:
-        document = msgspec.json.decode(line)
+        document = msgspec.json.decode(inflate_rollup(line))
         change(document)
         return msgspec.json.encode(document)
+
+    return damage
+
+
+def deflated(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    def damage(line: bytes) -> bytes:
+        document = msgspec.json.decode(line)
+        saves = base64.b64encode(change(base64.b64decode(document["saves"])))
+        return msgspec.json.encode(document | {"saves": saves.decode()})
 
     return damage
 
@@ -389,6 +409,10 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]
         damaged(lambda d: d["saves"][0][2]["held_s"].__setitem__(2, [[1 << 40, 3]])),
         damaged(lambda d: d["lives"][0].__setitem__(1, 9)),
         damaged(lambda d: d.__setitem__("end", -5)),
+        deflated(lambda data: data[:-9]),
+        deflated(lambda data: data[:9] + bytes(9) + data[18:]),
+        deflated(lambda data: zlib.compress(b"[" * 90_000)),
+        deflated(lambda data: zlib.compress(bytes(80 << 20))),
     ],
 )
 def test_a_roll_up_that_cannot_be_is_counted_and_its_records_are_read(
@@ -404,6 +428,24 @@ def test_a_roll_up_that_cannot_be_is_counted_and_its_records_are_read(
     assert found.pop("torn_lines") == 2
     del expected["torn_lines"]
     assert_alike(found, expected)
+
+
+def test_roll_ups_of_older_versions_are_read_and_joined(tmp_path: Path) -> None:
+    """They stand in their files as JSON."""
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    roll_up_all(root)
+    paths = [rollup_path(trail) for trail in trails_of(root)]
+    for trail, path in zip(trails_of(root), paths, strict=True):
+        lines = [inflate_rollup(line) for line in path.read_bytes().splitlines()]
+        assert all(type(msgspec.json.decode(line)["saves"]) is list for line in lines)
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        trail.unlink()
+    assert_alike(said(root), expected)
+    assert RunRollupWriter(lambda: root / "events").join()
+    for path in paths:
+        path.unlink()
+    assert_alike(said(root), expected)
 
 
 def test_a_roll_up_that_the_disk_did_not_take_is_made_again(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
+from holdfast.errors import NotFound
 from holdfast.observe import records, rollup_writer, run_rollup_writer, run_rollups
 from holdfast.observe.event_files import closed_files
 from holdfast.observe.rollup_files import ROLLUPS, name_of, rollup_path
@@ -320,7 +323,7 @@ def test_what_is_of_another_version_is_not_given_up(
     roll_up_all(root)
     foreign, *_ = closed_files(rollup_path(trails_of(root)[0]))
     line = json.loads(gzip.decompress(foreign.read_bytes()))
-    data = json.dumps({**line, "clocks": 3}).encode() + b"\n"
+    data = json.dumps({**line, "saves": 3}).encode() + b"\n"
     foreign.write_bytes(gzip.compress(data))
     writer = writer_of(root)
     assert writer.join() and not writer.join()
@@ -354,6 +357,99 @@ def test_a_damaged_one_is_named_and_what_it_was_of_is_read(
     expected["findings"] = [one for one in found["findings"] if "unreadable" not in one]
     found["findings"] = expected["findings"]
     assert_alike(found, expected)
+
+
+def join_in_two(root: Path) -> tuple[Path, Path]:
+    """Two roll-ups of all hosts, the second of what was told behind the first."""
+    left = {trail: trail.read_bytes().splitlines(keepends=True) for trail in trails_of(root)}
+    for trail, lines in left.items():
+        trail.write_bytes(b"".join(lines[: len(lines) // 2]))
+    roll_up_all(root)
+    join_all(root)
+    for trail, lines in left.items():
+        trail.write_bytes(b"".join(lines))
+    roll_up_all(root)
+    join_all(root)
+    (_, first), (_, second) = joined_files(root / "events")
+    return first, second
+
+
+def unlisted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Directories are listed without this name, as that of another host may be for a while."""
+    iterdir = Path.iterdir
+    monkeypatch.setattr(
+        Path, "iterdir", lambda path: (one for one in iterdir(path) if one.name != name)
+    )
+
+
+def test_one_that_is_not_listed_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    first, _ = join_in_two(root)
+    remove_hosts_files(root)
+    unlisted(monkeypatch, first.name)
+    assert_alike(said(root), expected)
+
+
+def test_one_that_is_not_there_between_others_is_named(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    first, _ = join_in_two(root)
+    remove_hosts_files(root)
+    first.unlink()
+    (named,) = said(root)["unreadable"]
+    assert named == f"{first.name}: No such file or directory"
+    (first.parent / "99999999.jsonl.gz").write_bytes(b"")  # millions seem to be missing
+    assert len(said(root)["unreadable"]) == 17
+
+
+def test_what_one_that_is_not_listed_is_of_is_not_joined_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    first, _ = join_in_two(root)
+    with monkeypatch.context() as patch:
+        unlisted(patch, first.name)
+        assert not writer_of(root, reading_s=60.0).join()
+    away = first.with_name("away")
+    first.rename(away)
+    writer = writer_of(root, reading_s=60.0)
+    with pytest.raises(FileNotFoundError):  # it must have been there
+        writer.join()
+    away.rename(first)
+    assert not writer.join()
+    first.unlink()
+    assert writer_of(root, reading_s=0.0).join()  # it is lost for good
+    found = said(root)
+    assert found.pop("unreadable") == [f"{first.name}: No such file or directory"]
+    del found["findings"], expected["findings"], expected["unreadable"]
+    assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("which", ["events", "rollups", "joined"])
+def test_a_directory_that_cannot_be_listed_is_named(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tell_run(tmp_path, RANKS)
+    roll_up_all(root)
+    join_all(root)
+    others = [path for path in (root / "events").rglob("*.jsonl*") if path.parent.name != which]
+    scandir, listdir = os.scandir, os.listdir
+
+    def refuse(of: Any, path: Any) -> Any:
+        if Path(path).name == which:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return of(path)
+
+    monkeypatch.setattr(os, "scandir", lambda path=".": refuse(scandir, path))
+    monkeypatch.setattr(os, "listdir", lambda path=".": refuse(listdir, path))
+    assert any(one == f"{which}: Input/output error" for one in said(root)["unreadable"])
+    for path in others:
+        path.unlink()
+    with pytest.raises(NotFound, match="Input/output error"):
+        said(root)
 
 
 @pytest.mark.promise

@@ -137,6 +137,35 @@ def test_a_keeper_that_takes_over_and_tells_of_older_generations_sets_nothing_ba
     assert (at.incarnation, at.step, at.time_s) == (2, 5, WALL_S + 2)
 
 
+@pytest.mark.parametrize("source", ["memory", "storage"])
+def test_after_going_back_further_than_it_knows_it_shows_what_it_went_back_to(source: str) -> None:
+    """All generations that it still knows were given up."""
+    told_: list[AnyEvent] = []
+    for step in range(200):
+        of: dict[str, Any] = {"incarnation": 1, "step": step}
+        told_.append(events.SaveReturned(**of, rank=1, held_s=0.0, describe_s=0.0, volatile_s=0.0,
+                                         wait_previous_s=0.0, leaves=1, size_bytes=1,
+                                         durable=True))  # fmt: skip
+        told_.append(events.SnapshotCaptured(**of, elapsed_s=0, world=2))
+        told_.append(events.SnapshotProtected(**of, survives="", elapsed_s=0.0))
+        told_.append(events.CheckpointPublished(**of, elapsed_s=0, size_bytes=1, images=1))
+    told_.append(
+        events.Restored(incarnation=2, rank=0, step=9, parent_incarnation=1, source=source,
+                        elapsed_s=1.0, size_bytes=1, world=2, saved_world=2)
+    )  # fmt: skip
+    run = state_of(*told_)
+    reached = {state: (at.incarnation, at.step) for state, at in run.reached.items()}
+    known = {"captured": (1, 9)} | ({"durable": (1, 9)} if source == "storage" else {})
+    assert reached == known
+    assert run.newest is None
+    lines = screen_lines("r", run, WALL_S + 900)
+    assert "captured  1-9          restored 100 s ago" in lines, lines
+    shown = {line.split()[0]: line for line in lines if "not known" in line}
+    assert shown.keys() == {"protected", "durable"} - known.keys()
+    assert not any("1-199" in line for line in lines)
+    assert to_plain(run, WALL_S)["reached"]["captured"]["is_restored"]
+
+
 def test_rates_slow_ranks_and_the_save_under_way() -> None:
     run, mine = LiveRun(), {"incarnation": 1, "step": 3}
     run.take(events.SnapshotCaptured(incarnation=1, step=2, elapsed_s=0, world=4),

@@ -7,10 +7,11 @@ slow save is chance; three of the last five are not.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ WINDOW, NEEDED = 5, 3
 LEAST_S = 0.05
 #: Saves that a change of all ranks is measured against.
 PAST = 10
+#: Saves that are looked at for who comes late, and the chance that one of ranks that are all alike
+#: is the last one as often: of two or three ranks one always seems to be late.
+LATE_WINDOW, CHANCE = 10, 0.01
 
 #: phase -> (what it does, what is slow of a rank, of a host, of all, where to look)
 _PHASES = {
@@ -61,10 +65,11 @@ _PRESSED, _PRESSED_TIMES = 0.2, 2.0
 class Blame:
     """One slow place: a rank, a host, or all of them.
 
-    ``place``: "rank 3 on c", "host c" or "all ranks". ``cause``: slow | bytes | late. ``phase``:
-    the phase that is slow, "" for a late rank. ``value_s``, ``usual_s``: what it takes there, the
-    median of the last five saves, and what it takes elsewhere, or took before. ``since``: the
-    generation that it began with. ``saves``: in how many of the last ``WINDOW``.
+    ``place``: "rank 3 on c", "host c" or "all ranks". ``cause``: slow | bytes | late | busy (in all
+    that it computes). ``phase``: the phase that is slow, "" for a late rank. ``value_s``,
+    ``usual_s``: what it takes there, the median of the last five saves, and what it takes
+    elsewhere, or took before. ``since``: the generation that it began with. ``saves``: in how many
+    of the last ``WINDOW``.
     """
 
     place: str
@@ -98,6 +103,7 @@ def find_slow(
     finder = _Finder(newest, ranks_by_host)
     found = _of_storage([one for phase in _PHASES for one in finder.of_phase(phase)])
     found += finder.late(max(LEAST_S, 4 * clock_error_s))
+    found = _of_busy(found, finder.name)
     return tuple(sorted(found, key=lambda one: one.usual_s - one.value_s))
 
 
@@ -113,6 +119,45 @@ def _of_storage(found: Sequence[Blame]) -> list[Blame]:
         return (one.phase == "write_s") == (finishing_s >= writing_s / 2)
 
     return [one for one in found if not is_said_by_another(one)]
+
+
+#: What a CPU alone does for a save.
+_DESCRIBING = frozenset({"describe_s", "volatile_s"})
+
+
+def _of_busy(found: Sequence[Blame], name: Callable[[int], str]) -> list[Blame]:
+    """Makes one of what is slow of the same ranks, where these copy and write slowly, or describe
+    slowly and come late: what they compute with is what they lack. What only copies slowly and
+    comes late may wait for its own copies.
+    """
+    left = list(found)
+    for ranks in dict.fromkeys(one.ranks for one in found if not one.place.startswith("all ")):
+        own = [one for one in left if set(one.ranks) <= set(ranks)]
+        phases = {one.phase for one in own if one.cause == "slow"}
+        computes_slowly = any(one.cause == "late" for one in own) and phases & _DESCRIBING
+        does_all_slowly = "write_s" in phases and phases & {"copy_s", *_DESCRIBING}
+        if any(one.cause == "bytes" for one in own) or not (computes_slowly or does_all_slowly):
+            continue
+        worst = max((one for one in own if one.cause == "slow"), key=_later_s)
+        does = ", ".join(_doing(one) for one in own)
+        place = worst.place if worst.place.startswith("host") else name(ranks[0])
+        sentence = (
+            f"{place}, CPU or memory: whatever it does takes longer than elsewhere ({does}), since "
+            f"{worst.since}; look at what else runs there (top, steal of a virtual machine)"
+        )
+        left = [one for one in left if one not in own]
+        left.append(replace(worst, place=place, cause="busy", sentence=sentence))
+    return left
+
+
+def _later_s(one: Blame) -> float:
+    return one.value_s - one.usual_s
+
+
+def _doing(one: Blame) -> str:
+    if one.cause == "late":
+        return f"it comes to save {seconds_text(one.value_s)} after the first"
+    return f"{_PHASES[one.phase][0]} {seconds_text(one.value_s)} for {seconds_text(one.usual_s)}"
 
 
 class HostPressure(NamedTuple):
@@ -169,9 +214,9 @@ class _Finder:
                 yield f"host {host}", tuple(own)
                 left -= set(own)
         for rank in sorted(left):
-            yield self._name(rank), (rank,)
+            yield self.name(rank), (rank,)
 
-    def _name(self, rank: int) -> str:
+    def name(self, rank: int) -> str:
         host = self._host_of.get(rank, "")
         return f"rank {rank}" + (f" on {host}" if host else "")
 
@@ -207,7 +252,7 @@ class _Finder:
         value_s = statistics.median(heavy[id(save)][rank] for save in last)
         usual_s = statistics.median(save.phases[phase].median_s for save in last)
         since = _since(saves, lambda save: rank in heavy[id(save)])
-        place = self._name(rank)
+        place = self.name(rank)
         sentence = (
             f"{place} has more bytes than the others: {_PHASES[phase][0]} takes "
             f"{seconds_text(value_s)} where others take {seconds_text(usual_s)}, since {since}, "
@@ -241,20 +286,34 @@ class _Finder:
         def is_late(save: Save, rank: int) -> bool:
             return save.late_rank == rank and (save.late_s or 0.0) > least_s
 
-        last = saves[-WINDOW:]
+        last = saves[-LATE_WINDOW:]
         counts = Counter(save.late_rank for save in last if is_late(save, save.late_rank))
+        needed = more_than_chance(len(last), max((save.ranks for save in last), default=0))
         for rank, times in counts.items():
-            if times < NEEDED:
+            if times < needed:
                 continue
             late = [save.late_s or 0.0 for save in last if is_late(save, rank)]
             value_s = statistics.median(late)
             since = _since(saves, partial(is_late, rank=rank))
-            place = self._name(rank)
+            place = self.name(rank)
             sentence = (
                 f"{place} comes to save {seconds_text(value_s)} after the first, since {since}: "
                 "the others wait for it; look at what it does in a step that others do not"
             )
             yield Blame(place, "late", "", (rank,), value_s, 0.0, since, times, sentence)
+
+
+def more_than_chance(saves: int, ranks: int) -> int:
+    """Returns in how many saves one rank must be the last, for that to be more than chance."""
+    part = 1 / max(2, ranks)
+    tail, needed = 0.0, saves + 1
+    while needed > NEEDED:
+        times = needed - 1
+        tail += math.comb(saves, times) * part**times * (1 - part) ** (saves - times)
+        if tail > CHANCE * part:
+            break
+        needed = times
+    return needed
 
 
 def _is_slow(value_s: float, usual_s: float) -> bool:

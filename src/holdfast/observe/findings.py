@@ -35,6 +35,8 @@ ROW, NEWEST = 3, 5
 DOWN = 0.7
 #: Seconds that clocks of hosts may be apart.
 APART_S = 1.0
+#: Seconds, and medians of all saves, after which a rank is one that others waited for in a stall.
+LATE_S, LATE_TIMES = 1.0, 5.0
 #: What steps may take longer behind a copy or a write.
 INTERFERES = 0.05
 #: Starts of a keeper that are more than chance, and starts without progress.
@@ -266,7 +268,20 @@ def _stalled(report: Report, _: float | None) -> Iterator[Evidence]:
     if ledger is not None and ledger.seconds["stall"] > 0.01 * ledger.elapsed_s:
         stalled = seconds_text(ledger.seconds["stall"])
         part = ledger.seconds["stall"] / ledger.elapsed_s
-        yield Evidence(f"steps that hung took {stalled} in all, {100 * part:.1f} % of the run")
+        who = _who_came_late(report)
+        yield Evidence(f"steps that hung took {stalled} in all, {100 * part:.1f} % of the run{who}")
+
+
+def _who_came_late(report: Report) -> str:
+    """Returns which rank came to a save long after the others, if one did: these waited for it."""
+    late_s = [save.late_s for save in report.saves if save.late_s is not None]
+    if not late_s:
+        return ""
+    worst = max(report.saves, key=lambda save: save.late_s or 0.0)
+    if worst.late_rank < 0 or max(late_s) < max(LATE_S, LATE_TIMES * statistics.median(late_s)):
+        return ""
+    who, at = ranks_text_of(report, (worst.late_rank,)), f"{worst.incarnation}-{worst.step}"
+    return f"; {who} came to save {at} {seconds_text(worst.late_s)} after the first"
 
 
 def _silent(report: Report, now_s: float | None) -> Iterator[Evidence]:
@@ -490,7 +505,8 @@ RULES = (
     RunRule(
         "slow_place",
         "warning",
-        "a rank, a host or all of them are slow in three of the last five saves",
+        "a rank, a host or all of them are slow in three of the last five saves, or one rank comes "
+        "last to more of the last ten than chance explains",
         "The sentence says where to look first.",
         _slow_place,
     ),

@@ -40,6 +40,8 @@ _VALUES, _SAVES, _TROUBLES, _HOSTS = 512, 64, 8, 4096
 #: Ranks of which is kept what held them.
 _HELD_RANKS = 8
 STATES = ("captured", "protected", "cached", "durable")
+#: The states that a generation must have had to be restored from there.
+_OF_SOURCE = {"memory": ("captured",), "storage": ("captured", "durable")}
 
 _decode_event = msgspec.json.Decoder(AnyEvent).decode
 _decode_head = msgspec.json.Decoder(RecordHead).decode
@@ -142,12 +144,15 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Reached:
-    """A generation in a state, and when it came there, by the wall clock of ``host``."""
+    """A generation in a state, and when it came there, by the wall clock of ``host``; where
+    ``is_restored`` that was before what is known, and the moment is that of its restore.
+    """
 
     incarnation: int
     step: int
     time_s: float
     host: str = ""
+    is_restored: bool = False
 
 
 class LiveRun:
@@ -164,6 +169,8 @@ class LiveRun:
         self._came: dict[str, list[Reached]] = {}
         """The newest generations that came into each state, as a heap."""
         self._parents: dict[int, tuple[int, int]] = {}
+        self._restored: dict[str, Reached] = {}
+        """What the newest start went on from, in each state that it must have had."""
         self.saves: dict[tuple[int, int], UnderWay] = {}
         self.phases: dict[str, deque[tuple[float, int]]] = {}
         """The last lengths of each phase, with the rank."""
@@ -209,9 +216,16 @@ class LiveRun:
                     self.hosts[event.host] = event
             case events.Restored():
                 self.counts["restores"] += event.rank == 0
-                self._parents[event.incarnation] = event.parent_incarnation, event.step
+                self._note_restored(event, head)
             case _:
                 pass
+
+    def _note_restored(self, of: events.Restored, head: RecordHead) -> None:
+        parent = of.parent_incarnation, of.step
+        if of.incarnation >= max(self._parents, default=0):
+            one = Reached(*parent, head.time_s, head.by_host, is_restored=True)
+            self._restored = dict.fromkeys(_OF_SOURCE.get(of.source, ()), one)
+        self._parents[of.incarnation] = parent
 
     def _take_moment(self, event: AnyEvent, head: RecordHead) -> None:
         match event:
@@ -301,12 +315,24 @@ class LiveRun:
             state: max((one for one in came if not is_given_up(one)), default=None)
             for state, came in self._came.items()
         }
-        return {state: newest for state, newest in kept.items() if newest is not None}
+        found = {state: newest for state, newest in kept.items() if newest is not None}
+        for state, one in self._restored.items():
+            newest = found.get(state)
+            if newest is None or (newest.incarnation, newest.step) < (one.incarnation, one.step):
+                found[state] = one
+        return found
+
+    @property
+    def given_up(self) -> set[str]:
+        """Returns the states of which all that is known was given up: older ones may have them."""
+        return self._came.keys() - self.reached.keys()
 
     @property
     def newest(self) -> UnderWay | None:
-        """Returns the newest save that a rank began."""
-        return self.saves[max(self.saves)] if self.saves else None
+        """Returns the newest save that a rank began, of those that the run has not given up."""
+        is_given_up = abandoned_by(self._parents)
+        kept = (save for _, save in sorted(self.saves.items(), reverse=True))
+        return next((save for save in kept if not is_given_up(save)), None)
 
     def moment_s(self, time_s: float, host: str) -> float:
         """Returns a moment of a host's wall clock by that of this host, or of the run's first."""

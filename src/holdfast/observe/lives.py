@@ -81,6 +81,15 @@ class _Life:
             first_s, last_s = moments
             self.moments[host] = min(first_s, time_s), max(last_s, time_s)
 
+    def vanished(self) -> int | None:
+        """Returns the first rank of a host of which nobody saw the end, not even its keeper, where
+        that of others was seen; None without one.
+        """
+        seen = self.lost.keys() | self.died.keys() | self.outcomes.keys()
+        hosts = {self.ranks[rank] for rank in seen if rank in self.ranks}
+        gone = [rank for rank, host in self.ranks.items() if host not in hosts]
+        return min(gone, default=None) if hosts and len(self.ranks) == self.world else None
+
     def dead(self, common: CommonClock) -> Iterable[LostTrainer]:
         """Yields the ranks that were seen to go away, or found to be gone, and at what."""
         for rank in self.lost.keys() | self.died.keys():
@@ -248,7 +257,10 @@ class Lives:
         life = self._lives[before.incarnation]
         errors = [(common.seconds(at), rank, why) for rank, (at, why) in life.errors.items()]
         _, rank, reason = min(errors, default=(0.0, -1, ""))
-        if first is not None:
+        vanished = life.vanished()
+        if vanished is not None:  # the others were lost, or failed, for want of it
+            rank, first = vanished, None
+        elif first is not None:
             rank, reason = first.rank, first.reason or reason
         return Interrupted(
             incarnation=before.incarnation,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from holdfast.observe.event_files import (
 from holdfast.observe.event_place import event_place
 from holdfast.observe.rollup_files import Covered, read_rollups, trails_with_rollups
 from holdfast.observe.rollup_groups import Rollup
-from holdfast.observe.run_rollups import Coverage, joined_files, read_run_rollups
+from holdfast.observe.run_rollups import Coverage, joined_directory, joined_files, read_run_rollups
 
 Progress = Callable[[int, int], None]
 
@@ -130,9 +130,9 @@ class RecordReader:
         self._progress = progress
         self._unreadable: list[str] = []
         self._events = event_place(root).read_from()
-        self._writers = trails_with_rollups(self._events, ())
-        if not self._writers and not joined_files(self._events):
-            where = f"{root}/events{_why_none(root)}"
+        self._writers = trails_with_rollups(self._events, (), self._refuse)
+        if not self._writers and not self._is_any_joined():
+            where = f"{root}/events{_why_none(root, self.unreadable)}"
             raise NotFound(
                 f"no events in {where}: a run writes them as it trains; "
                 "is this the directory given to Checkpointer?",
@@ -163,7 +163,7 @@ class RecordReader:
         coverage = Coverage()
         for rollup in read_run_rollups(self._events, coverage, self._refuse):
             yield from self._rolled_up(rollup)
-        self._writers = trails_with_rollups(self._events, coverage)
+        self._writers = trails_with_rollups(self._events, coverage, self._refuse)
         for trail in self._writers:
             covered = coverage.of(trail)
             for rollup in read_rollups(trail, covered, self._decoder, self._refuse):
@@ -172,6 +172,13 @@ class RecordReader:
                 found = self._decoded(block)
                 self._count_all(found)
                 yield found
+
+    def _is_any_joined(self) -> bool:
+        try:
+            return bool(joined_files(self._events))
+        except OSError as error:
+            self._refuse(joined_directory(self._events), error)
+            return False
 
     def _decoded(self, block: bytes) -> list[Any]:
         with suppress(*_TORN):
@@ -258,12 +265,14 @@ def lines_in(block: bytes) -> Iterator[bytes]:
     return (line for line in block.split(b"\n") if line.strip())
 
 
-def _why_none(root: str | Path) -> str:
-    """Returns what keeps the directory from being read, in brackets, if anything does."""
+def _why_none(root: str | Path, refused: Sequence[str]) -> str:
+    """Returns what keeps the directory, or one in it, from being read, in brackets, if anything
+    does.
+    """
     try:
         os.listdir(event_place(root).directory)
     except FileNotFoundError:
         return ""
     except OSError as error:
         return f" ({error.strerror})"
-    return ""
+    return f" ({'; '.join(refused)})" if refused else ""

@@ -7,6 +7,7 @@ it still is.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,51 @@ ROLLUPS = "rollups"
 #: The most that the first line of a file has; a record has less.
 _FIRST_BYTES = 64 << 10
 
+#: The most that a roll-up has when it is inflated; one of 256 KiB of records has less than half of
+#: that.
+_INFLATED_BYTES = 4 << 20
 decode_rollup = msgspec.json.Decoder(Rollup).decode
+
+
+class _DeflatedRollup(msgspec.Struct):
+    """A line of a host's roll-ups: the roll-up, deflated, stands in the place of its saves, so that
+    older versions take the line for one of another version.
+    """
+
+    file: str
+    start: int
+    end: int
+    is_end: bool
+    saves: bytes
+
+
+_decode_deflated = msgspec.json.Decoder(_DeflatedRollup).decode
+
+
+def encode_rollup(of: Rollup) -> bytes:
+    """Returns the line of a host's roll-up."""
+    deflated = zlib.compress(msgspec.json.encode(of))
+    line = _DeflatedRollup(of.file, of.start, of.end, of.is_end, deflated)
+    return msgspec.json.encode(line) + b"\n"
+
+
+def inflate_rollup(line: bytes) -> bytes:
+    """Returns the roll-up of a line as JSON, which it is itself in older versions.
+
+    Raises msgspec.DecodeError or UnicodeDecodeError.
+    """
+    try:
+        deflated = _decode_deflated(line).saves
+    except msgspec.ValidationError:
+        return line
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(deflated, _INFLATED_BYTES)
+    except zlib.error as error:
+        raise msgspec.DecodeError(str(error)) from error
+    if not inflater.eof:
+        raise msgspec.DecodeError("is not whole when it is inflated")
+    return data
 
 
 class TornCounter(Protocol):
@@ -54,13 +99,18 @@ def rollup_path(trail: Path) -> Path:
     return trail.parent / ROLLUPS / trail.name
 
 
-def trails_with_rollups(events: Path, joined: Iterable[str]) -> list[Path]:
+def trails_with_rollups(events: Path, joined: Iterable[str], refused: Refused) -> list[Path]:
     """Returns the newest file of every writer in a directory, also of those of which only roll-ups
-    are left; ``joined``: the names of those of which roll-ups of all hosts are.
+    are left; ``joined``: the names of those of which roll-ups of all hosts are. ``refused``: called
+    for a directory that cannot be listed.
     """
-    names = {one.name for one in trails_in(events / ROLLUPS)}
-    names |= {name for name in joined if Path(name).name == name}
-    return sorted({*trails_in(events), *(events / name for name in names)})
+    names = {name for name in joined if Path(name).name == name}
+    for directory in (events, events / ROLLUPS):
+        try:
+            names.update(one.name for one in trails_in(directory))
+        except OSError as error:  # what is in the other one is read
+            refused(directory, error)
+    return sorted(events / name for name in names)
 
 
 def name_of(file: BinaryIO) -> str:
@@ -132,7 +182,7 @@ def read_rollups(
         try:
             if covered.touches(decode_end(line)):
                 continue
-            found = decode_rollup(line)
+            found = decode_rollup(inflate_rollup(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
             counter.torn += 1
             continue

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
 from holdfast.observe.event_files import (
     LINE_BYTES,
     SEGMENT_BYTES,
@@ -26,7 +24,7 @@ from holdfast.observe.event_files import (
     open_file,
     set_aside,
 )
-from holdfast.observe.rollup_files import Covered, name_of, read_ends, rollup_path
+from holdfast.observe.rollup_files import Covered, encode_rollup, name_of, read_ends, rollup_path
 
 #: What is rolled up at once, and after how many seconds less than that is: a roll-up has less bytes
 #: than a line may, and takes a hundredth of a second.
@@ -35,7 +33,7 @@ CHUNK_BYTES, EVERY_S = 256 << 10, 60.0
 _LOOK_S = 1.0
 #: At which size the file of roll-ups is set aside: small ones are given up once they are joined.
 #: Of more than so many none seems to be.
-PART_BYTES, _PARTS = 64 << 10, 32
+PART_BYTES, _PARTS = 16 << 10, 64
 #: Roll-ups of all hosts of which it is read what they are of: some hours of them.
 _NEWEST_JOINED = 16
 #: Roll-ups are never given up for their size.
@@ -170,7 +168,7 @@ class RollupWriter:
         made = roll_up(data, one.name, one.at, is_end=is_read)
         is_joined = len(closed_files(self._file.path)) < _PARTS
         self._file.part_bytes = PART_BYTES if is_joined else SEGMENT_BYTES
-        if self._file.append([msgspec.json.encode(made) + b"\n"]) != 1:
+        if self._file.append([encode_rollup(made)]) != 1:
             self.close()  # what could not be written is read again
             self._next_s = now_s + EVERY_S
             return False

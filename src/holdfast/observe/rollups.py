@@ -19,7 +19,9 @@ from holdfast.observe.sketch import Sketch
 #: How many of the slowest ranks are known by name.
 NAMED = 16
 #: Values that wait until so many can be rolled up at once; of the few ranks of a host none ever is.
-_WAITING = 512
+_WAITING = 1024
+#: Fewer are rolled up one by one.
+_MANY = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class PhaseRollup:
 
     def merge(self, other: PhaseValues) -> None:
         """Adds a roll-up of the same phase, of other ranks."""
-        self._keep(zip(other.seconds, other.ranks, strict=True))
+        self.add(other.ranks, other.seconds)
         if other.others:
             self._others.add_buckets(other.others)
             self._least_s = min(self._least_s, other.least_s)
@@ -81,7 +83,9 @@ class PhaseRollup:
         """Returns (seconds, minus the rank) of the slowest, in no order, when all values are rolled
         up.
         """
-        if self._values:
+        if len(self._values) >= _MANY:
+            self._roll_up_many()
+        elif self._values:
             self._keep(zip(self._values, self._ranks, strict=True))
             self._ranks, self._values = array("q"), array("d")
         return self._slowest

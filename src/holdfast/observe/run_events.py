@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import msgspec
+
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Event, RunStarted, Warned, emit, subscribe, to_record
 from holdfast.observe.event_files import (
@@ -74,7 +76,7 @@ def follow_run(
     drain = RingDrain(arena, EventFile(_path(place, host), only_beside=place.only_beside))
     sinks = [each for each in (sink, log) if each is not None]
     stops = [subscribe(each) for each in sinks]
-    emit(started)
+    emit(_aged(started))
     for each in sinks:
         with suppress(Exception):  # a report must never stop training
             for event, time_s in early:
@@ -96,6 +98,13 @@ def follow_run(
         _close(sink, drain, deadline_s)
 
     return training, stop
+
+
+def _aged(started: RunStarted) -> RunStarted:
+    """Returns the start with its ages as of now: opening files may have taken a while since."""
+    since_s = max(0.0, process_age_s() - started.process_s)
+    ages = {"process_s": started.process_s + since_s, "joined_s": started.joined_s + since_s}
+    return msgspec.structs.replace(started, **ages)
 
 
 def process_age_s() -> float:

@@ -18,7 +18,13 @@ from pathlib import Path
 import msgspec
 
 from holdfast.observe.event_files import UNREADABLE, blocks_in, closed_files, open_file, trails_in
-from holdfast.observe.rollup_files import ROLLUPS, Covered, decode_end, decode_rollup
+from holdfast.observe.rollup_files import (
+    ROLLUPS,
+    Covered,
+    decode_end,
+    decode_rollup,
+    inflate_rollup,
+)
 from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
 from holdfast.observe.rollup_joiner import KnownClocks, RollupJoiner
 from holdfast.observe.run_rollups import (
@@ -61,7 +67,11 @@ class RunRollupWriter:
         self._events, self._part_bytes, self._reading_s = events, part_bytes, reading_s
         self._joined_s: dict[Path, float] = {}
         """Since when files are known to be joined that are to be given up."""
-        self._coverage, self._newest = Coverage(), 0
+        self._coverage = Coverage()
+        self._heads: set[int] = set()
+        """Numbers of those of which it is known what they cover."""
+        self._missing_s: dict[int, float] = {}
+        """Since when one is missing that must have been made before others."""
         self._known = KnownClocks()
 
     def join(self) -> bool:
@@ -88,7 +98,7 @@ class RunRollupWriter:
         self._give_up(gone)
         if not heads:
             return False
-        number = self._newest + 1
+        number = max(self._heads, default=0) + 1
         _publish(events, number, encode(RunRollupHead(number, heads), joiner.made()))
         return True
 
@@ -101,12 +111,23 @@ class RunRollupWriter:
                     path.unlink()
 
     def _read_heads(self, events: Path) -> None:
-        """Learns what was joined, by any keeper."""
+        """Learns what was joined, by any keeper.
+
+        Raises OSError where one cannot be read that must be there; one that is still missing after
+        minutes is lost, and covers nothing.
+        """
         for number, path in joined_files(events):
-            if number > self._newest:
-                with suppress(*_DAMAGED):  # it covers nothing
-                    self._coverage.take(read_head(path))
-                self._newest = number
+            if number in self._heads:
+                continue
+            try:
+                self._coverage.take(read_head(path))
+            except _DAMAGED:  # it covers nothing
+                pass
+            except FileNotFoundError:
+                since_s = self._missing_s.setdefault(number, time.monotonic())
+                if time.monotonic() - since_s < self._reading_s:
+                    raise
+            self._heads.add(number)
 
 
 class _TrailJoin:
@@ -135,9 +156,10 @@ class _TrailJoin:
                 return True
             if self.left_bytes <= 0:
                 return False
-            rolled_up = decode_rollup(line)
+            data = inflate_rollup(line)
+            rolled_up = decode_rollup(data)
             if self._taken.take(part):
-                self.left_bytes -= len(line)
+                self.left_bytes -= len(data)
                 self._joiner.take(rolled_up)
                 self.parts.append(part)
                 return False

@@ -12,6 +12,7 @@ import gzip
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,8 @@ _JOINED = "joined"
 _NAME = re.compile(r"(\d{8})\.jsonl\.gz", re.ASCII).fullmatch
 #: The most that a line of one has; those of 16,384 ranks have a thirtieth of it.
 MOST_BYTES = 256 << 20
+#: The most that are looked for though no listing has them.
+_MOST_UNLISTED = 16
 
 _decode_head = msgspec.json.Decoder(RunRollupHead).decode
 #: What is wrong with a file that has something else in it.
@@ -63,12 +66,21 @@ def joined_name(number: int) -> str:
 
 
 def joined_files(events: Path) -> list[tuple[int, Path]]:
-    """Returns those that there are, each with its number, in their order."""
+    """Returns those that there are, each with its number, in their order; also some that are not
+    listed and must have been made before others: of a directory that another host has changed a
+    listing may lack what can be opened by its name.
+
+    Raises OSError where the directory cannot be listed.
+    """
+    directory = joined_directory(events)
     try:
-        names = [(_NAME(path.name), path) for path in joined_directory(events).iterdir()]
+        names = [_NAME(path.name) for path in directory.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((int(name[1]), path) for name, path in names if name)
+    numbers = {int(name[1]) for name in names if name}
+    before = (number for number in range(1, max(numbers, default=0)) if number not in numbers)
+    numbers.update(islice(before, _MOST_UNLISTED))
+    return [(number, directory / joined_name(number)) for number in sorted(numbers)]
 
 
 def read_head(path: Path) -> RunRollupHead:

@@ -43,8 +43,9 @@ class SaveCalls:
         self.left_out = 0
 
     def _grow(self, clock: int) -> None:
-        more = clock + 1 - len(self._first_s)
-        if more > 0:
+        known = len(self._first_s)
+        if clock >= known:
+            more = max(clock + 1 - known, known // 8)  # thousands of hosts come one by one
             self._first_s.extend([math.inf] * more)
             self._copied_s.extend([math.inf] * more)
             self._last_s.extend([-math.inf] * more)

@@ -80,11 +80,14 @@ def _head(root: str, run: LiveRun, now_s: float) -> Iterator[str]:
         yield f"{root}: no records yet"
         return
     yield f"{root}: {starts}, last record {_age(now_s, run.last_s)}"
+    reached, given_up = run.reached, run.given_up
     for state in STATES:
-        if state in run.reached:
-            at = run.reached[state]
-            age = _age(now_s, run.moment_s(at.time_s, at.host))
+        if state in reached:
+            at = reached[state]
+            age = "restored " * at.is_restored + _age(now_s, run.moment_s(at.time_s, at.host))
             yield f"{state:<10}{at.incarnation}-{at.step:<10} {age}"
+        elif state in given_up:
+            yield f"{state:<10}not known: the run went back further than its newest saves"
     newest = run.newest
     if newest is not None:
         parts = [f"saved by {len(newest.saved)}", f"copied by {len(newest.copied)}"]
@@ -185,6 +188,7 @@ def to_plain(run: LiveRun, now_s: float, findings: Findings = findings_of) -> di
                 "incarnation": at.incarnation,
                 "step": at.step,
                 "time_s": run.moment_s(at.time_s, at.host),
+                "is_restored": at.is_restored,
             }
             for state, at in run.reached.items()
         },

@@ -31,6 +31,7 @@ import holdfast
 from holdfast.capture.task import Timeouts
 from holdfast.events import ImageCaptured
 from holdfast.protocol.messages import PREEMPTED
+from holdfast.testing.runs.journals import Journal
 from holdfast.testing.runs.processes import HOST, ForkedRanks
 from support.runs.launch import LOOPBACK, PRELOADED
 from support.runs.networks import enter
@@ -73,6 +74,12 @@ class Life:
     moody: tuple[int, str] = (-1, "")
     #: A rank that comes so many seconds late to each save.
     late: tuple[int, float] = (-1, 0.0)
+    #: A rank with twice the bytes of the others, which has a table alone.
+    heavy: int = -1
+    #: Where each rank writes a journal of what it does; "": in the directory of the life.
+    journals: str = ""
+    #: A rank whose program ends with an error at this step, each time that it comes there.
+    fails: tuple[int, int] = (-1, -1)
 
 
 class Moody:
@@ -122,11 +129,25 @@ def build(layout: str, rows: int = ROWS) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"model": model, "optimizer": optimizer, "count": -1, "rng": holdfast.Rng()}
 
 
+def make_table(rank: int, life: Life) -> dict[str, Any]:
+    """A table as large as the share of each rank of all else, which one rank has alone, and what
+    updates it.
+    """
+    rows = -(-4 * life.rows // life.world)
+    own, first = (rows, 0) if rank == life.heavy else (0, rows if rank > life.heavy else 0)
+    table = nn.Embedding(own, COLUMNS)
+    holdfast.declare(table.weight, holdfast.Shard((rows, COLUMNS), (first, 0)))
+    return {"table": table, "table_optimizer": torch.optim.SGD(table.parameters(), lr=0.0)}
+
+
 def take_step(model: Any, state: dict[str, Any], step: int) -> None:
     """After it, every parameter element is triangle(step + 1), every momentum -(step + 1)."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, -1.0)
     state["optimizer"].step()
+    if "table" in state:
+        state["table"].weight.grad = torch.zeros_like(state["table"].weight)
+        state["table_optimizer"].step()
     model.seen.fill_(float(step))
     state["count"] = step
 
@@ -226,13 +247,21 @@ def _train(rank: int, life: Life) -> None:
     moody = Moody(life.moody[1] if rank == life.moody[0] else "")
     if life.moody[1]:
         state["moody"] = moody
+    if life.heavy >= 0:
+        state |= make_table(rank, life)
     moody.checkpointer = checkpointer = holdfast.Checkpointer(
         life.root, state, storage=storage, **life.options
     )
     checkpointer._saver.timeouts = Timeouts(**life.patience)
     holdfast.subscribe(lambda event, _: _report(event, life.report_s))
     signpost.say("restore")
+    where = Path(life.journals or life.directory)
+    journal = Journal(where, rank, incarnation=checkpointer.incarnation)
+    journal.write("start", world=life.world, pid=os.getpid())
     restored = checkpointer.restore()
+    if restored:
+        journal.write("restored", step=restored.step, parent=restored.generation,
+                      source=restored.source, elapsed_s=restored.elapsed_s)  # fmt: skip
     first = restored.step + 1 if restored else 0
     wrong = wrong_elements(model, state, restored.step) if restored else []
     source, handle = restored.source if restored else "", None
@@ -245,10 +274,15 @@ def _train(rank: int, life: Life) -> None:
         time.sleep(random.random() * life.pause_s)
         if rank == life.late[0]:
             time.sleep(life.late[1])
+        if (rank, step) == life.fails:
+            raise RuntimeError(f"the loss of step {step} is not a number")
         signpost.say("update")
         take_step(model, state, step)
         signpost.say("save", step)
-        return checkpointer.step(step)
+        journal.write("update", step=step)
+        handle = checkpointer.step(step)
+        journal.write("over", step=step)
+        return handle
 
     last = first + life.steps
     for step in range(first, last):
@@ -265,6 +299,7 @@ def _train(rank: int, life: Life) -> None:
             break
     signpost.say("close")
     checkpointer.close()
+    journal.write("end")
     signpost.say("closed")
 
 
