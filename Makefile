@@ -116,7 +116,7 @@ fuzz: $(READY) $(ATHERIS)/.ready ## search inputs that break a parser, for FUZZ_
 
 .PHONY: walks
 walks: $(READY) ## play WALKS=1000000 random runs of ranks, hosts and keepers, by seed (an hour on 2 cores)
-	PYTHONPATH=tests $(BIN)/python -m support.coordinator.seeded_walks $(WALKS)
+	PYTHONHASHSEED=0 PYTHONPATH=tests $(BIN)/python -m support.coordinator.seeded_walks $(WALKS)
 
 .PHONY: azurite gateways
 azurite: $(AZURITE)/.ready ## the server that roots az:// are tested on (takes node and npm, downloads 190 MB once)

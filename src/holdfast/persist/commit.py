@@ -47,8 +47,8 @@ from holdfast.storage.files import may_be_same
 #: Publications from when nothing names a file until it is removed: readers finish meanwhile.
 SWEPT_AFTER = 2
 #: Directories of a bucket that one publication removes, each of which is listed before: as many as
-#: one adds, with its parts.
-_AT_ONCE = 2
+#: one adds, with its parts. Of many, as after a Keep was lowered, a part of all that are due.
+_AT_ONCE, _PART_AT_ONCE = 2, 64
 #: From so many ancestors on, the records of a line are looked up in a bucket's index.
 _LONG_LINE = 3
 _IS_OF = re.compile(rf"{STEPS}/([0-9]+)-([0-9]+)-")
@@ -409,7 +409,7 @@ class Sweeper:
             due = [path for path in due if path not in spared]
         self._rounds += 1
         due = [path for path in due if self._again.get(path, (0, 0))[1] <= self._rounds]
-        chosen = due[:_AT_ONCE]
+        chosen = due[: max(_AT_ONCE, len(due) // _PART_AT_ONCE)]
         for path in chosen:  # one that cannot be removed rests for longer each time
             tries = self._again.get(path, (0, 0))[0] + 1
             self._again[path] = tries, self._rounds + 2**tries
