@@ -82,8 +82,8 @@ class CheckedWorld(RealWorld):
     # ── a good end ──────────────────────────────────────────────────────────────────────────
 
     def settle_down(self) -> None:
-        for _ in range(100):
-            self.pass_time(0.1)
+        for _ in range(20):
+            self.pass_time(0.5)
             while self.planning:
                 self.end_planning(self.planning[0])
             for slot in list(self.allocating):

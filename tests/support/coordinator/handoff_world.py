@@ -376,10 +376,10 @@ class RealWorld:
         for host in [host for host, each in self.joiners.items() if each.due_s <= self.now_s]:
             self.pass_on(host)
         self.carry_out(self.keeper.tick(self.now_s))
-        living = {p.writer for p in self.processes if p.alive}
-        for slot in list(self.keeper.slots.values()):
-            if slot.state != "quarantined" or slot.id not in self.records:
-                continue
+        slots = self.keeper.slots.values()
+        frozen = [s for s in slots if s.state == "quarantined" and s.id in self.records]
+        living = {p.writer for p in self.processes if p.alive} if frozen else set()
+        for slot in frozen:
             if slot.writer not in living or self.is_sealed(slot):
                 self.carry_out(self.keeper.lifecycle.writer_gone(slot.id))
 

@@ -74,7 +74,10 @@ def walk(kind: type[RuleBasedStateMachine], seed: int, moves: int = MOVES) -> li
 
 
 def _may_run(machine: RuleBasedStateMachine, one: Any) -> bool:
-    return all(condition(machine) for condition in one.preconditions)
+    for condition in one.preconditions:  # noqa: SIM110 -- half of the time of a generator's
+        if not condition(machine):
+            return False
+    return True
 
 
 def _play(machine: RuleBasedStateMachine, one: Any, data: SeededData, played: list[str]) -> None:
