@@ -246,3 +246,17 @@ def test_a_slow_host_that_has_fewer_bytes_is_found(tmp_path: Path) -> None:
 def test_a_rank_of_a_few_bytes_is_not_slow_for_what_any_copy_takes(tmp_path: Path) -> None:
     tiny = {"size_bytes": {3: 1000}, "copy_s": {3: 0.004}, "write_s": {3: 0.01}}
     assert of_run(tmp_path, HOST_OF, **tiny) == ()
+
+
+def test_one_of_two_ranks_of_a_busy_host_does_not_stand_for_it() -> None:
+    """The copies of rank 5 are slow, and what both ranks of c write."""
+
+    def fault(step: int, rank: int, does: dict[str, float]) -> None:
+        if rank in (4, 5):
+            does["write_s"] *= 4
+        if rank == 5:
+            does["copy_s"] *= 20
+
+    (one,) = blamed(fault, 1)
+    assert (one.place, one.cause, one.ranks) == ("host c", "busy", (4, 5))
+    assert one.sentence.startswith("host c, CPU or memory")

@@ -90,3 +90,51 @@ def test_a_host_that_vanished_with_its_keeper_is_the_victim(tmp_path: Path) -> N
     assert reliability is not None
     (one,) = reliability.interruptions
     assert (one.rank, one.host) == (0, "a")
+
+
+OWN, OF_A_PEER = "ValueError: the loss is not a number", "RuntimeError: Connection closed by peer"
+
+
+def interruption(
+    root: Path, ends: dict[int, tuple[float, str]], lost: dict[int, float], by: str
+) -> tuple[int, str, str]:
+    """Who is said to be the victim of a start that ended so. ``ends``: when ranks failed, at what;
+    ``lost``: when the keeper of host ``by`` saw the end of ranks.
+    """
+    ranks = {0: "a", 1: "b", 2: "c"}
+    told = Told(root)
+    tell_start(told, 1, 10.0, ranks)
+    tell_save(told, 1, 0, 20.0, ranks)
+    for rank, (at_s, reason) in ends.items():
+        ended = {"outcome": "failed", "reason": reason}
+        told(of(events.RunEnded, 1, rank, **ended), at_s, ranks[rank])
+    for rank, at_s in lost.items():
+        told(of(events.TrainerLost, 1, rank, host=ranks[rank], pid=1), at_s, by)
+    tell_start(told, 2, 40.0, ranks, (1, 0))
+    reliability = read_report(told.write()).reliability
+    assert reliability is not None
+    (one,) = reliability.interruptions
+    return one.rank, one.host, one.reason
+
+
+def test_who_was_killed_is_the_victim_though_its_end_was_seen_behind_that_of_others(
+    tmp_path: Path,
+) -> None:
+    ends = {0: (30.0, OF_A_PEER), 2: (30.01, OF_A_PEER)}
+    lost = {0: 29.99, 1: 30.064, 2: 30.0}
+    assert interruption(tmp_path, ends, lost, "a") == (1, "b", "")
+
+
+def test_who_failed_first_at_something_of_its_own_is_the_victim(tmp_path: Path) -> None:
+    """The launcher killed the others for that, which left no word."""
+    ends = {2: (30.0, OWN)}
+    assert interruption(tmp_path, ends, {0: 30.1, 1: 30.2, 2: 29.9}, "a") == (2, "c", OWN)
+
+
+def test_a_host_that_was_ended_for_an_error_of_another_is_not_the_victim(tmp_path: Path) -> None:
+    """With its keeper, as containers are."""
+    assert interruption(tmp_path, {0: (30.0, OWN)}, {0: 30.1}, "a") == (0, "a", OWN)
+
+
+def test_a_host_whose_keeper_saw_the_end_of_another_rank_is_not_the_victim(tmp_path: Path) -> None:
+    assert interruption(tmp_path, {}, {1: 30.2, 2: 30.1}, "a") == (2, "c", "")

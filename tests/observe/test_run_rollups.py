@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ from holdfast.observe.rollup_writer import RollupWriter
 from holdfast.observe.rollups import NAMED
 from holdfast.observe.run_rollup_thread import RollupJoining
 from holdfast.observe.run_rollup_writer import RunRollupWriter
-from holdfast.observe.run_rollups import Coverage, joined_directory, joined_files, read_head
+from holdfast.observe.run_rollups import (
+    Coverage,
+    joined_directory,
+    joined_files,
+    joined_name,
+    read_head,
+)
 from observe.test_rollup_files import (
     MANY,
     RANKS,
@@ -426,6 +433,32 @@ def test_what_one_that_is_not_listed_is_of_is_not_joined_again(
     assert found.pop("unreadable") == [f"{first.name}: No such file or directory"]
     del found["findings"], expected["findings"], expected["unreadable"]
     assert_alike(found, expected)
+
+
+def test_many_that_are_lost_are_waited_for_together(tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    join_in_two(root)
+    directory = joined_directory(root / "events")
+    for path in directory.iterdir():
+        path.rename(directory / f"{int(path.name[:8]) + 5:08d}.jsonl.gz")
+    writer = writer_of(root, reading_s=0.2)
+    with pytest.raises(FileNotFoundError):
+        writer.join()
+    time.sleep(0.25)
+    writer.join()
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "", "a\0.jsonl", 400 * "x" + ".jsonl", 240 * "é" + ".jsonl"], ids=range(5)
+)
+def test_a_name_that_no_file_can_have_is_passed_over(name: str, tmp_path: Path) -> None:
+    root = tell_run(tmp_path, RANKS)
+    directory = joined_directory(root / "events")
+    directory.mkdir(parents=True)
+    head = RunRollupHead(1, [TrailParts(name, [FilePart("0", 0, 1)])])
+    lines = msgspec.json.encode(head) + b'\n{"file": "", "start": 0, "end": 0}\n'
+    (directory / joined_name(1)).write_bytes(gzip.compress(lines))
+    assert said(root)["unreadable"] == []
 
 
 @pytest.mark.parametrize("which", ["events", "rollups", "joined"])

@@ -166,6 +166,15 @@ def test_after_going_back_further_than_it_knows_it_shows_what_it_went_back_to(so
     assert to_plain(run, WALL_S)["reached"]["captured"]["is_restored"]
 
 
+def test_what_a_run_started_from_of_another_root_is_nothing_that_it_has() -> None:
+    other = events.Restored(incarnation=1, rank=0, step=1000, parent_incarnation=7,
+                            source="storage", elapsed_s=1.0, size_bytes=1, world=2,
+                            saved_world=2)  # fmt: skip
+    assert state_of(other).reached == {}
+    mine = events.CheckpointPublished(incarnation=1, step=1001, elapsed_s=0, size_bytes=1, images=1)
+    assert state_of(other, mine).reached["durable"].step == 1001
+
+
 def test_rates_slow_ranks_and_the_save_under_way() -> None:
     run, mine = LiveRun(), {"incarnation": 1, "step": 3}
     run.take(events.SnapshotCaptured(incarnation=1, step=2, elapsed_s=0, world=4),

@@ -103,7 +103,7 @@ def find_slow(
     finder = _Finder(newest, ranks_by_host)
     found = _of_storage([one for phase in _PHASES for one in finder.of_phase(phase)])
     found += finder.late(max(LEAST_S, 4 * clock_error_s))
-    found = _of_busy(found, finder.name)
+    found = _of_busy(found)
     return tuple(sorted(found, key=lambda one: one.usual_s - one.value_s))
 
 
@@ -125,7 +125,7 @@ def _of_storage(found: Sequence[Blame]) -> list[Blame]:
 _DESCRIBING = frozenset({"describe_s", "volatile_s"})
 
 
-def _of_busy(found: Sequence[Blame], name: Callable[[int], str]) -> list[Blame]:
+def _of_busy(found: Sequence[Blame]) -> list[Blame]:
     """Makes one of what is slow of the same ranks, where these copy and write slowly, or describe
     slowly and come late: what they compute with is what they lack. What only copies slowly and
     comes late may wait for its own copies.
@@ -138,15 +138,15 @@ def _of_busy(found: Sequence[Blame], name: Callable[[int], str]) -> list[Blame]:
         does_all_slowly = "write_s" in phases and phases & {"copy_s", *_DESCRIBING}
         if any(one.cause == "bytes" for one in own) or not (computes_slowly or does_all_slowly):
             continue
-        worst = max((one for one in own if one.cause == "slow"), key=_later_s)
+        slow = [one for one in own if one.cause == "slow"]
+        worst = max(slow, key=lambda one: (len(one.ranks), _later_s(one)))
         does = ", ".join(_doing(one) for one in own)
-        place = worst.place if worst.place.startswith("host") else name(ranks[0])
         sentence = (
-            f"{place}, CPU or memory: whatever it does takes longer than elsewhere ({does}), since "
-            f"{worst.since}; look at what else runs there (top, steal of a virtual machine)"
+            f"{worst.place}, CPU or memory: whatever it does takes longer than elsewhere ({does}), "
+            f"since {worst.since}; look at what else runs there (top, steal of a virtual machine)"
         )
         left = [one for one in left if one not in own]
-        left.append(replace(worst, place=place, cause="busy", sentence=sentence))
+        left.append(replace(worst, cause="busy", sentence=sentence))
     return left
 
 

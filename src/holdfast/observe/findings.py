@@ -37,6 +37,8 @@ DOWN = 0.7
 APART_S = 1.0
 #: Seconds, and medians of all saves, after which a rank is one that others waited for in a stall.
 LATE_S, LATE_TIMES = 1.0, 5.0
+#: The part of what stalls took that this must explain.
+LATE_PART = 0.1
 #: What steps may take longer behind a copy or a write.
 INTERFERES = 0.05
 #: Starts of a keeper that are more than chance, and starts without progress.
@@ -268,17 +270,20 @@ def _stalled(report: Report, _: float | None) -> Iterator[Evidence]:
     if ledger is not None and ledger.seconds["stall"] > 0.01 * ledger.elapsed_s:
         stalled = seconds_text(ledger.seconds["stall"])
         part = ledger.seconds["stall"] / ledger.elapsed_s
-        who = _who_came_late(report)
+        who = _who_came_late(report, ledger.seconds["stall"])
         yield Evidence(f"steps that hung took {stalled} in all, {100 * part:.1f} % of the run{who}")
 
 
-def _who_came_late(report: Report) -> str:
+def _who_came_late(report: Report, stalled_s: float) -> str:
     """Returns which rank came to a save long after the others, if one did: these waited for it."""
     late_s = [save.late_s for save in report.saves if save.late_s is not None]
     if not late_s:
         return ""
     worst = max(report.saves, key=lambda save: save.late_s or 0.0)
-    if worst.late_rank < 0 or max(late_s) < max(LATE_S, LATE_TIMES * statistics.median(late_s)):
+    least_s = max(LATE_S, LATE_TIMES * statistics.median(late_s))
+    own_s = [save.late_s or 0.0 for save in report.saves if save.late_rank == worst.late_rank]
+    waited_s = sum(s for s in own_s if s >= least_s)
+    if worst.late_rank < 0 or waited_s < LATE_PART * stalled_s or max(late_s) < least_s:
         return ""
     who, at = ranks_text_of(report, (worst.late_rank,)), f"{worst.incarnation}-{worst.step}"
     return f"; {who} came to save {at} {seconds_text(worst.late_s)} after the first"

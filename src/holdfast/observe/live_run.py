@@ -224,7 +224,9 @@ class LiveRun:
         parent = of.parent_incarnation, of.step
         if of.incarnation >= max(self._parents, default=0):
             one = Reached(*parent, head.time_s, head.by_host, is_restored=True)
-            self._restored = dict.fromkeys(_OF_SOURCE.get(of.source, ()), one)
+            # A run's own are of starts before; others are of the root that it started from.
+            states = _OF_SOURCE.get(of.source, ()) if parent[0] < of.incarnation else ()
+            self._restored = dict.fromkeys(states, one)
         self._parents[of.incarnation] = parent
 
     def _take_moment(self, event: AnyEvent, head: RecordHead) -> None:

@@ -7,6 +7,7 @@ shared memory when it died.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,24 @@ _OF_DEATHS = frozenset({events.TrainerLost.__name__, events.TrainerDied.__name__
 _OF_TRAINING = frozenset({*(kind.__name__ for kind in _OF_TRAINERS), *_OF_DEATHS})
 
 
+#: In the errors of those that miss another rank, or were told to end.
+_OF_OTHERS = re.compile(
+    r"(closed|reset) by peer|broken pipe|pair closure|connection (refused|was likely closed)"
+    r"|got 0 bytes|recvvalue|tim(ed ?|e)out|nccl|watchdog|dist(backend|network|store)error"
+    r"|peererror|deadlineexceeded|keepererror|fenced"
+    r"|signalexception|keyboardinterrupt|systemexit|preempted",
+    re.IGNORECASE,
+)
+
+
+def _is_of_others(reason: str) -> bool:
+    return bool(_OF_OTHERS.search(reason))
+
+
+def _is_own(reason: str) -> bool:
+    return bool(reason) and not _is_of_others(reason)
+
+
 @dataclass(slots=True)
 class _Life:
     """One incarnation while its records come in."""
@@ -57,6 +76,8 @@ class _Life:
     errors: dict[int, tuple[HostMoment, str]] = field(default_factory=dict)
     lost: dict[int, tuple[events.TrainerLost, HostMoment]] = field(default_factory=dict)
     died: dict[int, tuple[events.TrainerDied, HostMoment]] = field(default_factory=dict)
+    #: Hosts of which the keeper told that a rank was lost.
+    tellers: set[str] = field(default_factory=set)
     #: host -> the first moment of a trainer's record
     first: dict[str, HostMoment] = field(default_factory=dict)
     newest_step: int | None = None
@@ -83,12 +104,23 @@ class _Life:
 
     def vanished(self) -> int | None:
         """Returns the first rank of a host of which nobody saw the end, not even its keeper, where
-        that of others was seen; None without one.
+        that of others was seen, and not by it; None without one.
         """
         seen = self.lost.keys() | self.died.keys() | self.outcomes.keys()
-        hosts = {self.ranks[rank] for rank in seen if rank in self.ranks}
+        hosts = {self.ranks[rank] for rank in seen if rank in self.ranks} | self.tellers
         gone = [rank for rank, host in self.ranks.items() if host not in hosts]
         return min(gone, default=None) if hosts and len(self.ranks) == self.world else None
+
+    def first_gone(self, lost: Sequence[LostTrainer], common: CommonClock) -> LostTrainer | None:
+        """Returns who went first: of those that did not fail for want of another, if there are any.
+        ``lost``: those that were seen to go away without a word.
+        """
+        ended = list(lost)
+        for rank, (at, reason) in self.errors.items():
+            moments = [at, *(one[1] for one in (self.lost.get(rank),) if one)]
+            at_s = min(map(common.seconds, moments))  # it hung up before it told its error
+            ended.append(LostTrainer(rank, self.ranks.get(rank, ""), 0, at_s, reason=reason))
+        return min(ended, key=lambda one: (_is_of_others(one.reason), one.time_s), default=None)
 
     def dead(self, common: CommonClock) -> Iterable[LostTrainer]:
         """Yields the ranks that were seen to go away, or found to be gone, and at what."""
@@ -136,7 +168,7 @@ class Lives:
             return
         life = self._lives[event.incarnation]
         if name in _OF_DEATHS:
-            self._take_death(life, event, at)
+            self._take_death(life, event, head, at)
         else:
             if name == "RunStarted" and event.rank == 0:
                 self._leader = min(self._leader, (event.incarnation, at.clock))
@@ -207,12 +239,13 @@ class Lives:
         self._lives[of.incarnation].timeline.add_blocked(of.step, of.blocked_s)
 
     @staticmethod
-    def _take_death(life: _Life, event: AnyEvent, at: HostMoment) -> None:
+    def _take_death(life: _Life, event: AnyEvent, head: RecordHead, at: HostMoment) -> None:
         if isinstance(event, events.TrainerDied):
             life.died[event.rank] = event, at
             life.done(event.step)
         elif isinstance(event, events.TrainerLost):
             life.timeline.take_death(event.rank, at)
+            life.tellers.add(head.by_host)
             _, before = life.lost.setdefault(event.rank, (event, at))
             if before.clock != at.clock or before.at_s < at.at_s:  # it had joined again
                 life.lost[event.rank] = event, at
@@ -251,23 +284,19 @@ class Lives:
         ]
 
     def _interrupted(self, before: Start, after: Start, common: CommonClock) -> Interrupted:
-        first = before.lost[0] if before.lost else None
         line = self._lives[after.incarnation].timeline
         newest = before.newest_step
         life = self._lives[before.incarnation]
-        errors = [(common.seconds(at), rank, why) for rank, (at, why) in life.errors.items()]
-        _, rank, reason = min(errors, default=(0.0, -1, ""))
-        vanished = life.vanished()
-        if vanished is not None:  # the others were lost, or failed, for want of it
-            rank, first = vanished, None
-        elif first is not None:
-            rank, reason = first.rank, first.reason or reason
+        first, vanished = life.first_gone(before.lost, common), life.vanished()
+        if vanished is not None and (first is None or not _is_own(first.reason)):
+            # The others were lost, or failed, for want of it.
+            first = LostTrainer(vanished, life.ranks[vanished], 0, 0.0)
         return Interrupted(
             incarnation=before.incarnation,
-            rank=rank,
-            host=life.ranks.get(rank, "") if first is None else first.host,
+            rank=-1 if first is None else first.rank,
+            host="" if first is None else first.host,
             phase="" if first is None else first.phase,
-            reason=reason,
+            reason="" if first is None else first.reason,
             cause="failed" if before.ended == "failed" else "killed",
             lost_steps=after.lost_steps,
             done_again_us=None if newest is None else line.moment_of(newest, common),

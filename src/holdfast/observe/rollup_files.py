@@ -26,6 +26,8 @@ from holdfast.observe.event_files import (
 from holdfast.observe.rollup_groups import FilePart, Rollup
 
 ROLLUPS = "rollups"
+#: The most that a writer's name has, so that those of its full files are short enough, too.
+_NAME_BYTES = 240
 #: The most that the first line of a file has; a record has less.
 _FIRST_BYTES = 64 << 10
 
@@ -99,12 +101,18 @@ def rollup_path(trail: Path) -> Path:
     return trail.parent / ROLLUPS / trail.name
 
 
+def _is_writer(name: str) -> bool:
+    """True for what may be the name of a writer's newest file: a roll-up may say anything."""
+    is_name = name.endswith(".jsonl") and not {"/", "\0"} & set(name)
+    return is_name and len(name.encode(errors="replace")) <= _NAME_BYTES
+
+
 def trails_with_rollups(events: Path, joined: Iterable[str], refused: Refused) -> list[Path]:
     """Returns the newest file of every writer in a directory, also of those of which only roll-ups
     are left; ``joined``: the names of those of which roll-ups of all hosts are. ``refused``: called
     for a directory that cannot be listed.
     """
-    names = {name for name in joined if Path(name).name == name}
+    names = {name for name in joined if _is_writer(name)}
     for directory in (events, events / ROLLUPS):
         try:
             names.update(one.name for one in trails_in(directory))

@@ -114,8 +114,9 @@ class RunRollupWriter:
         """Learns what was joined, by any keeper.
 
         Raises OSError where one cannot be read that must be there; one that is still missing after
-        minutes is lost, and covers nothing.
+        minutes is lost, and covers nothing. Of several the minutes are the same ones.
         """
+        missing: FileNotFoundError | None = None
         for number, path in joined_files(events):
             if number in self._heads:
                 continue
@@ -123,11 +124,14 @@ class RunRollupWriter:
                 self._coverage.take(read_head(path))
             except _DAMAGED:  # it covers nothing
                 pass
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 since_s = self._missing_s.setdefault(number, time.monotonic())
                 if time.monotonic() - since_s < self._reading_s:
-                    raise
+                    missing = missing or error
+                    continue
             self._heads.add(number)
+        if missing is not None:
+            raise missing
 
 
 class _TrailJoin:
