@@ -69,6 +69,7 @@ def run_and_kill(root: Path, journals: Path, arena_dir: Path) -> tuple[list[floa
     with Lives(root, seed=2211) as lives:
         for number in range(KILLS + 1):
             how = {"storage": 5, "hosts": HOSTS, "pause_s": 0.15, "journals": str(journals)}
+            how["leaves_errors"] = True  # of who failed for want of another
             lives.start(len(HOSTS), 100_000 if number < KILLS else 20, options={"parity": 1}, **how)
             starts.append(min(map(began_s, lives.pids)))
             if number == KILLS:

@@ -125,6 +125,24 @@ def test_who_was_killed_is_the_victim_though_its_end_was_seen_behind_that_of_oth
     assert interruption(tmp_path, ends, lost, "a") == (1, "b", "")
 
 
+def test_what_torchrun_was_told_says_who_failed_for_want_of_another(tmp_path: Path) -> None:
+    """Seen before the end of who was killed."""
+    ranks = {0: "a", 1: "b", 2: "c"}
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, ranks)
+    tell_save(told, 1, 0, 20.0, ranks)
+    for rank, at_s in ((2, 30.0), (1, 30.064)):
+        told(of(events.TrainerLost, 1, rank, host=ranks[rank], pid=1), at_s, "a")
+        died = {"host": ranks[rank], "phase": "training", "reason": OF_A_PEER * (rank == 2)}
+        told(of(events.TrainerDied, 1, rank, **died), at_s + 0.5, ranks[rank])
+    told(of(events.TrainerLost, 1, 0, host="a", pid=1), 30.7, "a")
+    tell_start(told, 2, 40.0, ranks, (1, 0))
+    reliability = read_report(told.write()).reliability
+    assert reliability is not None
+    (one,) = reliability.interruptions
+    assert (one.rank, one.host, one.reason) == (1, "b", "")
+
+
 def test_who_failed_first_at_something_of_its_own_is_the_victim(tmp_path: Path) -> None:
     """The launcher killed the others for that, which left no word."""
     ends = {2: (30.0, OWN)}

@@ -44,6 +44,10 @@ COLUMNS = 8192
 PHASES = ("construct", "restore", "meet", "update", "save", "close")
 
 
+#: Where a program that torchrun started leaves its error.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
 @dataclass(frozen=True)
 class Life:
     """How one start of the run is to go."""
@@ -78,6 +82,8 @@ class Life:
     heavy: int = -1
     #: Where each rank writes a journal of what it does; "": in the directory of the life.
     journals: str = ""
+    #: Each rank leaves its error where torchrun reads it.
+    leaves_errors: bool = False
     #: A rank whose program ends with an error at this step, each time that it comes there.
     fails: tuple[int, int] = (-1, -1)
 
@@ -236,7 +242,13 @@ def _live(rank: int, life: Life) -> None:
     if life.world > 1 or life.layout == "fsdp":
         store = dist.FileStore(f"{life.directory}/store", life.world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=life.world)
-    _train(rank, life)
+    try:
+        _train(rank, life)
+    except Exception as error:
+        if life.leaves_errors:
+            said = {"message": {"message": f"{type(error).__name__}: {error}"}}
+            _write(Path(os.environ[_ERROR_FILE]), json.dumps(said))
+        raise
 
 
 def _train(rank: int, life: Life) -> None:
@@ -336,6 +348,9 @@ class Lives:
         own = life.settings or ({},) * world
         if life.hosts:
             own = tuple({HOST: host} | one for host, one in zip(life.hosts, own, strict=True))
+        if life.leaves_errors:
+            files = (f"{self.directory}/reply-{rank}.json" for rank in range(world))
+            own = tuple(one | {_ERROR_FILE: file} for one, file in zip(own, files, strict=True))
         self._ranks = ForkedRanks(
             Path(self.directory),
             _live,
