@@ -575,3 +575,6 @@ def test_of_a_bucket_with_an_index_doctor_reads_what_it_looks_up_alone(
     assert sum("/steps/" in key for _, key in world.log) <= 4
     del world.objects[f"root/{whole.manifests[-1].images[0].path}"]
     assert doctor_root._damaged(store, overview(store))[0]
+    found = overview(store)
+    world.fault = lambda kind, key: "dropped" if "/manifests/" in key else ""
+    assert doctor_root._damaged(store, found) == ((), len(whole.manifests))

@@ -78,6 +78,7 @@ def test_a_directory_without_the_memory_of_a_host_is_refused(
     assert "no has no arenas in it: it does not exist. Give an arena of another host" in said
     (tmp_path / "file").write_bytes(b"x")
     assert "it is not a directory" in refused("file")
+    assert "it cannot be read (File name too long)" in refused("n" * 300)
     (tmp_path / "empty").mkdir()
     assert "only nothing: an arena is a directory with files *.slot" in refused("empty")
     for number in range(7):

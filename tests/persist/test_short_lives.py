@@ -82,6 +82,22 @@ def test_retention_goes_on_however_short_the_lives_of_keepers_are(
 
 
 @pytest.mark.promise
+@pytest.mark.parametrize(("keep", "life"), [(2, 1), (5, 1), (5, 2)])
+def test_of_few_checkpoints_no_more_stay_where_keepers_end_with_their_first_publication(
+    keep: int, life: int, monkeypatch: Patch
+) -> None:
+    world = World()
+    for number in range(12):
+        store = model_store(world, monkeypatch, tries_s=0.1)
+        if not number:
+            commit.open_root(store, "r")
+        keeper = Keeper(store, Keep(last=keep))
+        with store.lock("writer", "me"):
+            assert keeper.publish(range(number * life, (number + 1) * life)) <= keep
+            keeper.end()
+
+
+@pytest.mark.promise
 def test_a_start_that_restores_twice_keeps_what_it_goes_on_from(monkeypatch: Patch) -> None:
     store = model_store(World(), monkeypatch, tries_s=0.1)
     commit.open_root(store, "r")

@@ -487,6 +487,10 @@ class Persister:
         pins = pinned(self.store)
         if not is_known and pins and mend(self.store, found):  # a keeper was killed while it pruned
             found = self._overview(published, is_known=False)
+        # A keeper may end with its first publication: of few checkpoints no index is left to the
+        # next, so all are known at once.
+        if first is not None and len(found.unread) <= _READ_AT_ONCE:
+            found = read_more(self.store, found, found.unread)
         self._sweeper.know(path for one in found.manifests for path in one.directories)
         held = self._sweeper.leases.held()
         read = {lease.generation for lease in held}

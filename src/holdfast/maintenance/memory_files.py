@@ -280,14 +280,16 @@ def _required_arenas(home: Path) -> list[Path]:
         f"Give an arena of another host, or the directory with its arenas, which is {arena_home()} "
         "there unless HOLDFAST_ARENA_DIR says another"
     )
-    if not home.is_dir():
-        what = "is not a directory" if home.exists() else "does not exist"
-        raise UsageError(f"{home} has no arenas in it: it {what}. {advice}.")
+    try:
+        names = sorted(path.name for path in home.iterdir())
+    except OSError as error:
+        what = {FileNotFoundError: "does not exist", NotADirectoryError: "is not a directory"}
+        why = what.get(type(error), f"cannot be read ({error.strerror})")
+        raise UsageError(f"{home} has no arenas in it: it {why}. {advice}.") from None
     arenas = _arenas(home)
     slots = [path for one in arenas for path in sorted(one.glob(f"*{SLOT_SUFFIX}"))]
     shards = [shard for one in arenas for shard in shards_in(one)]
     if not slots and not shards:
-        names = sorted(path.name for path in home.iterdir())
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         raise UsageError(
             f"{home} has no arenas in it, only {shown or 'nothing'}: an arena is a directory with "

@@ -144,13 +144,14 @@ def _damaged(store: Store, found: Overview) -> tuple[tuple[tuple[str, tuple[str,
         files += one.images + len(one.parts)
         if checked and files > most:
             break
-        if (manifest := _manifest(store, found, one.generation)) is None:  # removed since
-            checked += 1
-            continue
-        refs = (*manifest.images, *manifest.parts)
-        layout = layout_path(manifest.layout)
-        faults = [] if Path(layout).name in layouts else [f"{layout} is not there"]
         try:
+            if (manifest := _manifest(store, found, one.generation)) is None:
+                # Removed since; of what is there and was not read nothing is known.
+                checked += not store.exists(manifest_path(one.generation))
+                continue
+            refs = (*manifest.images, *manifest.parts)
+            layout = layout_path(manifest.layout)
+            faults = [] if Path(layout).name in layouts else [f"{layout} is not there"]
             faults += filter(None, read_each(store, partial(_size_fault, store), refs))
         except StorageError:  # storage does not answer: that says nothing about the files
             break
