@@ -216,6 +216,22 @@ def test_pin_and_pruner_in_every_order_of_their_operations_lose_no_pinned_checkp
     assert outcomes == {(True, True), (False, False), (False, True)}
 
 
+@pytest.mark.promise
+def test_a_pin_of_the_moment_of_a_pruning_that_cannot_be_read_keeps_its_checkpoint_too() -> None:
+    store = run_root()
+
+    class Pinned(PassingStore):
+        """A pin comes just before the manifest goes; its bytes are damaged."""
+
+        def remove(self, path: str) -> None:
+            pin(self.inner, OLD)
+            self.inner.publish(pin_path(OLD), b"damaged", replace=True)
+            super().remove(path)
+
+    assert not commit.withdraw(Pinned(store), OLD)
+    assert stands(store) and pinned(store) == {OLD}
+
+
 def test_a_second_pin_in_the_moment_of_a_pruning_does_not_undo_the_first() -> None:
     """The pruner has removed the manifest and not yet looked again: a second pin is refused."""
     store = run_root()

@@ -511,7 +511,8 @@ class Persister:
         is_swept = self._sweeper.may_sweep(found.broken) and not (is_indexed or is_late or is_read)
         due = self._sweeper.due(found.manifests, held, pins, found.unread) if is_swept else []
         began_s = time.monotonic()
-        gone = commit.remove_unpinned(self.store, going, due) if going or due else []
+        data = {g: seal(self._mine[g]) for g in going if g in self._mine}
+        gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
         took_s = time.monotonic() - began_s
         self._sweeper.forget(due)
         for generation in gone:

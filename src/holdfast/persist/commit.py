@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -243,25 +244,32 @@ def withdraw(store: Store, generation: Generation) -> bool:
     """
     if generation in pinned(store):
         return False
-    return bool(remove_unpinned(store, [generation], ()))
+    known = {}
+    with contextlib.suppress(NotFound):
+        known[generation] = store.read(manifest_path(generation))
+    return bool(remove_unpinned(store, [generation], (), known))
 
 
 def remove_unpinned(
     store: Store,
     generations: Sequence[Generation],
     trees: Sequence[str],
+    known: Mapping[Generation, bytes] = MappingProxyType({}),
 ) -> list[Generation]:
     """Removes manifests that no pin held just now, and directories that nothing names; returns
-    those that are removed: what was pinned meanwhile is published back, as the pin has it.
+    those that are removed: what was pinned meanwhile is published back. ``known``: bytes of
+    manifests; of others those that the pin has are published, if it can be read.
     """
     held = frozenset[Generation]()
     try:
         remove_all(store, [manifest_path(generation) for generation in generations], trees)
     finally:  # some of it may be removed, whatever failed
         held = pinned(store).intersection(generations) if generations else held
-        for manifest, data in manifests_in_pins(store, held):
+        others = manifests_in_pins(store, held.difference(known))
+        data = {g: known[g] for g in held if g in known} | {m.generation: d for m, d in others}
+        for generation in sorted(data):
             with contextlib.suppress(AlreadyPublished):  # it was not removed
-                store.publish(manifest_path(manifest.generation), data)
+                store.publish(manifest_path(generation), data[generation])
     return [generation for generation in generations if generation not in held]
 
 

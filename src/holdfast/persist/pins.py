@@ -5,7 +5,8 @@ generation, so that a pin whose bytes are damaged still counts. Setting a pin ta
 root, and so may run at any point of a pruner, which holds that lock. For one generation, they do
 
     pruner   R1 read the pins      W remove the manifest      R2 read the pins
-             B  publish back the bytes that the pin has, if it was pinned by then
+             B  publish the same bytes back, or those that the pin has, if it was pinned
+                by then
     pin      A  read the manifest  P publish the pin          C does the manifest stand?
              U  if not, remove the pin again and fail with NotFound
 
