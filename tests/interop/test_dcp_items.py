@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.errors import ForeignFormatError
-from holdfast.interop import dcp, pickles, record_runs
+from holdfast.interop import dcp, dcp_items, pickle_records, pickles, record_runs
 from holdfast.interop.dcp import read_dcp_tree
+from holdfast.interop.dcp_items import ChunkBoxes, Wrong
 from holdfast.interop.foreign import ForeignCheckpoint, ForeignLeaf
 from holdfast.interop.foreign_images import ForeignImages
 from holdfast.interop.source_files import SourceFiles
@@ -171,3 +173,48 @@ def test_columns_are_used_for_metadata_of_many_bytes_only(
         read_dcp_tree(SourceFiles(written(tmp_path / "d", data)), "")
         assert used.pop() == (len(data) >= record_runs.MANY_BYTES)
     assert len(data) > record_runs.MANY_BYTES
+
+
+def chunk(start: tuple[int, ...], sizes: tuple[int, ...]) -> pickle_records.Record:
+    return pickle_records.Record("ChunkStorageMetadata", {"offsets": start, "sizes": sizes})
+
+
+def test_a_shape_beyond_all_numbers_is_refused(tmp_path: Path) -> None:
+    data = pickle.dumps(described({"a": (2, 3)}))
+    at = data.index(b"K\x18K\x03\x86")
+    huge = data[:at] + b"\x8a\x0a" + (1 << 70).to_bytes(10, "little") + data[at + 2 :]
+    with pytest.raises(ForeignFormatError, match="'a' has a shape that no tensor has"):
+        read_dcp_tree(SourceFiles(written(tmp_path / "d", huge)), "")
+
+
+def test_a_place_whose_end_is_beyond_all_numbers_is_refused(tmp_path: Path) -> None:
+    """As a number of 64 bits its end would be negative, and the file as long as it should be."""
+    metadata = described({"a": (2, 3)})
+    first = next(iter(metadata.storage_data))
+    metadata.storage_data[first] = _StorageInfo("__0_0.distcp", (1 << 63) - 10, 900)
+    with pytest.raises(ForeignFormatError, match="'a' lies at no place of a file"):
+        read_dcp_tree(SourceFiles(written(tmp_path / "d", pickle.dumps(metadata))), "")
+
+
+def test_chunks_that_many_tensors_share_are_known_of_a_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each shape they are others: metadata of 3 MB would take gigabytes."""
+    monkeypatch.setattr(dcp_items, "_MAX_KNOWN", 250)
+    boxes, shared = ChunkBoxes(), [chunk((at,), (1,)) for at in range(100)]
+    for size in range(100, 120):
+        assert len(boxes.of(shared, (size,))[1]) == 100
+    assert len(boxes._known) == 2
+    with pytest.raises(Wrong, match="outside"):
+        boxes.of(shared, (99,))
+
+
+def test_boxes_whose_hashes_are_alike_take_no_longer() -> None:
+    """Each number is 0 or the modulus of Python's hashes of numbers."""
+    starts = [
+        tuple(((1 << 61) - 1) * (at >> bit & 1) for bit in range(14)) for at in range(1 << 14)
+    ]
+    begin_s = time.process_time()
+    found = ChunkBoxes().of([chunk(start, (0,) * 14) for start in starts], (1,) * 14)[1]
+    assert [box.start for box in found] == starts
+    assert time.process_time() - begin_s < 2, "as a dictionary of tuples it takes 5 s"

@@ -24,8 +24,8 @@ _NO_TENSOR = -1
 #: The sum of two is a number of 64 bits.
 _MAX_SIZE = (1 << 62) - 1
 _PLACE = ("offset", "length", "relative_path")
-#: Alike boxes are known of so many chunks.
-_MAX_ALIKE = 1 << 16
+#: Boxes are known by all chunks of a tensor until these are so many.
+_MAX_KNOWN = 1 << 21
 
 
 class Wrong(ValueError):
@@ -142,7 +142,8 @@ class Items:
             start, ndim = self._start[rows], self._ndim[rows]
             if (ndim == ndim[0]).all() and (np.diff(start[:, :1], axis=0) > 0).any(1).all():
                 continue
-            twice = len(rows) - len(set(map(tuple, np.column_stack([ndim, start]).tolist())))
+            # Sorted: anyone can make numbers whose tuples have one hash.
+            twice = len(rows) - len(np.unique(np.column_stack([ndim, start]), axis=0))
             if twice:
                 raise Wrong(
                     f"{twice} items of {name!r:.200} are there twice, at two places: of two saves"
@@ -180,7 +181,8 @@ def _place(key: Any, info: Any) -> tuple[int, int, object]:
             f"({_listed(where['transform_descriptors'])}), which can't be read yet"
         )
     offset, size, path = map(where.get, _PLACE)
-    if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
+    is_place = type(offset) is int and type(size) is int
+    if not is_place or not 0 <= offset <= _MAX_SIZE or not 0 <= size <= _MAX_SIZE:
         raise Wrong(f"{key[1]!r:.200} lies at no place of a file")
     return offset, size, path
 
@@ -195,11 +197,15 @@ class ChunkBoxes:
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Numbers, list[Box]]] = {}
-        self._alike: dict[Box, Box] = {}
+        self._known_chunks = 0
+        #: By their numbers as bytes, of which nobody can make many with one hash.
+        self._alike: dict[bytes, Box] = {}
 
     def of(self, chunks: list[Any], shape: tuple[int, ...]) -> tuple[Numbers, list[Box]]:
         """Where the boxes begin, and the boxes. Wrong for what is none of a tensor's."""
         ndim = len(shape)
+        if max(shape, default=0) > _MAX_SIZE:
+            raise Wrong("has a shape that no tensor has")
         if not chunks:
             return np.zeros((0, ndim), np.int64), []
         start, sizes = (np.concatenate(some) for some in zip(*_corners(chunks, ndim), strict=True))
@@ -207,15 +213,20 @@ class ChunkBoxes:
         if key in self._known:
             return self._known[key]
         stop = start + sizes
-        pairs = zip(map(tuple, start.tolist()), map(tuple, stop.tolist()), strict=True)
-        boxes = [self._alike.setdefault(box, box) for box in (Box(*pair) for pair in pairs)]
+        numbers, width = np.hstack([start, stop]).tobytes(), 16 * ndim
+        corners = zip(map(tuple, start.tolist()), map(tuple, stop.tolist()), strict=True)
+        boxes = [
+            self._alike.setdefault(numbers[at * width : (at + 1) * width], Box(*pair))
+            for at, pair in enumerate(corners)
+        ]
         if (stop > np.array(shape, np.int64)).any():
             outside = next(
                 (b for b in boxes if not b.is_empty and not Box.whole(shape).contains(b)), None
             )
             if outside is not None:
                 raise Wrong(f"has a chunk outside of its shape {shape}")
-        if len(self._alike) < _MAX_ALIKE:
+        if self._known_chunks + len(boxes) <= _MAX_KNOWN:
+            self._known_chunks += len(boxes)
             self._known[key] = start, boxes
         return start, boxes
 
