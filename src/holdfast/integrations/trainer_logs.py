@@ -35,7 +35,7 @@ def counts_of_trl(trainer: Any) -> dict[str, Any]:
     if not _is_trl(trainer):
         return {}
     found: dict[str, Any] = {"tokens": getattr(trainer, "_total_train_tokens", 0)}
-    for mode, values in getattr(trainer, "_metrics", {}).items():
+    for mode, values in _means(trainer):
         found[mode] = {name: list(some) for name, some in values.items()}
     return found
 
@@ -45,9 +45,15 @@ def give_counts_of_trl(trainer: Any, found: Mapping[str, Any]) -> None:
     if not found or not _is_trl(trainer):
         return
     trainer._total_train_tokens = found["tokens"]
-    for mode, values in getattr(trainer, "_metrics", {}).items():
+    for mode, values in _means(trainer):
         values.clear()
         values.update((name, list(some)) for name, some in found.get(mode, {}).items())
+
+
+def _means(trainer: Any) -> list[tuple[str, Any]]:
+    """Returns the lists by name, of each mode; none of a Trainer that has one for all modes."""
+    found = getattr(trainer, "_metrics", {}).items()
+    return [(mode, values) for mode, values in found if isinstance(values, Mapping)]
 
 
 def _is_trl(trainer: Any) -> bool:

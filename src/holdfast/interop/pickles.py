@@ -73,9 +73,12 @@ def interpret(
     """
     room_bytes = BASE_BYTES + max(2 * size_bytes, FACTOR * len(data))
     machine = _Machine(memoryview(data), where, room_bytes, as_rows)
+    is_unlike = False
     try:
         value = machine.run()
     except Unlike:
+        is_unlike = True
+    if is_unlike:  # out here, where no error keeps the memory of the first one
         machine = _Machine(memoryview(data), where, room_bytes)
         value = machine.run()
     if not may_follow and machine.at != len(machine.data):
