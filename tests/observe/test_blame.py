@@ -183,6 +183,11 @@ def test_it_takes_three_of_the_last_five_saves(times: int) -> None:
     assert bool(blamed(now_and_then, 1)) == (times >= 3)
 
 
+def test_storage_that_has_been_slow_for_longer_than_it_was_fast_is_still_slow() -> None:
+    (found,) = blamed(slower("finish_s", *HOST_OF, since=7), 1)
+    assert found.place == "all 4 hosts"
+
+
 def test_the_sentence_has_place_cause_figures_since_when_and_where_to_look() -> None:
     (found,) = blamed(slower("write_s", 4, 5), 3)
     assert found.since == "1-3" and found.saves == 5 and found.score < 0.4

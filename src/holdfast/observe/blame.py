@@ -264,7 +264,9 @@ class _Finder:
         """Yields that all ranks are slower than they were."""
         if len(saves) < WINDOW + PAST:
             return
-        past_s = statistics.median(save.phases[phase].median_s for save in saves[:-WINDOW])
+        # The older half: what has lasted for as many saves as there were before is still slow.
+        past = saves[: max(PAST, (len(saves) - WINDOW) // 2)]
+        past_s = statistics.median(save.phases[phase].median_s for save in past)
         slow = [save for save in saves[-WINDOW:] if _is_slow(save.phases[phase].median_s, past_s)]
         if len(slow) < NEEDED:
             return

@@ -109,7 +109,7 @@ def _stopped(lives: Lives, rank: int) -> None:
 def _hog(lives: Lives, rank: int) -> None:
     """Processes compete with one trainer for its one CPU, which the other trainers do not use."""
     first, *others = sorted(os.sched_getaffinity(0))
-    _start(lives, rows=1501)
+    _start(lives, rows=6001)
     for number, pid in enumerate(lives.pids):
         os.sched_setaffinity(pid, {first} if number == rank else {*(others or [first])})
     lives.wait_progress(len(HOSTS), _FIRST_SICK, timeout_s=240)
@@ -130,7 +130,7 @@ def _hogging(cpu: int) -> Iterator[None]:
 
 
 def _heavy(lives: Lives, rank: int) -> None:
-    _start(lives, heavy=rank, rows=3001)
+    _start(lives, heavy=rank, rows=6001)
     lives.wait_end(timeout_s=400)
 
 
