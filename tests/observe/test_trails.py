@@ -56,7 +56,9 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def steps_of(path: Path) -> list[int]:
-    found: list[dict[str, Any]] = [json.loads(line) for f in open_parts(path) for line in f]
+    lines = [line for f in open_parts(path) for line in f]
+    # The end of a line that is being written comes at the next look.
+    found: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith(b"\n")]
     return [record["step"] for record in found if record["event"] == "FenceWaited"]
 
 
