@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalogue import Catalogue
+from holdfast.catalogue import Catalogue, catalogue, pin_path
 from holdfast.errors import FormatError, StorageError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
+from holdfast.persist.commit import unnamed_directories
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, removable, remove
 from holdfast.policy.when import Keep
@@ -28,6 +29,15 @@ def filled() -> MemoryStore:
     fill(store)
     leave_behind(store)
     return store
+
+
+@pytest.mark.promise
+def test_what_a_pin_that_cannot_be_read_may_name_stays() -> None:
+    store = filled()
+    manifests = catalogue(store).manifests
+    assert LEFT in unnamed_directories(store, manifests)
+    store.publish(pin_path(Generation(2, 50)), b"of a version that is not there yet")
+    assert unnamed_directories(store, manifests) == []
 
 
 # ── which ──────────────────────────────────────────────────────────────────────────────────────

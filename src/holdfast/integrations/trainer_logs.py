@@ -1,4 +1,4 @@
-"""What a Trainer has logged, and what TRL's count for their next log, as parts of a state."""
+"""Turns what a Trainer logs, and what TRL counts for its next log, into parts of a state."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from holdfast.storage.files import may_be_same
 SWEPT_AFTER = 2
 #: Directories of a bucket that one publication removes, each of which is listed before: as many as
 #: one adds, with its parts. Of many, as after a Keep was lowered, a part of all that are due.
-_AT_ONCE, _PART_AT_ONCE = 2, 64
+_AT_ONCE, _PART_AT_ONCE = 2, 8
 #: From so many ancestors on, the records of a line are looked up in a bucket's index.
 _LONG_LINE = 3
 _IS_OF = re.compile(rf"{STEPS}/([0-9]+)-([0-9]+)-")
@@ -281,10 +281,11 @@ def unnamed_directories(
     for it. Only names that Holdfast makes: what else a user keeps there stays.
     """
     manifests = list(manifests)
-    manifests += pinned_alone(store, manifests) if with_pins else []
-    named = {directory for manifest in manifests for directory in manifest.directories}
+    alone, unclear = _of_pins(store, manifests, pinned(store) if with_pins else ())
+    named = {path for manifest in (*manifests, *alone) for path in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)
+    below = [path for path in below if not _may_name(unclear, path)]
     unnamed = (path for path in below if path not in named and is_attempt_dir(path))
     # The lists of a bucket may lag: what was removed a moment ago is no leftover.
     there = (path for path in unnamed if not settle_s(store) or _is_there(store, path))
@@ -307,6 +308,16 @@ def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
     named = {layout_path(manifest.layout) for manifest in manifests}
     below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS) if _IS_LAYOUT(name))
     return [path for path in below if path not in named]
+
+
+def _of_pins(
+    store: Store, manifests: Collection[Described], pins: Collection[Generation]
+) -> tuple[list[Manifest], set[Generation]]:
+    """Returns the manifests that pins alone have, and the generations of pins alone that cannot be
+    read: one may be of a newer version, which repairs the checkpoint with what it has.
+    """
+    alone = pinned_alone(store, manifests, pins)
+    return alone, set(pins).difference(one.generation for one in (*manifests, *alone))
 
 
 def _may_name(unread: Collection[Generation], path: str) -> bool:
@@ -412,9 +423,9 @@ class Sweeper:
         unnamed = (p for p in self._known - named - self.spared if not _may_name(unread, p))
         due = self._due(sorted(unnamed), leased_paths(held))
         if due:  # what a pin names is never removed, though its manifest is gone
-            alone = pinned_alone(self.store, manifests, set(pins).difference(unread))
+            alone, unclear = _of_pins(self.store, manifests, set(pins).difference(unread))
             spared = {directory for manifest in alone for directory in manifest.directories}
-            due = [path for path in due if path not in spared]
+            due = [path for path in due if path not in spared and not _may_name(unclear, path)]
         self._rounds += 1
         due = [path for path in due if self._again.get(path, (0, 0))[1] <= self._rounds]
         chosen = due[: max(_AT_ONCE, len(due) // _PART_AT_ONCE)]

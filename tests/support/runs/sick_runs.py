@@ -130,7 +130,7 @@ def _hogging(cpu: int) -> Iterator[None]:
 
 
 def _heavy(lives: Lives, rank: int) -> None:
-    _start(lives, heavy=rank, rows=6001)
+    _start(lives, heavy=rank, rows=3001)
     lives.wait_end(timeout_s=400)
 
 
