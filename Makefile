@@ -158,14 +158,15 @@ integrations: $(INTEGRATION_LISTS:tests/integrations/%.txt=integrations-%) ## ad
 
 integrations-%: $(INTEGRATIONS)/%/.ready
 	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_$*.py $(PYTEST_ARGS)
+	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_imports.py $(PYTEST_ARGS)
 	$(INTEGRATIONS)/$*/bin/python -m pytest tests/integrations/test_losses.py -k "$* or forty" $(PYTEST_ARGS)
 	$(INTEGRATIONS)/$*/bin/python -m pytest -s tests/integrations/test_random_kills.py -k "$* or twenty" $(PYTEST_ARGS)
 
 .PHONY: integrations-kills
-integrations-kills: $(INTEGRATION_LISTS:tests/integrations/%.txt=kills-%) ## each adapter killed at twenty places that a seed draws, which is printed; SEED=... draws them again
+integrations-kills: $(INTEGRATION_LISTS:tests/integrations/%.txt=kills-%) ## each adapter killed at twenty places that a seed draws, which is printed; SEED=... draws them again, FROM=... begins at one by its number
 
 kills-%: $(INTEGRATIONS)/%/.ready
-	SEED=$(SEED) $(INTEGRATIONS)/$*/bin/python -m pytest -s tests/integrations/test_random_kills.py -k "$* or twenty" $(PYTEST_ARGS)
+	SEED=$(SEED) FROM=$(FROM) $(INTEGRATIONS)/$*/bin/python -m pytest -s tests/integrations/test_random_kills.py -k "$* or twenty" $(PYTEST_ARGS)
 
 .PHONY: integrations-sample
 integrations-sample: $(READY) ## the adapters of three libraries, chosen by a seed that is printed; SEED=... takes it again

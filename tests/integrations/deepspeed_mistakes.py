@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.argv[2:] = ["-1", "none", '{"stage": 3, "accumulation": 2}']
@@ -46,6 +47,19 @@ class Extra(nn.Linear):
         pass
 
 
+#: What engines of the oldest version may have; later ones have not.
+OF_OLDER_VERSIONS = {
+    "progressive_layer_drop": object(),
+    "quantizer": object(),
+    "compression_scheduler": SimpleNamespace(
+        different_compression_methods={
+            "sparse_pruning": {"enabled": True},
+            "row_pruning": {"enabled": False},
+        }
+    ),
+}
+
+
 class Strange:
     """An optimizer that nobody knows."""
 
@@ -71,6 +85,14 @@ def main() -> None:
     engine.has_moe_layers = True
     tell("experts", lambda: attach(engine, ROOT))
     engine.has_moe_layers = False
+    for name, value in OF_OLDER_VERSIONS.items():
+        setattr(engine, name, value)
+        tell(f"has {name}", lambda: attach(engine, ROOT))
+        setattr(engine, name, None)
+    kind = type(engine.optimizer.optimizer)
+    kind.__module__, module = "deepspeed.runtime.fp16.onebit.adam", kind.__module__
+    tell("one bit", lambda: attach(engine, ROOT))
+    kind.__module__ = module
     optimizer, engine.optimizer = engine.optimizer, Strange()
     tell("unknown", lambda: attach(engine, ROOT))
     engine.optimizer = optimizer

@@ -18,7 +18,7 @@ from integrations import megatron_run as run
 from integrations import witness
 
 # isort: split
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 
 import holdfast
 from holdfast.errors import UnsupportedState, UsageError
@@ -38,6 +38,23 @@ def train(model: Any, optimizer: Any) -> None:
     model.zero_grad_buffer()
     model(tokens, tokens, mask, labels=tokens).mean().backward()
     optimizer.step()
+
+
+def check_ramp_up(model: Any, optimizer: Any, scheduler: Any, root: Path) -> None:
+    """The global batch grows from where it was, whatever the loop has kept of its samples."""
+    for saved in (0, 12, 16):
+        num_microbatches_calculator.destroy_num_microbatches_calculator()
+        num_microbatches_calculator.init_num_microbatches_calculator(0, [4, 4, 90], 16, 2, 1, False)
+        with adapter.attach(model, optimizer, scheduler, root, memory=None) as ckpt:
+            batch = num_microbatches_calculator.get_current_global_batch_size()
+            assert batch == (saved or 4), batch
+            assert num_microbatches_calculator.get_num_microbatches() == batch // 2
+            num_microbatches_calculator.update_num_microbatches(75 if saved == 0 else 91)
+            ckpt.step()
+            handle = ckpt.save()
+            assert handle is not None
+            handle.wait_durable(60)
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
 
 
 def main() -> None:
@@ -64,9 +81,17 @@ def main() -> None:
     model.ddp_config.overlap_param_gather = True
     refused("overlap_param_gather=True", *given, where)
     model.ddp_config.overlap_param_gather = False
-    model.module.config.num_moe_experts = 2
-    refused(r"has experts \(num_moe_experts\)", *given, where)
-    model.module.config.num_moe_experts = None
+    witness.OPTIONS.update(experts=2)
+    mixed = run.make_model()
+    witness.OPTIONS.pop("experts")
+    layer = mixed.module.decoder.layers[1].mlp
+    some, layer.experts = layer.experts, torch.nn.Linear(2, 2)
+    refused("layers.1.mlp.experts is a Linear, which numbers", mixed, optimizer, None, where)
+    layer.experts = some
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_state, "get_expert_tensor_parallel_world_size", lambda: 2)
+        refused("2 tensor parallel ranks of experts beside 1", mixed, optimizer, None, where)
+    check_ramp_up(*given, ROOT / "ramp")
     first = next(iter(model.module.parameters()))
     first.partition_stride = 3
     refused("embedding.* is cut into 3 stretches", *given, where)

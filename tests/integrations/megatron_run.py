@@ -53,6 +53,15 @@ def moments(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def make_model() -> Any:
     dropout = OPTIONS.get("dropout", 0.1)
+    experts: dict[str, Any] = {}
+    if OPTIONS.get("experts"):
+        experts = {
+            "num_moe_experts": OPTIONS["experts"],
+            "expert_model_parallel_size": OPTIONS.get("ep", 1),
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 1e-2,
+        }
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
@@ -75,8 +84,13 @@ def make_model() -> Any:
         masked_softmax_fusion=False,
         hidden_dropout=dropout,
         attention_dropout=dropout,
+        **experts,
     )
-    specification = get_gpt_layer_local_spec(normalization=config.normalization)
+    specification = get_gpt_layer_local_spec(
+        num_experts=OPTIONS.get("experts"),
+        moe_grouped_gemm=False,
+        normalization=config.normalization,
+    )
     model = GPTModel(
         config,
         specification,

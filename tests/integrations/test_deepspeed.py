@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ PLACES = (("forward", 7), ("update", 4), ("save", 10), ("forward", 1), ("update"
 
 @needs_it
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_engine_goes_on_as_if_nothing_had_been(
@@ -56,15 +57,19 @@ def test_a_killed_engine_goes_on_as_if_nothing_had_been(
 
 #: Stages and ranks, one after the other: what one saved the next one restores and saves.
 CHAIN = ((3, 2), (1, 1), (2, 2), (0, 1), (3, 1), (1, 2), (3, 2), (2, 1), (0, 2))
+CHAIN_OF_FOUR = ((3, 4), (1, 2), (2, 4), (0, 1), (1, 4), (3, 4), (2, 1))
 
 
 @needs_it
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "chain", [CHAIN, pytest.param(CHAIN_OF_FOUR, marks=pytest.mark.slow)], ids=["2", "4"]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_any_stage_and_number_of_ranks_goes_on_from_any_other(
-    precision: str, tmp_path: Path
+    precision: str, chain: Sequence[tuple[int, int]], tmp_path: Path
 ) -> None:
-    (stage, ranks), *others = CHAIN
+    (stage, ranks), *others = chain
     first = tmp_path / "0"
     options: dict[str, Any] = {"precision": precision, "steps": 3, "storage": 1}
     whole(RUN, first, stage=stage, ranks=ranks, **options)
@@ -191,6 +196,10 @@ MISTAKES = {
     "in an accumulation": "in the middle of an accumulation",
     "too old": "needs deepspeed 0.19 or later, got 0.18.2",
     "experts": "does not know an engine with experts",
+    "has progressive_layer_drop": "an engine with progressive layer dropping",
+    "has quantizer": "an engine with compressed weights",
+    "has compression_scheduler": "an engine with compressed weights",
+    "one bit": "an engine with a 1-bit optimizer",
     "unknown": "does not know Strange",
     "emptied": "has no elements, [0], but",
     "emptied engine": "has no elements, [0], but",

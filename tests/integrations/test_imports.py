@@ -30,6 +30,7 @@ FRAMEWORKS = (
 #: What an adapter brings into memory beside its own framework, by that framework.
 BROUGHT = {"transformers": {"transformers", "accelerate"}, "accelerate": {"accelerate"}}
 SCRIPTS = {
+    "transformers": "trainer_fit.py",
     "accelerate": "accelerate_loop.py",
     "lightning": "lightning_fit.py",
     "fabric": "fabric_loop.py",
@@ -37,7 +38,8 @@ SCRIPTS = {
     "deepspeed": "deepspeed_loop.py",
 }
 #: Where a page or a framework has another name than the script.
-PAGES, PARTS_OF = {"fabric": "lightning"}, {"fabric": "lightning"}
+PAGES = {"fabric": "lightning", "transformers": "trainer-of-transformers"}
+PARTS_OF = {"fabric": "lightning"}
 #: What lets a script run on a CPU, before it; see torchtitan_on_cpu.py.
 HELP = {
     "torchtitan": "from integrations import torchtitan_on_cpu as cpu; cpu.say_losses(); ",
@@ -87,7 +89,7 @@ def test_a_script_of_a_page_goes_on_with_the_same_losses(name: str, tmp_path: Pa
     script = PROJECT / "examples" / "integrations" / SCRIPTS[name]
     command = [sys.executable, str(script)]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
-    options |= {"stderr": subprocess.DEVNULL}
+    options |= {"stderr": subprocess.DEVNULL, "cwd": tmp_path}
     if name in ("torchtitan", "deepspeed"):
         options["env"] = os.environ | ALONE
     if name in HELP:

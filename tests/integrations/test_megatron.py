@@ -56,6 +56,16 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = {
     "stages": {"pp": 2},
     "stages, bf16, not tied": {"pp": 2, "bf16": True, "tied": False},
     "stages and tensor parallel": {"pp": 2, "tp": 2, "distributed": True, "ranks": 4},
+    "experts": {"ep": 2, "experts": 4},
+    "experts, distributed optimizer": {"ep": 2, "experts": 4, "distributed": True, "bf16": True},
+    "experts and tensor parallel": {
+        "ep": 2,
+        "tp": 2,
+        "experts": 4,
+        "distributed": True,
+        "ranks": 4,
+        "bias": False,
+    },
 }
 
 
@@ -158,8 +168,9 @@ def test_megatron_resumes_from_storage_when_shared_memory_is_gone(
         {"tp": 2, "distributed": True},
         pytest.param({"pp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "tp": 2, "ranks": 4}, marks=pytest.mark.slow),
+        pytest.param({"ep": 2, "experts": 4, "distributed": True}, marks=pytest.mark.slow),
     ],
-    ids=["tensor parallel", "stages", "both"],
+    ids=["tensor parallel", "stages", "both", "experts"],
 )
 def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_path: Path) -> None:
     """One rank goes on with what several saved: the losses are those that these have, but for the
@@ -169,7 +180,7 @@ def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_p
     unbroken = whole(RUN, tmp_path / "whole", **options)
     root = tmp_path / "run"
     assert run(root, steps=8, **options).returncode == 0
-    other = {**options, "tp": 1, "pp": 1, "ranks": 1}
+    other = {**options, "tp": 1, "pp": 1, "ep": 1, "ranks": 1}
     launched = launch_one(root, {**other, "rng": True})
     assert launched.returncode != 0
     assert f"saved on {options['ranks']} ranks, {layout.get('tp', 1)} tensor" in launched.stderr
@@ -183,8 +194,10 @@ def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_p
         assert now[step] == pytest.approx(then[step], rel=2e-5), step
     with holdfast.open(root) as checkpoint:
         shapes = {name: tuple(leaf.shape) for name, leaf in checkpoint.leaves.items()}
-    assert shapes["model.decoder.layers.1.mlp.linear_fc1.weight"] == (96, 32)
-    assert shapes["optimizer.decoder.layers.1.mlp.linear_fc2.weight.exp_avg"] == (32, 48)
+    inside = "mlp.experts.local_experts.3" if "ep" in layout else "mlp"
+    assert shapes[f"model.decoder.layers.1.{inside}.linear_fc1.weight"] == (96, 32)
+    name = f"decoder.layers.1.{inside}.linear_fc2.weight.exp_avg"
+    assert [shape for one, shape in shapes.items() if one.endswith(name)] == [(32, 48)]
 
 
 def launch_one(root: Path, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
@@ -221,10 +234,9 @@ def test_mistakes_with_megatron_are_named(tmp_path: Path, arena_dir: Path) -> No
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"ep": 2}, "2 expert parallel ranks: their experts"),
         ({"tp": 2, "rng": False}, "saved with rng=False and has no generators"),
     ],
-    ids=["experts", "generators that were not saved"],
+    ids=["generators that were not saved"],
 )
 def test_ranks_that_megatron_cuts_otherwise_are_refused(
     options: dict[str, Any], named: str, tmp_path: Path

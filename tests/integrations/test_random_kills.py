@@ -1,5 +1,5 @@
-"""Runs of every framework, killed at twenty places that are drawn; the seed is printed, and SEED
-draws them again.
+"""Runs of every framework, killed at twenty places that are drawn; the seed is printed, SEED draws
+them again, and FROM begins at one of them by its number: a series may be run in parts.
 
 A kill is followed by a restart as the framework makes it, from memory, or from storage where shared
 memory is cleared. What both starts say together is what an unbroken run says, to the bit.
@@ -25,6 +25,7 @@ from support.runs.leftovers import end_keepers
 
 KILLS = 20
 SEED = os.environ.get("SEED") or str(random.SystemRandom().randrange(10**6))
+FROM = int(os.environ.get("FROM") or 0)
 
 
 @dataclass(frozen=True)
@@ -239,10 +240,12 @@ def test_a_run_that_is_killed_anywhere_goes_on_as_if_nothing_had_been(
     print(f"SEED={SEED}")
     unbroken = row.play(tmp_path / "whole", arena_dir, [])
     kills = list(row.draw(SEED))
-    for number in range(0, len(kills), row.together):
+    assert kills[FROM:], f"there are {len(kills)} kills, FROM={FROM}"
+    for number in range(FROM, len(kills), row.together):
         some = list(dict.fromkeys(kills[number : number + row.together]))
         print(f"{row.framework} {row.name} {number}: {some}", flush=True)
         root = tmp_path / f"run-{number}"
         check_same(row.play(root, arena_dir, some), unbroken)
         end_keepers(arena_dir, grace_s=5.0)
         shutil.rmtree(root, ignore_errors=True)
+        print(f"{row.framework} {row.name} {number}: the same", flush=True)

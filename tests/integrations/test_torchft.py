@@ -282,6 +282,38 @@ def test_a_peer_gives_the_state_but_for_generators(
         assert ckpt._manager._load_state_dict_fns == {}
 
 
+@needs_it
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_diloco_which_has_parameters_of_its_own_is_refused(
+    is_made_before: bool, manager: Any, tmp_path: Path, arena_dir: Path
+) -> None:
+    from torchft.local_sgd import DiLoCo
+
+    from holdfast.integrations.torchft import attach
+
+    one, model = manager(), nn.Linear(2, 2)
+    one._use_async_quorum = False
+    inner, outer = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.7))
+
+    def make() -> None:
+        DiLoCo(one, [model], inner, outer, sync_every=2)
+
+    named = pytest.raises(UsageError, match="the manager is that of a DiLoCo, which has")
+    if is_made_before:
+        make()
+        with named:
+            attach(one, {"model": model}, tmp_path)
+        return
+    ckpt = attach(one, {"model": model}, tmp_path)
+    make()
+    one.load_state_dict({"step": 1, "batches_committed": 1})
+    ckpt.has_committed = True
+    with named:
+        ckpt.step()
+    ckpt.close()
+
+
 def sharded() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor

@@ -286,6 +286,7 @@ def check_engine(engine: Any) -> None:
     check_free(engine)
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         raise UsageError("attach() found no optimizer in the engine: it saves engines that train")
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     found = {
         "a pipeline": isinstance(engine, PipelineEngine),
         "experts": engine.has_moe_layers,
@@ -295,6 +296,10 @@ def check_engine(engine: Any) -> None:
         "random layer dropping": engine.random_ltd_enabled(),
         "zenflow": getattr(engine, "zenflow", None),
         "super offload": engine.super_offload(),
+        # Those of the oldest version alone.
+        "progressive layer dropping": getattr(engine, "progressive_layer_drop", None),
+        "compressed weights": getattr(engine, "quantizer", None) or _is_compressing(engine),
+        "a 1-bit optimizer": ".onebit." in type(inner).__module__,
     }
     for what, has_it in found.items():
         if has_it:
@@ -302,3 +307,10 @@ def check_engine(engine: Any) -> None:
                 f"attach() does not know an engine with {what}, whose state it would not keep: "
                 "use engine.save_checkpoint()"
             )
+
+
+def _is_compressing(engine: Any) -> bool:
+    """True for an engine that prunes or quantizes weights by a count of its own."""
+    schedule = getattr(engine, "compression_scheduler", None)
+    methods = getattr(schedule, "different_compression_methods", {})
+    return any(one.get("enabled") for one in methods.values())

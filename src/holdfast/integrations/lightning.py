@@ -22,6 +22,7 @@ from holdfast.errors import NotFound, UsageError
 from holdfast.events import Warned, emit
 from holdfast.integrations.checkpoint_hooks import give_to_hooks, kept_by_hooks
 from holdfast.integrations.lightning_limits import (
+    batches_an_update,
     check_validation,
     refuse_unknown,
     take_environment,
@@ -35,6 +36,7 @@ from holdfast.integrations.lone_checkpoints import (
 )
 from holdfast.integrations.seam import Adapter, LoaderPlace, missing, one_or_all, restore_run
 from holdfast.integrations.unsaved import warn_of_unsaved
+from holdfast.state.gradient_hooks import warn_of_hooks
 from holdfast.state.rng import Rng
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         self.checkpointer = Checkpointer(self._root, state, **self._options)
         state |= _state_of(trainer, pl_module) | self._more
         warn_of_unsaved(place.without_state(), state.values())
+        warn_of_hooks("the model", trainer.strategy.model)  # in DDP, which the state is not
         self.restored = restore_run(self.checkpointer, _LOOP, self._wanted)
         if self.restored is not None:
             place.resume()
@@ -180,6 +183,8 @@ class _AroundLoops:
         original(*given)
         if self._restored is not None and self._place.is_inside:
             _set_flags(self._trainer.fit_loop.epoch_loop, is_restarting=False)
+            # A scheduler of it is called at the begin of an epoch, which was before.
+            self._trainer.accumulate_grad_batches = batches_an_update(self._trainer)
             self._restored.rewind()
         self._restored = None
 
@@ -265,7 +270,7 @@ class _FitPlace:
     def _terms(self) -> dict[str, Any]:
         return {
             "batches of": [self._batch_size(place.loader) for place in self._places],
-            "batches an update": self._trainer.accumulate_grad_batches,
+            "batches an update": batches_an_update(self._trainer),
         }
 
     def _check_fits(self) -> None:

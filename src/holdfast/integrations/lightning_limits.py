@@ -23,9 +23,20 @@ def take_environment(callback: Any) -> None:
 
 def refuse_unknown(trainer: Any) -> None:
     """Raises UsageError for callbacks and options whose place in a run is not restored."""
-    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        BatchSizeFinder,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+    )
 
     for one in trainer.callbacks:
+        if isinstance(one, BatchSizeFinder | LearningRateFinder):
+            raise UsageError(
+                f"{type(one).__qualname__} trains in the fit, at each start, and these steps would "
+                "be saved as the run's: search with a Trainer of its own, by Tuner(trainer), and "
+                "give this one what was found"
+            )
         if isinstance(one, BaseFinetuning | StochasticWeightAveraging):
             raise UsageError(
                 f"{type(one).__qualname__} needs its state before the Trainer makes optimizers, "
@@ -38,6 +49,17 @@ def refuse_unknown(trainer: Any) -> None:
             f"reload_dataloaders_every_n_epochs={every}: a restart between two reloads would make "
             "the loaders of another epoch. Use 0 or 1"
         )
+
+
+def batches_an_update(trainer: Any) -> int:
+    """Returns the batches of an update in the epoch of a Trainer, also before the epoch began."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    found: int = trainer.accumulate_grad_batches
+    for one in trainer.callbacks:
+        if isinstance(one, GradientAccumulationScheduler):
+            found = one.get_accumulate_grad_batches(trainer.current_epoch)
+    return found
 
 
 def check_validation(loop: Any) -> None:

@@ -3,13 +3,15 @@
 Megatron's optimizers hold one of torch's, whose tensors are parts of the model's that only the
 optimizer knows of: ``attach`` declares them. Parameters that are cut over tensor parallel ranks
 become whole leaves by rules, and the layers of a pipeline stage have their numbers in the whole
-model. So a checkpoint has the model as one rank would have it.
+model, as have the experts of an expert parallel rank. So a checkpoint has the model as one rank
+would have it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from holdfast.state.rng import Rng
 
 try:
     import megatron.core as megatron
-    from megatron.core import parallel_state
+    from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -35,6 +37,8 @@ try:
     )
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 except ImportError as error:
     raise missing("megatron", error) from error
 
@@ -79,10 +83,10 @@ def attach(
     ``model_chunks``: the model in its DistributedDataParallel, or a list of it. ``optimizer``: what
     ``get_megatron_optimizer`` returned. ``scheduler``: its OptimizerParamScheduler, or None.
     ``root`` and ``options``: as for ``Checkpointer``; ``rules=`` takes the place of those that make
-    whole leaves of tensor parallel parameters; the layers of a pipeline stage have their numbers in
-    the whole model before. ``rng``: keeps the generators of each rank, those of the model parallel
-    tracker among them. ``state``: more objects and values to be kept, by key. ``step``: go on from
-    this step instead, or from a generation as "incarnation-step".
+    whole leaves of tensor parallel parameters; the layers of a pipeline stage, and the experts of a
+    rank, have their numbers in the whole model before. ``rng``: keeps the generators of each rank,
+    those of the model parallel tracker among them. ``state``: more objects and values to be kept,
+    by key. ``step``: go on from this step instead, or from a generation as "incarnation-step".
 
     Raises UsageError for a model or an optimizer that the adapter cannot keep, and for generators
     of another layout of ranks.
@@ -126,7 +130,19 @@ class MegatronCheckpointer(AttachedCheckpointer):
         }
         now = {**_ranks(), "rng": rng}
         super().__init__(model, root, _LOOP, now, {**present(kept), **more}, options)
-        self._restore(step, lambda: _check_generators(self._state[_LOOP], now))
+
+        def check() -> None:
+            saved = dict(self._state[_LOOP])
+            _ramp_up_to(saved.pop("batch", None))
+            _check_generators(saved, now)
+
+        self._restore(step, check)
+
+    def _shown(self) -> AbstractContextManager[None]:
+        ramp = _ramp_up()
+        if ramp is not None:
+            self._state[_LOOP]["batch"] = ramp.current_global_batch_size
+        return nullcontext()
 
 
 class Generators(Rng):
@@ -150,6 +166,24 @@ class Generators(Rng):
             else:
                 now[name] = tensor
         tracker.set_states(now)
+
+
+def _ramp_up() -> Any:
+    """Returns Megatron's calculator of microbatches if it lets the batch grow, else None."""
+    found = num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    return found if hasattr(found, "rampup_samples_per_increment") else None
+
+
+def _ramp_up_to(batch: int | None) -> None:
+    """Lets the calculator go on with a global batch of this size; None leaves it as it is."""
+    ramp = _ramp_up()
+    if ramp is None or batch is None:
+        return
+    samples = ramp.ramup_samples + 1
+    if batch < ramp.global_batch_size:
+        increments = (batch - ramp.start_global_batch_size) // ramp.batch_size_increment
+        samples = (increments + 0.5) * ramp.rampup_samples_per_increment
+    ramp.update(samples, consistency_check=False)
 
 
 def _bytes_of(state: Any) -> bytes:
@@ -220,28 +254,22 @@ def _check_optimizer(one: MegatronOptimizer) -> None:
 
 def _ranks() -> dict[str, Any]:
     stages = parallel_state.get_pipeline_model_parallel_world_size()
+    experts = parallel_state.get_expert_model_parallel_world_size()
     return {
         "world": dist.get_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "context": parallel_state.get_context_parallel_world_size(),
         **({"stages": stages} if stages > 1 else {}),
+        **({"experts": experts} if experts > 1 else {}),
     }
 
 
 def _check_layout(model: nn.Module, parts: Iterable[MegatronOptimizer]) -> None:
     """Raises UsageError for a layout of ranks that cannot be told by rules."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    experts = parallel_state.get_expert_model_parallel_world_size()
-    if experts > 1:
-        raise UsageError(
-            f"{experts} expert parallel ranks: their experts are numbered anew on each rank, and "
-            "are not kept yet; tensor, data and context parallel ranks and pipeline stages are"
-        )
     config = getattr(model, "config", None)
     if getattr(config, "num_moe_experts", None):
-        raise UsageError(
-            "the model has experts (num_moe_experts), whose parameters are not kept yet"
-        )
+        _check_experts(model, tensor)
     groups = getattr(config, "num_query_groups", None) or tensor
     if groups % tensor:
         raise UsageError(
@@ -262,6 +290,23 @@ def _check_layout(model: nn.Module, parts: Iterable[MegatronOptimizer]) -> None:
         )
 
 
+def _check_experts(model: nn.Module, tensor: int) -> None:
+    """Raises UsageError for experts that are no modules of their own, or that are cut otherwise."""
+    for name, part in model.named_modules():
+        if isinstance(part, BaseMoELayer) and not isinstance(part.experts, SequentialMLP):
+            raise UsageError(
+                f"{name}.experts is a {type(part.experts).__qualname__}, which numbers its experts "
+                "anew in the names of parameters, or has several in one, and is not kept yet: set "
+                "moe_grouped_gemm=False, which makes a SequentialMLP"
+            )
+    if parallel_state.get_expert_tensor_parallel_world_size() != tensor:
+        raise UsageError(
+            f"{parallel_state.get_expert_tensor_parallel_world_size()} tensor parallel ranks of "
+            f"experts beside {tensor} of other layers are not kept yet: give "
+            "expert_tensor_parallel_size the same number"
+        )
+
+
 def _check_generators(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises UsageError where generators would go to ranks with another part of the model."""
     if now["rng"] and not saved["rng"]:
@@ -272,7 +317,7 @@ def _check_generators(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if now["rng"] and saved != now:
         then, here = (
             f"{one['world']} ranks, {one['tensor']} tensor and {one['context']} context parallel, "
-            f"{one.get('stages', 1)} pipeline stages"
+            f"{one.get('stages', 1)} pipeline stages, {one.get('experts', 1)} expert parallel"
             for one in (saved, now)
         )
         raise UsageError(
@@ -411,7 +456,9 @@ class Stage(nn.Module):
 
 
 def _in_whole_model(model: nn.Module) -> nn.Module:
-    """Returns a model whose layers have their numbers in the whole one; itself where they do."""
+    """Returns a model whose layers and experts have their numbers in the whole one; itself where
+    they do.
+    """
     found = ((path, getattr(part, "layer_number", None)) for path, part in model.named_modules())
     numbered = {path: str(number - 1) for path, number in found if number}
     others = {
@@ -419,4 +466,10 @@ def _in_whole_model(model: nn.Module) -> nn.Module:
         for path, number in numbered.items()
         if path.rpartition(".")[2].isdecimal() and path.rpartition(".")[2] != number
     }
+    first = parallel_state.get_expert_model_parallel_rank()
+    for path, part in model.named_modules():
+        if isinstance(part, SequentialMLP) and first:
+            for number in range(part.num_local_experts):
+                whole = str(first * part.num_local_experts + number)
+                others[f"{path}.local_experts.{number}"] = whole
     return Stage(model, "", others) if others else model

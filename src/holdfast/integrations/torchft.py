@@ -36,6 +36,8 @@ _MANAGER = "manager"
 _ADAPTER = Adapter("torchft", "0.2", (_LOOP, _MANAGER))
 #: The key of the state functions that are registered with a manager that has none.
 _REGISTERED = "holdfast"
+#: Begins the keys of the state functions that DiLoCo registers.
+_OF_DILOCO = "StreamingDiLoCoFragment"
 
 
 def attach(
@@ -72,6 +74,7 @@ def attach(
             f"the manager is at step {manager.current_step()} and has begun: call attach() before "
             "the first zero_grad() or start_quorum()"
         )
+    _refuse_outer_steps(manager)
     where = f"{normal_root(root)}/{_group_of(manager)}"
     own = _ADAPTER.check(_version(), where, state)
     return ManagerCheckpointer(manager, own, where, storage, step, options)
@@ -126,6 +129,7 @@ class ManagerCheckpointer(AttachedCheckpointer):
             )
         if not self.has_committed or now == self.steps:
             return None
+        _refuse_outer_steps(self._manager)  # made after attach()
         last, self.steps = self.steps, now
         if self.is_leader and self._is_due(last, now):
             return self.checkpointer.save(now, durable=True)
@@ -188,6 +192,16 @@ class ManagerCheckpointer(AttachedCheckpointer):
 
 def _has_state(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _refuse_outer_steps(manager: Manager) -> None:
+    """Raises UsageError for DiLoCo, by the functions that it registers with its manager."""
+    if any(key.startswith(_OF_DILOCO) for key in manager._user_state_dicts):
+        raise UsageError(
+            "the manager is that of a DiLoCo, which has the parameters of its last outer step, its "
+            "outer optimizers and the place in its round in itself: they are not kept yet. "
+            "attach() keeps loops with an Optimizer of torchft"
+        )
 
 
 def _group_of(manager: Manager) -> str:

@@ -34,6 +34,7 @@ from holdfast.state.bindings import (
     signature,
 )
 from holdfast.state.frozen_leaves import FrozenLeaves
+from holdfast.state.gradient_hooks import warn_of_hooks
 from holdfast.state.hidden_state import refuse_unstored
 from holdfast.state.identity import storages
 from holdfast.state.mapped.mapper import RuleMapper, report_usage, shard_sight
@@ -421,6 +422,7 @@ def _check_objects(objects: Objects) -> None:
             check_in_place(f"{key}.{held.name}", held.tensor)
     for key, module in objects.modules.items():
         check_storable(key, module)
+        warn_of_hooks(key, module)
 
 
 def _given(walk: Walk, path: str) -> int | None:
