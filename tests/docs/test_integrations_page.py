@@ -63,3 +63,8 @@ def test_a_framework_without_a_measurement_says_so(
     found = {"date": "2026-01-01", "frameworks": {"ray": {"thread": figures, "step": figures}}}
     (tmp_path / "adapters_x.json").write_text(json.dumps(found))
     assert "| 1.00 (+0.2 ms); 1.10, 1.10 |" in generator.render()
+    work = {"step_s": 0.04, "own_s": 0.0003}
+    work |= {"checkpointer_s": 0.001, "checkpointer_below_s": 0.0011}
+    found["frameworks"] = {"ray": {"work": work}}
+    (tmp_path / "adapters_x.json").write_text(json.dumps(found))
+    assert "| adds 0.40 ms of 40 |" in generator.render()

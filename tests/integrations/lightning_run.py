@@ -13,7 +13,12 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
@@ -230,6 +235,9 @@ def main() -> None:
     )
     stop = EarlyStopping("error", patience=OPTIONS.get("patience", 5), min_delta=0.0)
     more: list[Any] = [EMAWeightAveraging(decay=0.9)] if OPTIONS.get("average") else []
+    scheduling = {int(epoch): each for epoch, each in OPTIONS.get("scheduling", {}).items()}
+    if scheduling:
+        more.append(GradientAccumulationScheduler(scheduling))
     best = ModelCheckpoint(f"{ROOT}-own", monitor="error", mode="max", save_last=True)
     if OPTIONS.get("best"):
         more.append(best)
@@ -242,7 +250,7 @@ def main() -> None:
         logger=Notes(),
         log_every_n_steps=3,
         val_check_interval=OPTIONS.get("val_check_interval", 1.0),
-        accumulate_grad_batches=1 if is_manual else OPTIONS.get("accumulation", 2),
+        accumulate_grad_batches=1 if is_manual or scheduling else OPTIONS.get("accumulation", 2),
         gradient_clip_val=None if is_manual or OPTIONS.get("sharded") else 1.0,
         enable_checkpointing=OPTIONS.get("best", False),
         enable_progress_bar=False,

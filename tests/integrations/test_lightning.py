@@ -101,6 +101,7 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         {"persistent": True},
         {"average": True, "val_check_interval": 0.25},
         {"best": True},
+        {"scheduling": {"0": 2, "1": 3}},
     ],
     ids=[
         "validation inside",
@@ -111,6 +112,7 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         "persistent",
         "weight averaging",
         "checkpoints of its own",
+        "accumulation by epoch",
     ],
 )
 def test_every_kind_of_fit_goes_on(options: dict[str, Any], tmp_path: Path) -> None:
@@ -196,7 +198,11 @@ def test_checkpoints_of_modelcheckpoint_and_of_fabric_and_two_fits_in_a_process(
 @needs_it
 def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
+        LearningRateFinder,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.strategies import FSDPStrategy
 
     from holdfast.integrations import lightning as adapter
@@ -217,6 +223,11 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match="StochasticWeightAveraging needs its state before"):
         adapter._check(trainer)
     trainer.callbacks.remove(averaging)
+    for finder in (LearningRateFinder(), BatchSizeFinder()):
+        trainer.callbacks.append(finder)
+        with pytest.raises(UsageError, match=f"{type(finder).__name__} trains in the fit"):
+            adapter._check(trainer)
+        trainer.callbacks.remove(finder)
     trainer.reload_dataloaders_every_n_epochs = 2
     with pytest.raises(UsageError, match="reload_dataloaders_every_n_epochs=2"):
         adapter._check(trainer)

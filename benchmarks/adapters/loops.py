@@ -1,69 +1,50 @@
-"""Measures a training step in a framework's loop: by itself, with a Checkpointer, with its adapter.
-
-The three train in turns, in one process: the same model for the same steps, with a snapshot in
-memory after each step but for the first way; a fourth calls the framework's own save there, where
-it has one. What counts is the time from one step's begin to the next's, and of that the processor
-time of the training thread, which depends less on what else the machine does; and the ratios of
-medians. A last turn of each way counts the bytecodes of Python that the thread executes in a step,
-which depend on nothing else. It runs in the environment that `make integrations` makes:
-`PYTHONPATH=tests .venv-integrations/lightning/bin/python -m benchmarks adapters lightning`.
+"""The training loops of the frameworks: alone, with a Checkpointer, with their adapters, and with
+the framework's own save.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import statistics
 import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kit import machine, markdown, results, series
-from benchmarks.kit.options import Parser
+from benchmarks.adapters import own_work
 
-WAYS = ("alone", "checkpointer", "adapter")
-#: Those that have a save of their own: the way "own" calls it after each step.
-HAS_OWN = ("accelerate", "deepspeed", "lightning", "ray", "torchtitan", "transformers")
 LAYERS, ROWS = 6, 64
 #: Steps of a turn that are not counted: of the first ones tensors and slots are made.
 WARM_UP = 8
-ALONE = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "0",
-    "DS_ACCELERATOR": "cpu",
-}
-SECTION = results.Section(
-    "Adapters of frameworks",
-    "`python -m benchmarks adapters FRAMEWORK`: steps of a framework's own loop, in turns alone,\n"
-    "with a Checkpointer put into the loop, and with its adapter; a snapshot each step.",
-)
 
 
 class Turn:
     """One turn of one way: its root, its steps, and the times at which they begin."""
 
     def __init__(
-        self, way: str, root: str, width: int, steps: int, *, counts_bytecodes: bool = False
+        self,
+        way: str,
+        root: str,
+        width: int,
+        steps: int,
+        *,
+        counts_bytecodes: bool = False,
+        counts_work: bool = False,
     ) -> None:
         self.way, self.root, self.width, self.steps = way, root, width, steps
         self.counts_bytecodes, self.bytecodes = counts_bytecodes, 0
+        self.counts_work = counts_work
         self.begins: list[tuple[float, ...]] = []
 
     def begin(self) -> None:
         """Notes the begin of a step."""
         if self.counts_bytecodes and not self.begins:
             sys.settrace(self._trace)
-        self.begins.append((time.perf_counter(), time.thread_time(), self.bytecodes))
+        clocks = time.perf_counter(), time.thread_time(), self.bytecodes
+        self.begins.append((*clocks, *own_work.METER.spent_s()))
 
     def end(self) -> None:
         """Counts no more bytecodes."""
@@ -77,7 +58,7 @@ class Turn:
 
     def took(self, clock: int) -> list[float]:
         """Returns what the steps that count took, by a clock: 0 all seconds, 1 those of the
-        processor, 2 bytecodes.
+        processor, 2 bytecodes; of the processor's those in the adapter 3, in the Checkpointer 4.
         """
         pairs = zip(self.begins[WARM_UP:], self.begins[WARM_UP + 1 :], strict=False)
         return [after[clock] - before[clock] for before, after in pairs]
@@ -102,6 +83,8 @@ class Turn:
         """Returns a Checkpointer that was put into the loop; None for the other ways."""
         import holdfast
 
+        if self.counts_work:
+            own_work.follow()
         if self.way != "checkpointer":
             return None
         found = stack.enter_context(holdfast.Checkpointer(self.root, state, storage=None))
@@ -482,118 +465,3 @@ LOOPS: dict[str, Callable[[Turn, ExitStack], None]] = {
     "torchtitan": of_torchtitan,
     "transformers": of_transformers,
 }
-
-
-def measure(framework: str, width: int, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """Returns the seconds of a step by way, in alternating turns, and the ratios of medians."""
-    import torch
-
-    torch.set_num_threads(1)  # what a step computes is in the training thread's time
-    ways = (*WAYS, "own") if framework in HAS_OWN else WAYS
-    walls: dict[str, list[float]] = {way: [] for way in ways}
-    threads: dict[str, list[float]] = {way: [] for way in ways}
-    for turn, way in series.alternate(ways, rounds + 1):
-        one = Turn(way, str(directory / f"{way}-{turn}"), width, steps + WARM_UP)
-        with machine.alone(), ExitStack() as stack:
-            LOOPS[framework](one, stack)
-        if turn:  # the first round warms up
-            walls[way] += one.took(0)
-            threads[way] += one.took(1)
-    bytecodes = {}
-    for way in WAYS:
-        one = Turn(
-            way, str(directory / f"{way}-bytecodes"), width, 5 + WARM_UP, counts_bytecodes=True
-        )
-        with machine.alone(), ExitStack() as stack:
-            LOOPS[framework](one, stack)
-            one.end()
-        bytecodes[way] = one.took(2)
-    return {
-        "state_bytes": 3 * 4 * LAYERS * width * width,
-        "steps_s": series.summaries(walls),
-        "threads_s": series.summaries(threads),
-        "held_s": held(walls),
-        "step": ratios(walls),
-        "thread": ratios(threads),
-        "bytecodes": {way: statistics.median(found) for way, found in bytecodes.items()},
-    }
-
-
-def ratios(found: dict[str, list[float]]) -> dict[str, float]:
-    """Returns what the adapter costs over the Checkpointer, as a ratio and in seconds of a step,
-    and over the framework alone.
-    """
-    medians = {way: statistics.median(values) for way, values in found.items()}
-    return {
-        "over_checkpointer": medians["adapter"] / medians["checkpointer"],
-        "over_checkpointer_s": medians["adapter"] - medians["checkpointer"],
-        "over_framework": medians["adapter"] / medians["alone"],
-    }
-
-
-def held(walls: dict[str, list[float]]) -> dict[str, float]:
-    """Returns how much longer a step takes than one that saves nothing, by way: medians."""
-    medians = {way: statistics.median(values) for way, values in walls.items()}
-    return {way: one - medians["alone"] for way, one in medians.items() if way != "alone"}
-
-
-def shown(found: dict[str, dict[str, Any]]) -> str:
-    """The table."""
-    head = ["of a step", "", *(f"{way}, ms" for way in WAYS), "to Checkpointer", "to alone"]
-    rows = []
-    for framework, one in sorted(found.items()):
-        for what, of_ways in (("step", "steps_s"), ("thread", "threads_s")):
-            each = [one[of_ways][way] for way in WAYS]
-            in_ms = [{k: way[k] * 1e3 for k in ("median", "min", "max")} for way in each]
-            cost = one[what]
-            over = f"{cost['over_checkpointer']:.3f} ({cost['over_checkpointer_s'] * 1e3:+.2f} ms)"
-            cells = [markdown.spread(way, 1) for way in in_ms]
-            name = "the whole" if what == "step" else "its thread's processor"
-            rows.append([framework, name, *cells, over, f"{cost['over_framework']:.3f}"])
-        if "bytecodes" in one:
-            counts = [round(one["bytecodes"][way]) for way in WAYS]
-            over = f"{counts[2] - counts[1]:+,}"
-            cells = [f"{count:,}" for count in counts]
-            rows.append([framework, "its thread's bytecodes", *cells, over, ""])
-    size = next(iter(found.values()))["state_bytes"]
-    lines = [
-        f"{framework}: a step with a save takes this much longer than one without: "
-        + ", ".join(f"{way} {seconds * 1e3:.1f} ms" for way, seconds in one["held_s"].items())
-        for framework, one in sorted(found.items())
-        if "held_s" in one
-    ]
-    told = "".join(f"\n\n{line}" for line in lines)
-    return f"A state of {size / 1e6:.0f} MB.\n\n{markdown.table(head, rows)}{told}"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure one framework, print it, and keep it beside the others."""
-    parser = Parser("adapters", __doc__, quick="a small state and one round, nothing kept")
-    parser.add_argument("framework", choices=sorted(LOOPS))
-    parser.add_rounds(4, "turns of each way")
-    parser.add_argument("--steps", type=int, default=40, help="that count in a turn (40)")
-    parser.add_directory("a directory for the roots")
-    parser.add_document()
-    options = parser.parse(arguments)
-    width, rounds, steps = (64, 1, 5) if options.quick else (768, options.rounds, options.steps)
-    warnings.filterwarnings("ignore")
-    logging.disable()
-    if options.framework == "deepspeed":
-        os.environ |= ALONE
-    with tempfile.TemporaryDirectory(prefix="holdfast-adapters-", dir=options.dir) as directory:
-        found = measure(options.framework, width, steps, rounds, Path(directory))
-    facts = machine.facts(Path(options.dir or tempfile.gettempdir()), ["torch", options.framework])
-    found["framework"] = facts.pop(options.framework, "")
-    print(shown({options.framework: found}))
-    if not options.quick:
-        kept = results.read("adapters", facts).get("frameworks", {})
-        kept[options.framework] = found
-        results.keep(
-            "adapters",
-            facts,
-            {"frameworks": kept},
-            shown(kept),
-            document=options.document,
-            section=SECTION,
-        )
-    return 0
