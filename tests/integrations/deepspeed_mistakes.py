@@ -90,8 +90,10 @@ def main() -> None:
         tell(f"has {name}", lambda: attach(engine, ROOT))
         setattr(engine, name, None)
     kind = type(engine.optimizer.optimizer)
-    kind.__module__, module = "deepspeed.runtime.fp16.onebit.adam", kind.__module__
-    tell("one bit", lambda: attach(engine, ROOT))
+    module = kind.__module__
+    for name in ("fp16.onebit.adam", "zero.muon.muon_optimizer"):
+        kind.__module__ = f"deepspeed.runtime.{name}"
+        tell(name, lambda: attach(engine, ROOT))
     kind.__module__ = module
     optimizer, engine.optimizer = engine.optimizer, Strange()
     tell("unknown", lambda: attach(engine, ROOT))

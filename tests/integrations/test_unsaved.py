@@ -38,7 +38,19 @@ def a_tensor(model: nn.Module) -> dict[str, Any]:
     return {"mean": torch.zeros(3)}
 
 
-@pytest.mark.parametrize("held", [average, copies, a_tensor])
+class Metric(nn.Module):
+    """Adds up as a metric of torchmetrics: in no parameter and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric_state = {"total": torch.zeros(()), "means": [torch.ones(2)]}
+
+
+def a_metric(model: nn.Module) -> dict[str, Any]:
+    return {"metric": Metric()}
+
+
+@pytest.mark.parametrize("held", [average, copies, a_tensor, a_metric])
 def test_what_nothing_saves_is_told_by_the_name_of_its_attribute(held: Any) -> None:
     model = nn.Linear(3, 3)
     callback = Callback(**held(model), every=5)
@@ -56,6 +68,8 @@ def test_what_is_in_the_state_is_let_be() -> None:
     handed = Callback(model=model, part=model[1], optimizer=optimizer, average=kept)
     assert told_of([model, optimizer, {"ema": kept}], plain, handed) == []
     assert told_of([deepcopy(model)], handed) != []
+    metric = Metric()
+    assert told_of([nn.ModuleList([metric])], Callback(metric=metric)) == []
 
 
 def test_each_callback_is_told_of_once() -> None:

@@ -300,6 +300,8 @@ def check_engine(engine: Any) -> None:
         "progressive layer dropping": getattr(engine, "progressive_layer_drop", None),
         "compressed weights": getattr(engine, "quantizer", None) or _is_compressing(engine),
         "a 1-bit optimizer": ".onebit." in type(inner).__module__,
+        # Its momentum is one of whole parameters beside a rank's share of them.
+        "Muon": ".muon." in type(inner).__module__,
     }
     for what, has_it in found.items():
         if has_it:

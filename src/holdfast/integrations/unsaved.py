@@ -44,6 +44,8 @@ def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
     elif isinstance(value, nn.Module):
         yield from value.parameters()
         yield from value.buffers()
+        for part in value.modules():  # metrics of torchmetrics add up in neither
+            yield from _tensors(getattr(part, "metric_state", None))
     elif isinstance(value, torch.optim.Optimizer):
         yield from (one for group in value.param_groups for one in group["params"])
     elif isinstance(value, Mapping | list | tuple) and depth:
