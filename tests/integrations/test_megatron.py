@@ -168,9 +168,8 @@ def test_megatron_resumes_from_storage_when_shared_memory_is_gone(
         {"tp": 2, "distributed": True},
         pytest.param({"pp": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "tp": 2, "ranks": 4}, marks=pytest.mark.slow),
-        pytest.param({"ep": 2, "experts": 4, "distributed": True}, marks=pytest.mark.slow),
     ],
-    ids=["tensor parallel", "stages", "both", "experts"],
+    ids=["tensor parallel", "stages", "both"],
 )
 def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_path: Path) -> None:
     """One rank goes on with what several saved: the losses are those that these have, but for the
@@ -180,7 +179,7 @@ def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_p
     unbroken = whole(RUN, tmp_path / "whole", **options)
     root = tmp_path / "run"
     assert run(root, steps=8, **options).returncode == 0
-    other = {**options, "tp": 1, "pp": 1, "ep": 1, "ranks": 1}
+    other = {**options, "tp": 1, "pp": 1, "ranks": 1}
     launched = launch_one(root, {**other, "rng": True})
     assert launched.returncode != 0
     assert f"saved on {options['ranks']} ranks, {layout.get('tp', 1)} tensor" in launched.stderr
@@ -194,10 +193,27 @@ def test_what_several_ranks_saved_is_a_whole_model(layout: dict[str, Any], tmp_p
         assert now[step] == pytest.approx(then[step], rel=2e-5), step
     with holdfast.open(root) as checkpoint:
         shapes = {name: tuple(leaf.shape) for name, leaf in checkpoint.leaves.items()}
-    inside = "mlp.experts.local_experts.3" if "ep" in layout else "mlp"
-    assert shapes[f"model.decoder.layers.1.{inside}.linear_fc1.weight"] == (96, 32)
-    name = f"decoder.layers.1.{inside}.linear_fc2.weight.exp_avg"
-    assert [shape for one, shape in shapes.items() if one.endswith(name)] == [(32, 48)]
+    assert shapes["model.decoder.layers.1.mlp.linear_fc1.weight"] == (96, 32)
+    assert shapes["optimizer.decoder.layers.1.mlp.linear_fc2.weight.exp_avg"] == (32, 48)
+
+
+@needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_experts_have_their_numbers_in_the_whole_model(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"experts": 4, "steps": 5, "distributed": True}
+    root = tmp_path / "run"
+    assert run(root, ranks=2, ep=2, **options).returncode == 0
+    with holdfast.open(root) as checkpoint:
+        shapes = {name: tuple(leaf.shape) for name, leaf in checkpoint.leaves.items()}
+    for number in range(4):
+        inside = f"decoder.layers.1.mlp.experts.local_experts.{number}"
+        assert shapes[f"model.{inside}.linear_fc1.weight"] == (96, 32)
+        moments = [name for name in shapes if name.endswith(f"{inside}.linear_fc2.weight.exp_avg")]
+        assert [shapes[name] for name in moments] == [(32, 48)]
+    refused = launch_one(root, {**options, "rng": False})
+    assert refused.returncode != 0
+    assert "saved on 2 expert parallel ranks, and now there are 1" in refused.stderr
 
 
 def launch_one(root: Path, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
