@@ -130,6 +130,24 @@ def test_qwen_3_of_the_debug_size_goes_on(tmp_path: Path) -> None:
 
 
 @needs_it
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("degree", [1, 2], ids=["shards", "expert parallel"])
+def test_experts_of_torchtitan_on_two_ranks_go_on(degree: int, tmp_path: Path) -> None:
+    parallelism = {"expert_parallel_degree": degree}
+    options: dict[str, Any] = {"ranks": 2, "parallelism": parallelism, "steps": 6}
+    options |= {"model": "qwen3_moe"}
+    unbroken = whole(RUN, tmp_path / "whole", **options)
+    assert sum(line.startswith("1: step") for line in unbroken) == 6
+    check_same(resumed(tmp_path / "run", 5, "update", who=1, **options), unbroken)
+    check_resumed(root_of(tmp_path / "run"))
+    with holdfast.open(root_of(tmp_path / "run")) as checkpoint:
+        shapes = {name: tuple(leaf.shape) for name, leaf in checkpoint.leaves.items()}
+    experts = [shapes[name] for name in shapes if name.endswith("w1_EFD") and "model." in name]
+    assert experts == [(8, 64, 256)] * 2
+
+
+@needs_it
 @pytest.mark.timeout(400)
 def test_torchtitan_resumes_from_storage_when_shared_memory_is_gone(
     tmp_path: Path, arena_dir: Path, unbroken: list[str]

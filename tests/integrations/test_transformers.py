@@ -390,7 +390,7 @@ def test_a_second_trainer_on_a_root_ends_the_first(tmp_path: Path, unbroken: lis
 
 @needs_it
 def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import PretrainedConfig, Trainer
+    from transformers import PretrainedConfig, Trainer, TrainingArguments
 
     from holdfast.errors import UsageError
     from holdfast.integrations.transformers import HoldfastMixin, HoldfastTrainer
@@ -407,6 +407,15 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr("transformers.__version__", "5.22.1")
         with pytest.raises(UsageError, match=r"needs transformers 5\.23 or later, got 5\.22\.1"):
             HoldfastTrainer(holdfast=tmp_path / "a")
+
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"auto_find_batch_size": True}, "begins again with another batch size"),
+        ({"optim": "galore_adamw_layerwise"}, "take one without _layerwise"),
+    ]
+    for given, words in refused:
+        args = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **given)
+        with pytest.raises(UsageError, match=words):
+            HoldfastTrainer(model=torch.nn.Linear(2, 2), args=args, holdfast=tmp_path / "a")
 
     class Old(HoldfastMixin):
         def _run_epoch(self, **given: Any) -> None: ...

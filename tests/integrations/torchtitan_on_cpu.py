@@ -207,6 +207,28 @@ def qwen3_debugmodel() -> Any:
     return _for_a_minute(config_registry.qwen3_debugmodel())
 
 
+def qwen3_moe_debugmodel() -> Any:
+    """Returns the same for Qwen 3 with few and narrow experts."""
+    from torchtitan.models import qwen3
+    from torchtitan.models.qwen3 import config_registry
+
+    config = config_registry.qwen3_moe_debug()
+    config.model_spec.model.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=256,
+        n_heads=16,
+        n_kv_heads=8,
+        head_dim=128,
+        moe_hidden_dim=64,
+        num_experts=8,
+        top_k=2,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=qwen3.CosSinRoPE.Config(dim=128, max_seq_len=4096, theta=1e6),
+    )
+    return _for_a_minute(config)
+
+
 def _for_a_minute(config: Any) -> Any:
     config.tokenizer, config.dataloader = Tokenizer.Config(), Loader.Config()
     config.training.local_batch_size, config.training.seq_len = 2, LENGTH

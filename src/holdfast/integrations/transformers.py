@@ -107,6 +107,11 @@ class HoldfastMixin:
                 "run, so that no step of it can be resumed: find the size first, and set "
                 "per_device_train_batch_size"
             )
+        if self.args.optim.endswith("layerwise"):
+            raise UsageError(
+                f"optim={self.args.optim.value!r} updates inside of the backward, by an optimizer "
+                "for each parameter that the Trainer does not have: take one without _layerwise"
+            )
         self._hf_root, self._hf_options = os.fspath(holdfast), dict(holdfast_options or {})
         self._hf_more = more
         self._hf_loop = _Loop(self)
