@@ -39,7 +39,10 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return self._size
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return sample(index)
+        if not OPTIONS.get("draws"):
+            return sample(index)
+        noise = torch.rand(8) + random.random() + np.random.random()
+        return sample(index) + noise.to(torch.float32)
 
 
 class Stream(IterableDataset[torch.Tensor]):

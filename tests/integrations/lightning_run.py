@@ -42,7 +42,8 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return self._size
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(8, generator=torch.Generator().manual_seed(index))
+        noise = torch.rand(8) if OPTIONS.get("draws") else 0.0
+        return torch.randn(8, generator=torch.Generator().manual_seed(index)) + noise
 
 
 def network() -> nn.Sequential:

@@ -96,6 +96,9 @@ def test_accelerate_resumes_from_storage_when_shared_memory_is_gone(
         {"loader": "chance"},
         {"loader": "chance", "seedable": False, "workers": 0},
         {"reseeded": True},
+        {"draws": True, "workers": 0},
+        {"draws": True, "workers": 0, "seedable": False},
+        {"draws": True, "workers": 0, "loader": "resumable"},
     ],
     ids=[
         "stateful",
@@ -107,6 +110,9 @@ def test_accelerate_resumes_from_storage_when_shared_memory_is_gone(
         "generators of python and numpy",
         "generators, no workers",
         "another seed",
+        "random samples",
+        "random samples, one generator",
+        "random samples, resumable",
     ],
 )
 def test_every_kind_of_loader_is_placed(options: dict[str, Any], tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         {"average": True, "val_check_interval": 0.25},
         {"best": True},
         {"scheduling": {"0": 2, "1": 3}},
+        {"draws": True, "workers": 0},
+        {"draws": True, "workers": 0, "loader": "resumable"},
     ],
     ids=[
         "validation inside",
@@ -113,6 +115,8 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         "weight averaging",
         "checkpoints of its own",
         "accumulation by epoch",
+        "random samples",
+        "random samples, resumable",
     ],
 )
 def test_every_kind_of_fit_goes_on(options: dict[str, Any], tmp_path: Path) -> None:

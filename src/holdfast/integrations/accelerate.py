@@ -254,7 +254,9 @@ class _AcceleratorLoop:
     def __init__(self, accelerator: Any, settle: Any) -> None:
         self._accelerator = accelerator
         self._loaders = list(accelerator._dataloaders)
-        self._places = [LoaderPlace(one.base_dataloader, settle) for one in self._loaders]
+        self._places = [
+            LoaderPlace(one.base_dataloader, settle, runs_ahead=True) for one in self._loaders
+        ]
         for loader, place in zip(self._loaders, self._places, strict=True):
             place.skips_finished = partial(_pass_epoch, loader)
             if hasattr(loader, "state_dict"):

@@ -19,15 +19,31 @@ from holdfast.errors import UsageError
 
 def order_state(loader: Any) -> dict[str, Any]:
     """Returns the states of the process's generators and of a loader's own, as plain values."""
-    found: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
+    return {
+        **process_state(),
         "own": [_state_of(one) for one in _own_generators(loader)],
         "seeds": [one.initial_seed for one in _seeded(loader)],
     }
+
+
+def process_state() -> dict[str, Any]:
+    """Returns the states of the process's generators, as plain values."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         found["numpy"] = _of_numpy(sys.modules["numpy"].random)
     return found
+
+
+def is_process_at(state: Mapping[str, Any]) -> bool:
+    """True where the process's generators are as ``process_state`` returned them."""
+    now = process_state()
+    if now.keys() != state.keys() or now["python"] != state["python"]:
+        return False
+    numpy, then = now.get("numpy", ()), state.get("numpy", ())
+    is_same_numpy = numpy[2:] == then[2:] and all(
+        (one == other).all() for one, other in zip(numpy[1:2], then[1:2], strict=True)
+    )
+    return is_same_numpy and torch.equal(now["torch"], state["torch"])
 
 
 def set_process_generators(state: Mapping[str, Any]) -> None:

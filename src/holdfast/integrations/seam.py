@@ -2,7 +2,8 @@
 
 A loader is placed behind the batches that were trained on without reading them, where its data have
 an index or a state. The generators that it draws from are then those of the begin of its epoch, so
-that it gives the same order, and afterwards those of the restored step again.
+that it gives the same order, and afterwards those of the restored step again; what data without
+workers draw for a sample, they draw from the generators that they would have had.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,13 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import StateMismatch, UsageError
 from holdfast.events import Warned, emit
-from holdfast.integrations.orders import order_state, set_own_generators, set_process_generators
+from holdfast.integrations.orders import (
+    is_process_at,
+    order_state,
+    process_state,
+    set_own_generators,
+    set_process_generators,
+)
 from holdfast.storage.files import ROOT_FILE
 from holdfast.storage.open import is_bucket, normal_root
 
@@ -166,11 +173,18 @@ class LoaderPlace:
 
     ``loader``: a DataLoader of torch or one derived from it, which then begins where ``set`` said
     and counts the batches that it gives. ``settle``: called when a loader that was placed in the
-    middle of an epoch has its first batch: sets the generators again.
+    middle of an epoch has its order: sets the generators again. ``runs_ahead``: a batch more is
+    fetched before the last one is given to the loop.
     """
 
-    def __init__(self, loader: Any, settle: Callable[[], None]) -> None:
+    def __init__(
+        self, loader: Any, settle: Callable[[], None], *, runs_ahead: bool = False
+    ) -> None:
         self.loader = loader
+        self._is_in_process = loader.num_workers == 0 and not hasattr(loader, "state_dict")
+        self._follows_draws = runs_ahead and self._is_in_process
+        self._before: dict[str, Any] | None = None
+        """The generators before the last batch was fetched, where that has drawn from them."""
         self.given = 0
         """The batches of this epoch that were given out or passed over."""
         self.is_open = False
@@ -222,6 +236,7 @@ class LoaderPlace:
             "over": is_over,
             "begun": self.begun,
             "generators": self._began if is_inside else order_state(self.loader),
+            "ahead": self._before if is_inside and self.given > (batches or 0) else None,
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
             "state": self.own_state() if is_inside and _has_state(self.loader) else None,
         }
@@ -283,6 +298,7 @@ class LoaderPlace:
         is_early = getattr(self.loader, "_initial_iter_for_state_dict", False)
         reads = (isinstance(self.loader.dataset, IterableDataset) or is_early) and not is_placed
         self._rest = 0 if reads or is_placed else count
+        draws_itself = self._is_in_process and not reads
         workers = getattr(self.loader, "_iterator", None)
         if workers is not None:  # those that stay have a sampler already
             workers._index_sampler = self.rest_of(workers._index_sampler)
@@ -290,21 +306,45 @@ class LoaderPlace:
         self._rest = 0
         if reads:
             _read(batches, count)
-        first = next(batches, _END)
+        self.given = count
+        ahead = target.get("ahead") if draws_itself else None  # the first version kept none
+        if ahead is not None:
+            set_process_generators(ahead)
+        first = [] if draws_itself and ahead is None else list(islice(batches, 1))
         set_process_generators(now)
         self._settle()
-        self.given = count
-        return self._give(self.begun, chain([] if first is _END else [first], batches))
+        return self._give(self.begun, batches, first, ahead)
 
-    def _give(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields batches; an iteration that another one has followed counts no more."""
+    def _give(
+        self,
+        number: int,
+        batches: Iterator[Any],
+        first: Iterable[Any] = (),
+        before: dict[str, Any] | None = None,
+    ) -> Iterator[Any]:
+        """Yields batches; an iteration that another one has followed counts no more.
+
+        ``first``: those that were fetched already. ``before``: the generators before that.
+        """
         try:
-            for batch in batches:
+            for batch in first:
+                self._before = before
+                self.given += number == self.begun
+                yield batch
+            while (batch := self._fetch(batches)) is not _END:
                 self.given += number == self.begun
                 yield batch
         except GeneratorExit:
             self.is_open &= number != self.begun
             raise
+
+    def _fetch(self, batches: Iterator[Any]) -> Any:
+        if not self._follows_draws:
+            return next(batches, _END)
+        before = process_state()
+        found = next(batches, _END)
+        self._before = None if is_process_at(before) else before
+        return found
 
     def release(self) -> None:
         """Gives the loader its own class again."""
@@ -314,22 +354,25 @@ class LoaderPlace:
 
     def rest_of(self, indices: Any) -> Any:
         """Returns the sampler behind the batches that are passed over by their indices."""
-        return _Rest(indices, self._rest) if self._rest else indices
+        return _Rest(indices, self._rest, self._is_in_process) if self._rest else indices
 
 
 class _Rest:
     """A batch sampler that passes over some batches, the first time that one is asked for."""
 
-    def __init__(self, indices: Any, count: int) -> None:
-        self._indices, self._count = indices, count
+    def __init__(self, indices: Any, count: int, is_at_once: bool) -> None:
+        self._indices, self._count, self._is_at_once = indices, count, is_at_once
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, as a sampler may draw its order then; a loader may drop this iteration unused.
-        return self._behind(iter(self._indices))
+        # At once, as a sampler may draw its order then; some do with the first batch, and loaders
+        # with a state or workers may drop this iteration unused.
+        indices = islice(iter(self._indices), self._count, None)
+        return self._behind(list(islice(indices, int(self._is_at_once))), indices)
 
-    def _behind(self, indices: Iterator[Any]) -> Iterator[Any]:
-        count, self._count = self._count, 0
-        yield from islice(indices, count, None)
+    def _behind(self, first: list[Any], indices: Iterator[Any]) -> Iterator[Any]:
+        self._count = 0
+        yield from first
+        yield from indices
 
     def __len__(self) -> int:
         return len(self._indices)
