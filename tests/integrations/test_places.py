@@ -1,0 +1,114 @@
+"""The place of a loader in its data, without a framework: what samples draw for themselves is what
+an unbroken run draws.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from holdfast.integrations.seam import LoaderPlace
+from holdfast.state.rng import Rng
+
+SAMPLES, BATCH, LAST = 20, 4, 3
+
+
+class Noisy(torch.utils.data.Dataset[float]):
+    """Samples with noise from the generators of the process."""
+
+    def __init__(self, sources: str) -> None:
+        self.sources = sources
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> float:
+        noise = {
+            "torch": lambda: torch.rand(1).item(),
+            "python": random.random,
+            "numpy": np.random.random,
+        }
+        return index + sum(noise[each]() for each in self.sources.split())
+
+
+def one_ahead(batches: Any) -> Iterator[Any]:
+    """Gives a batch when the next one was fetched, as accelerate does."""
+    batches = iter(batches)
+    now = next(batches)
+    for after in batches:
+        yield now
+        now = after
+    yield now
+
+
+def train(batches: Any) -> Iterator[tuple[list[float], float]]:
+    """Yields what each step has: a batch, and a number that it draws itself."""
+    for batch in batches:
+        yield batch.tolist(), torch.rand(1).item()
+
+
+def make(sources: str, settle: Callable[[], None], *, runs_ahead: bool) -> tuple[Any, LoaderPlace]:
+    loader = DataLoader(Noisy(sources), batch_size=BATCH, shuffle=True)
+    return loader, LoaderPlace(loader, settle, runs_ahead=runs_ahead)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("sources", ["", "torch", "python numpy", "torch python numpy"])
+def test_random_samples_go_on_as_if_nothing_had_been(sources: str, runs_ahead: bool) -> None:
+    give: Callable[[Any], Any] = one_ahead if runs_ahead else iter
+    Rng().load_state_dict(BEGIN)
+    loader, place = make(sources, lambda: None, runs_ahead=runs_ahead)
+    unbroken = []
+    for number, each in enumerate(train(give(loader)), start=1):
+        unbroken.append(each)
+        if number == LAST:
+            saved, generators = place.save(LAST), Rng().state_dict()
+    assert len(unbroken) == SAMPLES // BATCH
+    assert (saved["ahead"] is not None) == (runs_ahead and sources != "")
+
+    def settle() -> None:
+        Rng().load_state_dict(generators)
+
+    torch.manual_seed(5)
+    loader, place = make(sources, settle, runs_ahead=runs_ahead)
+    place.set(saved)
+    settle()
+    again = train(give(loader))
+    assert list(again) == unbroken[LAST:]
+    place.release()
+
+
+BEGIN = Rng().state_dict()
+
+
+def test_a_place_between_two_batches_that_were_fetched_is_saved_again() -> None:
+    """A run that is killed twice: also what was fetched ahead by the second start goes on."""
+    Rng().load_state_dict(BEGIN)
+    loader, place = make("torch", lambda: None, runs_ahead=True)
+    unbroken = list(train(one_ahead(loader)))
+    Rng().load_state_dict(BEGIN)
+    held: dict[str, Any] = {}
+
+    def settle() -> None:
+        Rng().load_state_dict(held["generators"])
+
+    found: list[Any] = []
+    loader, place = make("torch", settle, runs_ahead=True)
+    for last in (1, 2, len(unbroken)):
+        if held:
+            torch.manual_seed(last)
+            loader, place = make("torch", settle, runs_ahead=True)
+            place.set(held["place"])
+            settle()
+        for each in train(one_ahead(loader)):
+            found.append(each)
+            if len(found) == last:
+                held = {"place": place.save(last), "generators": Rng().state_dict()}
+                break
+    assert found == unbroken
