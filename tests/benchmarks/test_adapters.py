@@ -7,10 +7,10 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
-from benchmarks.kit import series
-
 from benchmarks.adapters import adapters, loops
 from benchmarks.adapters.own_work import ADAPTER, CHECKPOINTER, OTHERS, Meter
+from benchmarks.kit import series
+
 from support.project.code_blocks import PROJECT
 
 

@@ -17,6 +17,7 @@ from holdfast.integrations.seam import LoaderPlace
 from holdfast.state.rng import Rng
 
 SAMPLES, BATCH, LAST = 20, 4, 3
+BEGIN = Rng().state_dict()
 
 
 class Noisy(torch.utils.data.Dataset[float]):
@@ -82,9 +83,6 @@ def test_random_samples_go_on_as_if_nothing_had_been(sources: str, runs_ahead: b
     again = train(give(loader))
     assert list(again) == unbroken[LAST:]
     place.release()
-
-
-BEGIN = Rng().state_dict()
 
 
 def test_a_place_between_two_batches_that_were_fetched_is_saved_again() -> None:

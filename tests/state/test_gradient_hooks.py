@@ -45,6 +45,6 @@ def test_hooks_that_remember_nothing_are_let_be(state: Any, group: None, tmp_pat
     plain = DistributedDataParallel(nn.Linear(8, 8))
     assert told_of(plain, tmp_path / "plain") == []
     given = state and dist.group.WORLD
-    plain.register_comm_hook(given, default_hooks.bf16_compress_hook)
+    plain.register_comm_hook(given, default_hooks.fp16_compress_hook)
     plain(torch.ones(1, 8)).sum().backward()
     assert told_of(plain, tmp_path / "halved") == []

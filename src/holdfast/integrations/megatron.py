@@ -309,15 +309,13 @@ def _check_experts(model: nn.Module, tensor: int) -> None:
 
 
 def _check_optimizers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UsageError where experts would go from an optimizer of their own to that of the rest, or
-    back.
-    """
+    """Raises UsageError where experts would go from an optimizer of their own to that of all."""
     then, here = (one.get("experts", 1) for one in (saved, now))
     if (then > 1) != (here > 1):
         raise UsageError(
-            f"the run was saved on {then} expert parallel ranks, and now there are {here}: Megatron "
-            "gives experts an optimizer of their own on several, and none on one. Use several "
-            'again; the model alone goes anywhere, by only=["model.**"]'
+            f"the run was saved on {then} expert parallel ranks, and now there are {here}: on "
+            "several Megatron gives experts an optimizer of their own, on one it does not. Use "
+            'several again; the model alone goes anywhere, by only=["model.**"]'
         )
 
 

@@ -200,6 +200,7 @@ class LoaderPlace:
         """The iterations of the run so far, the one under way among them."""
         self._must_warm = False
         self._rest = 0
+        self._passed_over: _Rest
         kind = _placed_kind(type(loader))
         loader._holdfast_place = self
         loader.__class__ = kind
@@ -303,6 +304,8 @@ class LoaderPlace:
         if workers is not None:  # those that stay have a sampler already
             workers._index_sampler = self.rest_of(workers._index_sampler)
         batches = iterate()
+        if draws_itself and self._rest:
+            self._passed_over.draw_order()
         self._rest = 0
         if reads:
             _read(batches, count)
@@ -354,23 +357,32 @@ class LoaderPlace:
 
     def rest_of(self, indices: Any) -> Any:
         """Returns the sampler behind the batches that are passed over by their indices."""
-        return _Rest(indices, self._rest, self._is_in_process) if self._rest else indices
+        if not self._rest:
+            return indices
+        self._passed_over = _Rest(indices, self._rest)
+        return self._passed_over
 
 
 class _Rest:
     """A batch sampler that passes over some batches, the first time that one is asked for."""
 
-    def __init__(self, indices: Any, count: int, is_at_once: bool) -> None:
-        self._indices, self._count, self._is_at_once = indices, count, is_at_once
+    def __init__(self, indices: Any, count: int) -> None:
+        self._indices, self._count = indices, count
+        self._begun: Iterator[Any] = iter(())
+        self._first: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, as a sampler may draw its order then; some do with the first batch, and loaders
-        # with a state or workers may drop this iteration unused.
-        indices = islice(iter(self._indices), self._count, None)
-        return self._behind(list(islice(indices, int(self._is_at_once))), indices)
+        # At once, as a sampler may draw its order then; a loader may drop this iteration unused.
+        self._begun = islice(iter(self._indices), self._count, None)
+        return self._behind(self._begun)
 
-    def _behind(self, first: list[Any], indices: Iterator[Any]) -> Iterator[Any]:
+    def draw_order(self) -> None:
+        """Lets a sampler draw its order now that would do so with its first batch."""
+        self._first = list(islice(self._begun, 1))
+
+    def _behind(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._count = 0
+        first, self._first = self._first, []
         yield from first
         yield from indices
 
