@@ -30,7 +30,7 @@ class Noisy(torch.utils.data.Dataset[float]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> float:
-        noise = {
+        noise: dict[str, Callable[[], float]] = {
             "torch": lambda: torch.rand(1).item(),
             "python": random.random,
             "numpy": np.random.random,
