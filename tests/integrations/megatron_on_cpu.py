@@ -80,6 +80,14 @@ def there_are_no_streams_to_wait_for() -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
 
 
+@_help
+def a_router_without_transformer_engine_knows_that() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 if __name__ == "__main__":
     sys.argv.pop(0)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -134,7 +134,6 @@ class MegatronCheckpointer(AttachedCheckpointer):
         def check() -> None:
             saved = dict(self._state[_LOOP])
             _ramp_up_to(saved.pop("batch", None))
-            _check_optimizers(saved, now)
             _check_generators(saved, now)
 
         self._restore(step, check)
@@ -305,17 +304,6 @@ def _check_experts(model: nn.Module, tensor: int) -> None:
             f"{parallel_state.get_expert_tensor_parallel_world_size()} tensor parallel ranks of "
             f"experts beside {tensor} of other layers are not kept yet: give "
             "expert_tensor_parallel_size the same number"
-        )
-
-
-def _check_optimizers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UsageError where experts would go from an optimizer of their own to that of all."""
-    then, here = (one.get("experts", 1) for one in (saved, now))
-    if (then > 1) != (here > 1):
-        raise UsageError(
-            f"the run was saved on {then} expert parallel ranks, and now there are {here}: on "
-            "several Megatron gives experts an optimizer of their own, on one it does not. Use "
-            'several again; the model alone goes anywhere, by only=["model.**"]'
         )
 
 
