@@ -202,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     width, rounds, steps = (64, 1, 5) if options.quick else (768, options.rounds, options.steps)
     warnings.filterwarnings("ignore")
     logging.disable()
-    if options.framework == "deepspeed":
+    if options.framework in ("deepspeed", "torchtitan"):
         os.environ |= ALONE
     with tempfile.TemporaryDirectory(prefix="holdfast-adapters-", dir=options.dir) as directory:
         given = (options.framework, width, steps, rounds, Path(directory))
