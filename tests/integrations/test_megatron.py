@@ -59,14 +59,6 @@ MORE_LAYOUTS: dict[str, dict[str, Any]] = {
     "stages and tensor parallel": {"pp": 2, "tp": 2, "distributed": True, "ranks": 4},
     "experts": {"ep": 2, "experts": 4},
     "experts, distributed optimizer": {"ep": 2, "experts": 4, "distributed": True, "bf16": True},
-    "experts and tensor parallel": {
-        "ep": 2,
-        "tp": 2,
-        "experts": 4,
-        "distributed": True,
-        "ranks": 4,
-        "bias": False,
-    },
 }
 
 
