@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.accelerator import devices, generators, vendors
+from holdfast.accelerator import cuda, devices, generators, vendors
 from holdfast.accelerator.pinnable_pages import allocate
 from support.project.contracts import PROJECT
 
@@ -162,6 +162,7 @@ _SINCE = {
     "torch.accelerator.set_stream": (2, 6),
     "torch.device": (0, 4),
     "torch.dtype": (0, 4),
+    "torch.empty": (0, 1),
     "torch.frombuffer": (1, 10),
     "torch.get_device_module": (2, 5),
     "torch.inference_mode": (1, 9),
@@ -258,5 +259,45 @@ def test_without_an_accelerator_there_are_no_generators(monkeypatch: pytest.Monk
 
 
 def test_more_memory_than_there_is_is_refused_with_its_size() -> None:
-    with pytest.raises(MemoryError, match=r"no \d+ MiB of host memory for a device to copy to"):
+    with pytest.raises(MemoryError, match=r"no \d+ MiB of host memory for copies of a device"):
         allocate(torch.Size((1 << 60,)), torch.uint8)
+
+
+def test_an_interrupt_right_behind_a_change_of_streams_leaves_the_thread_on_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side: Any = SimpleNamespace(device=torch.device("cpu"))
+    current: list[object] = ["own"]
+
+    def set_stream(stream: object) -> None:
+        current[0] = stream
+        if stream is side:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[0])
+    monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
+    with pytest.raises(KeyboardInterrupt), devices.use_stream(side):
+        raise AssertionError("work was enqueued")
+    assert current == ["own"]
+
+
+def test_the_error_of_a_refused_call_of_cuda_is_taken_without_memory_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device that is full, too, would leave it to the next launch of training."""
+    called: list[str] = []
+    monkeypatch.setattr(cuda, "_function", lambda name: lambda *_: called.append(name))
+    vendor = cuda.CudaVendor()
+    vendor.clear_error(torch.device("cuda", 0))
+    assert called == ["GetLastError"]
+    monkeypatch.setattr(cuda, "_function", lambda _: None)
+    vendor = cuda.CudaVendor()
+    allocated: list[torch.device] = []
+
+    def ones(_: int, device: torch.device) -> torch.Tensor:
+        allocated.append(device)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "ones", ones)
+    vendor.clear_error(torch.device("cuda", 0))
+    assert allocated == [torch.device("cuda", 0)]

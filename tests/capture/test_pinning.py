@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.accelerator import devices, vendors
+from holdfast.accelerator import devices, pinnable_pages, vendors
 from holdfast.accelerator.pinnable_pages import allocate, memory_of
 from holdfast.capture import pinning
 from holdfast.capture.copier import SlotCache
@@ -213,6 +214,42 @@ def test_memory_that_a_leaf_is_copied_out_to_is_unpinned_behind_its_last_copy_an
     del view
     gc.collect()
     assert waited == [True] and driver.registered == {}
+
+
+@pytest.mark.promise
+def test_memory_that_is_dropped_while_it_is_pinned_is_unmapped_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the second time other memory may be where it was."""
+    tensor = allocate(torch.Size((2 * PIECE,)), torch.uint8)
+    memory = memory_of(tensor)
+    pins = Pins(memory, XLA, PIECE)
+    unmapped: list[int] = []
+    monkeypatch.setattr(pinnable_pages.libc, "munmap", lambda at, _: unmapped.append(at))
+    both = threading.Barrier(2)
+
+    def unpin() -> bool:
+        found = pins.release()
+        both.wait(20)  # who drops it and who pins it have both come this far
+        return found
+
+    memory.unpin = unpin
+    driver.go.clear()
+    pinning = threading.Thread(target=pin_all, args=([pins], threading.Lock()))
+    dropping = threading.Thread(target=memory.close)
+    pinning.start()
+    assert driver.began.wait(20)
+    dropping.start()
+    until_s = time.monotonic() + 20
+    while not pins._is_released:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    driver.go.set()
+    pinning.join(20)
+    dropping.join(20)
+    assert not (pinning.is_alive() or dropping.is_alive())
+    assert unmapped == [memory.address] and driver.registered == {}
+    memory.unpin = lambda: True
 
 
 def test_a_forked_child_has_no_part_of_memory_that_a_leaf_is_copied_out_to(

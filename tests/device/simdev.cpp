@@ -58,6 +58,7 @@ struct Simulation {
   uint64_t seed = 0;
   int fault_kind = -1, hung = -1;  // `hung`: the device that no longer answers
   long fault_in = 0, oom_in = 0, refuse_in = 0, refuse_count = 0;
+  bool pins_nothing = false;  // no memory for pinned allocations
   bool fault_hangs = false;
   bool strict = false;  // report memory that is freed while other streams may use it
   size_t limit[DEVICES] = {ARENA_BYTES, ARENA_BYTES}, used[DEVICES] = {}, peak[DEVICES] = {};
@@ -286,6 +287,10 @@ void set_device(int device) {  // makes a context, as cudaSetDevice does since 1
   sim.contexts.insert(device);
   t_device = device;
 }
+void make_context() {  // as each call of the runtime does on the device that its thread is at
+  Lock l(g_mutex);
+  sim.contexts.insert(t_device);
+}
 int index_of(Device d) { return d.index() < 0 ? t_device : d.index(); }
 Stream stream_of(Device d, int64_t id) {
   return Stream(Stream::UNSAFE, Device(SIM, index_of(d)), id);
@@ -348,6 +353,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     mark->graph->streams.insert(queue);
   }
   bool queryEvent(void* event) const override {
+    make_context();
     forbidden_in_capture("event query");
     if (!event) return true;
     auto mark = static_cast<Event*>(event)->mark;
@@ -356,6 +362,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
+    make_context();
     forbidden_in_capture("event synchronize");
     if (event) wait_on_host(static_cast<Event*>(event)->mark);
     check_usable();
@@ -492,6 +499,7 @@ struct HostMemory final : c10::Allocator {
     check_usable();
     const size_t size = std::bit_ceil(std::max(n, size_t(4096)));
     Lock l(g_mutex);
+    if (sim.pins_nothing) fail(OUT_OF_MEMORY, "out of memory");
     auto* block = lend({nullptr, size}, "allocation of pinned memory",
                        [&] { return (char*)memset(aligned_alloc(4096, size), POISON, size); });
     return {block->at, block, &free_block, Device(c10::DeviceType::CPU)};
@@ -927,7 +935,7 @@ void replay(Graph* graph) {
 void recover() {  // as a new process would find it; what hung goes on, what broke is over
   Lock l(g_mutex);
   sim.hung = sim.fault_kind = -1;
-  sim.oom_in = sim.refuse_in = sim.refuse_count = 0;
+  sim.oom_in = sim.refuse_in = sim.refuse_count = sim.pins_nothing = 0;
   std::fill(sim.limit, sim.limit + DEVICES, ARENA_BYTES);
   g_answers.notify_all();
   if (sim.broken.empty()) return;
@@ -989,6 +997,7 @@ PYBIND11_MODULE(simdev, m) {
   locked("refuse_registration", [](long from, long count) {
     sim.refuse_in = from, sim.refuse_count = count;
   });
+  locked("pin_nothing", [] { sim.pins_nothing = true; });
   locked("strict", [](bool on) { sim.strict = on; });
   locked("limit", [](int device, size_t bytes) { sim.limit[device] = bytes; });
   locked("rng", [](int device) {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import holdfast
 from device.vendor import add_simulated_vendor
+from holdfast.offload import HybridAdamW
 from support.runs.device_updates import UpdatedRun
 
 INDEX = 1
@@ -39,3 +42,17 @@ def test_a_save_and_a_restore_make_contexts_on_the_device_of_the_state_alone(
     holdfast.load(tmp_path, run.state, 0)
     assert set(second.contexts()) == {INDEX}
     assert all(torch.equal(run.content()[name], truth[name]) for name in truth)
+
+
+def test_threads_of_an_optimizer_make_contexts_on_the_device_of_its_parameters_alone(
+    second: Any,
+) -> None:
+    parameter = nn.Parameter(torch.ones(5000, device=f"sim:{INDEX}"))
+    optimizer = HybridAdamW([parameter], device_share=0.5, subgroup_elements=1700)
+    second.forget_contexts()
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    del optimizer
+    gc.collect()
+    assert set(second.contexts()) == {INDEX}

@@ -94,7 +94,7 @@ def test_an_optimizer_that_is_dropped_frees_nothing_that_is_copied(
     is_sending: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "sim":  # so that a copy that is under way is reported, and ends no test
-        monkeypatch.setattr(pinnable_pages._libc, "munmap", lambda *_: 0)
+        monkeypatch.setattr(pinnable_pages.libc, "munmap", lambda *_: 0)
     for _ in range(4):
         model, optimizer = made(device, dtype, 0.0)
         for step in range(2):

@@ -103,19 +103,33 @@ def test_what_is_not_pinned_is_in_a_forked_child_too(driver: Registering) -> Non
     assert "0 MiB of an optimizer's state could not be pinned for cpu" in str(said)
     assert "memlock" not in str(said)
     made.fill_(3)
-    assert _child_has(made)
+    assert _child_has(made.data_ptr())
+
+
+def test_pages_are_kept_from_children_before_they_are_pinned(
+    driver: Registering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork in between gives a pinned page to one of the two, and the device writes to that."""
+    register, had = driver.register, []
+
+    def forking(address: int, size_bytes: int) -> int:
+        had.append(_child_has(address))
+        return register(address, size_bytes)
+
+    monkeypatch.setattr(driver, "register", forking)
+    made = pinned(10_000, torch.float32, CPU, [])
+    assert had == [False] and not made.any()
 
 
 @pytest.mark.promise
 def test_a_forked_child_has_no_pinned_page(driver: Registering) -> None:
     made = pinned(10_000, torch.float32, CPU, [])
     made.fill_(3)
-    assert not _child_has(made)
+    assert not _child_has(made.data_ptr())
     assert bool((made == 3).all())
 
 
-def _child_has(made: torch.Tensor) -> bool:
-    address = made.data_ptr()
+def _child_has(address: int) -> bool:
     child = os.fork()
     if not child:
         os._exit(int(is_mapped(address)))

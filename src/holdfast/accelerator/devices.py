@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 
 from holdfast.accelerator.vendors import UNKNOWN, vendor_of
+from holdfast.events import Warned, emit
 
 #: Device types whose tensors are host memory, or have none.
 _HOST_TYPES = ("cpu", "meta")
 _has_streams: dict[str, bool] = {}
+_refused: list[str] = []
+"""What was said of pinned memory that could not be allocated: once."""
 _NODES, _PCI = Path("/sys/devices/system/node"), Path("/sys/bus/pci/devices")
 
 #: The address of a tensor's first element, to tell memory apart; never to be read from.
@@ -117,8 +120,8 @@ def use_stream(stream: torch.Stream) -> Iterator[None]:
     """Enqueue this thread's work on ``stream``, whose device becomes the current one."""
     with use_device(stream.device):
         before = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)
-        try:
+        try:  # around the next line, too: an interrupt may come right behind it
+            torch.accelerator.set_stream(stream)
             yield
         finally:
             torch.accelerator.set_stream(before)
@@ -138,6 +141,32 @@ def wait_event(stream: torch.Stream, event: torch.Event) -> None:
     """Let all that is enqueued on ``stream`` from now on begin behind ``event``."""
     with use_device(stream.device):
         vendor_of(stream.device).wait_event(stream, event)
+
+
+def empty_pinned(size_bytes: int) -> torch.Tensor:
+    """Return bytes of host memory that the accelerator copies by itself; where its driver pins no
+    more, memory that it copies slowly.
+    """
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        if not _refused:
+            _refused.append(
+                "no pinned memory could be allocated for copies to or from the device "
+                f"({error}): they will be slow"
+            )
+            emit(Warned(message=_refused[0]))
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return host memory that a copy of ``tensor`` lands in: it is enqueued on the current stream
+    of a device that has streams, else done.
+    """
+    if not is_streamed(tensor.device):
+        return tensor.cpu()
+    there = empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return there.copy_(tensor, non_blocking=True)
 
 
 def copy_to_host(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

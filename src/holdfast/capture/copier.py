@@ -6,7 +6,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,40 +98,34 @@ class Copier:
         began_s = time.monotonic()
         self._turn += 1
         progress = _progress(capture, grant, tell, room_s, self._rate)
-        with torch.no_grad():
-            try:
-                seal = copy_image(
-                    target,
-                    image,
-                    values,
-                    capture.overtaking,
-                    progress,
-                    self._turn,
-                    capture.ready,
-                    sample,
-                )
-            except GpuCopyStuck:
-                self.lost_a_copy = True
-                raise
+        with self._noting_losses():
+            seal = copy_image(
+                target,
+                image,
+                values,
+                capture.overtaking,
+                progress,
+                self._turn,
+                capture.ready,
+                sample,
+            )
         _require_constant(capture, grant, plan, target.memory, image)
         if not capture.known.copied:
             capture.is_copied([])
         capture.parameters = sum_of(target.memory, image, plan.spans(capture.trained.leaves))
         slot.write_record(self._sealed_record(place, grant, seal))
-        now_s = time.monotonic()
-        emit(
-            ImageCaptured(
-                incarnation=place.incarnation,
-                step=capture.step,
-                rank=place.rank,
-                elapsed_s=now_s - capture.started_s,
-                copy_s=now_s - began_s,
-                size_bytes=seal.image_bytes,
-                compared_bytes=sample.size_bytes,
-                grant_s=capture.grant_s,
-            )
-        )
+        _tell_of_copy(ImageCaptured, capture, place, began_s, seal, sample)
         return seal, sample
+
+    @contextmanager
+    def _noting_losses(self) -> Iterator[None]:
+        """Copies without gradients, and notes if a GPU stops answering."""
+        try:
+            with torch.no_grad():
+                yield
+        except GpuCopyStuck:
+            self.lost_a_copy = True
+            raise
 
     def _pass_through(
         self,
@@ -157,30 +153,14 @@ class Copier:
         image: Image = fill_in(plan.image, metadata(place, grant), len(values))
         began_s = time.monotonic()
         progress = _progress(capture, grant, tell, room_s, self._rate)
-        with torch.no_grad():
-            try:
-                seal = copy_through_ring(
-                    target, image, values, capture.overtaking, progress, capture.ready, sample
-                )
-            except GpuCopyStuck:
-                self.lost_a_copy = True
-                raise
+        with self._noting_losses():
+            seal = copy_through_ring(
+                target, image, values, capture.overtaking, progress, capture.ready, sample
+            )
         if not capture.known.copied:
             capture.is_copied([])
-        now_s = time.monotonic()
-        emit(
-            ImagePassed(
-                incarnation=place.incarnation,
-                step=capture.step,
-                rank=place.rank,
-                elapsed_s=now_s - capture.started_s,
-                copy_s=now_s - began_s,
-                size_bytes=seal.image_bytes,
-                ring_bytes=grant.ring_bytes,
-                compared_bytes=sample.size_bytes,
-                grant_s=capture.grant_s,
-            )
-        )
+        kind = partial(ImagePassed, ring_bytes=grant.ring_bytes)
+        _tell_of_copy(kind, capture, place, began_s, seal, sample)
         return seal
 
     def _sealed_record(self, place: RankIdentity, grant: m.Grant, seal: ImageSeal) -> SlotRecord:
@@ -203,6 +183,29 @@ class Copier:
             hosts=grant.hosts,
             root_id=place.root_id,
         )
+
+
+def _tell_of_copy(
+    kind: Callable[..., ImageCaptured | ImagePassed],
+    capture: CaptureTask,
+    place: RankIdentity,
+    began_s: float,
+    seal: ImageSeal,
+    sample: ReplicaSample,
+) -> None:
+    now_s = time.monotonic()
+    emit(
+        kind(
+            incarnation=place.incarnation,
+            step=capture.step,
+            rank=place.rank,
+            elapsed_s=now_s - capture.started_s,
+            copy_s=now_s - began_s,
+            size_bytes=seal.image_bytes,
+            compared_bytes=sample.size_bytes,
+            grant_s=capture.grant_s,
+        )
+    )
 
 
 def metadata(place: RankIdentity, grant: m.Grant) -> dict[str, str]:

@@ -251,24 +251,31 @@ def plan_segments(
 
     The last segment may end within a block: the code that adds the rest computes its checksum.
     """
-    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(data_bytes))]
-    for move in moves:
-        at, stop = move.offset, move.offset + move.size_bytes
-        while at < stop:
-            number = at // BLOCK_BYTES
-            end = min(stop, (number + 1) * BLOCK_BYTES)
-            cut[number].append(SegmentCopy(at, move.address + at - move.offset, end - at))
-            at = end
-    blocks = [tuple(some) for some in cut]
+    blocks = by_block(moves, 0, data_bytes)
     per_segment = segment_bytes // BLOCK_BYTES
     return [
         Segment(
             first * BLOCK_BYTES,
             min((first + per_segment) * BLOCK_BYTES, data_bytes),
-            tuple(blocks[first : first + per_segment]),
+            blocks[first : first + per_segment],
         )
         for first in range(0, len(blocks), per_segment)
     ]
+
+
+def by_block(
+    moves: Iterable[SegmentCopy], start: int, stop: int
+) -> tuple[tuple[SegmentCopy, ...], ...]:
+    """Return these copies by the blocks from ``start`` to ``stop``, each split at every block."""
+    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(stop - start))]
+    for move in moves:
+        at, end = move.offset, move.offset + move.size_bytes
+        while at < end:
+            number = (at - start) // BLOCK_BYTES
+            until = min(end, start + (number + 1) * BLOCK_BYTES)
+            cut[number].append(SegmentCopy(at, move.address + at - move.offset, until - at))
+            at = until
+    return tuple(map(tuple, cut))
 
 
 class SharedCopy:

@@ -17,7 +17,7 @@ import torch
 from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
 from holdfast.capture.copy_plan import SEGMENT_BYTES, SMALL_BYTES, CopyPlan, TensorCopy, libc
-from holdfast.capture.device_copies import enqueue_beside, side_streams
+from holdfast.capture.device_copies import enqueue_beside, finish_beside, side_streams
 from holdfast.capture.overtaking import OvertakeDetector
 from holdfast.capture.progress import CopyProgress, ImageSeal
 from holdfast.capture.replica_samples import ReplicaSample
@@ -308,8 +308,6 @@ def _move_from_gpu(
         filling.copied(stop)
 
     with side_streams(ready) as streams:
-        for device, stream in streams.items():
-            devices.wait_event(stream, ready[device])
         if target.has_copied_out:
             for event in ready.values():
                 event.synchronize()
@@ -337,8 +335,4 @@ def _move_from_gpu(
         while arriving:
             progress.check()
             take_arrival()
-        for event in last:
-            event.synchronize()
-        sample.finish()
-        overtaking.check_landed()
-        overtaking.agreeing.check()
+        finish_beside(sample, overtaking, last)

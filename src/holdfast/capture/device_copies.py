@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from holdfast.capture.transfers import (
     Transfer,
     TransferGroup,
     TransferSegment,
+    aligned,
     make_segment,
     plan_transfers,
 )
@@ -38,15 +39,18 @@ _HOLD_S = 0.03
 
 @contextmanager
 def side_streams(
-    used: Iterable[torch.device],
+    ready: Mapping[torch.device, torch.Event],
 ) -> Iterator[dict[torch.device, torch.Stream]]:
-    """Gives the side stream of each device; after an error it waits until their copies have ended.
+    """Gives the side stream of each device, behind its event in ``ready``; after an error it waits
+    until their copies have ended.
 
     Slot and sources must not be reused while copies are in flight. Raises GpuCopyStuck if that
     cannot be waited for.
     """
-    streams = {device: side_stream(device) for device in used}
+    streams = {device: side_stream(device) for device in ready}
     try:
+        for device, stream in streams.items():
+            devices.wait_event(stream, ready[device])
         yield streams
     except BaseException as error:
         try:
@@ -79,8 +83,6 @@ def copy_from_devices(
         side_streams(ready) as streams,
     ):
         enqueuing = Enqueuing(target, landing, streams, progress)
-        for device, stream in streams.items():
-            devices.wait_event(stream, ready[device])
         enqueuing.enqueue_all(plan_transfers(target.plan, streams))
         if target.plan.has_copied_out:
             for event in ready.values():
@@ -91,11 +93,7 @@ def copy_from_devices(
         overtaking.check(target, turn)
         progress.enqueued(last)
         sums = enqueuing.finish(report)
-        for event in last:
-            event.synchronize()
-        sample.finish()
-        overtaking.check_landed()
-        overtaking.agreeing.check()
+        finish_beside(sample, overtaking, last)
     target.is_mapped = True
     return sums
 
@@ -333,7 +331,7 @@ class Enqueuing:
         """Enqueue the copy of gathered tensors; return the address that they land at. Their piece,
         which one more job gives back, is added to ``pieces``.
         """
-        size_bytes = -(-tensors.size_bytes // 16) * 16
+        size_bytes = aligned(tensors.size_bytes, 16)
         if self._small is None or self._small_at + size_bytes > self._small.numel():
             self._begin_held()
             if self._small is not None:
@@ -363,6 +361,17 @@ def enqueue_beside(
             last.append(devices.record_event(stream))
     sample.sum_on_host()
     return last
+
+
+def finish_beside(
+    sample: ReplicaSample, overtaking: OvertakeDetector, last: Sequence[torch.Event]
+) -> None:
+    """Wait for the final events, and compare. Raises CaptureOvertaken, or UsageError."""
+    for event in last:
+        event.synchronize()
+    sample.finish()
+    overtaking.check_landed()
+    overtaking.agreeing.check()
 
 
 _streams: dict[torch.device, torch.Stream] = {}

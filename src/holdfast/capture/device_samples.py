@@ -42,9 +42,7 @@ class DeviceSample:
         is compared.
         """
         with suppress(torch.OutOfMemoryError):
-            both = torch.stack((self._before, torch.cat(self._parts)))
-            arrived = torch.empty_like(both, device="cpu", pin_memory=self.is_streamed)
-            self._both = arrived.copy_(both, non_blocking=self.is_streamed)
+            self._both = devices.fetch(torch.stack((self._before, torch.cat(self._parts))))
 
     def find_changed(self) -> str | None:
         """Return the first leaf whose bytes differ, once the second sample has arrived."""

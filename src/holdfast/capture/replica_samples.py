@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import part_of
+from holdfast.capture.transfers import aligned
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.checksum import BLOCK_BYTES, checksum
@@ -90,7 +91,7 @@ class ReplicaSample:
         place = self._staging[start : start + size].view(tile.dtype).view(tile.shape)
         place.copy_(tile, non_blocking=True)
         self._staged.append((group, number, start, size))
-        self._staged_bytes = start + _aligned(size)
+        self._staged_bytes = start + aligned(size, 16)
 
     def finish(self) -> None:
         """Checksum the tiles copied from GPUs, once the copies have arrived."""
@@ -134,19 +135,14 @@ class ReplicaSampler:
     def _room(self, groups: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
         """Return the reused staging buffer for tiles that streams copy; None if there are none."""
         size = sum(
-            _aligned(tile.nbytes)
+            aligned(tile.nbytes, 16)
             for some in groups
             for tile in some
             if devices.is_streamed(tile.device)
         )
         if size and (self._staging is None or self._staging.numel() < size):
-            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._staging = devices.empty_pinned(size)
         return self._staging
-
-
-def _aligned(size_bytes: int) -> int:
-    """Round up to an offset that suits every dtype."""
-    return -(-size_bytes // 16) * 16
 
 
 def _sum(tile: torch.Tensor) -> int:
@@ -184,9 +180,7 @@ class ScalarAgreement:
                 alike.setdefault(held.dtype, []).append(number)
         for numbers in alike.values():
             there = torch.stack([number.source.memory.reshape(()) for number in numbers])
-            into = torch.empty_like(there, device="cpu", pin_memory=devices.is_on_device(there))
-            into.copy_(there, non_blocking=True)
-            self._staged.append((numbers, into))
+            self._staged.append((numbers, devices.fetch(there)))
 
     def check(self) -> None:
         """Raise UsageError, naming two tensors whose scalars differ; every copy must have

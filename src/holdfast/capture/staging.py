@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.accelerator import devices
 from holdfast.capture.pinning import is_exiting, start_beside
-from holdfast.events import Warned, emit
 from holdfast.state.tensors import local_of
 
 #: Bytes of a pinned piece, and of the buffer on a device: a whole number of blocks.
@@ -36,13 +35,12 @@ class StagingPieces:
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
         self._made = 0
-        self._is_pinned = True
 
     def take(self, wait_s: float = 0.0) -> torch.Tensor | None:
         """Return a piece; None if all are still in use after ``wait_s``."""
         with self._changed:
             if not self._free and self._made < self._most:
-                piece = self._allocate()
+                piece = devices.empty_pinned(PIECE_BYTES)
                 self._made += 1
                 return piece
             self._changed.wait_for(lambda: self._free, timeout=wait_s)
@@ -54,7 +52,7 @@ class StagingPieces:
             with self._changed:
                 if self._made >= min(count, self._most):
                     return
-                self._free.append(self._allocate())
+                self._free.append(devices.empty_pinned(PIECE_BYTES))
                 self._made += 1
                 self._changed.notify_all()
 
@@ -69,20 +67,6 @@ class StagingPieces:
         with self._changed:
             self._made -= len(pieces)
         _abandoned.extend(pieces)
-
-    def _allocate(self) -> torch.Tensor:
-        if self._is_pinned:
-            try:
-                return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self._is_pinned = False
-                emit(
-                    Warned(
-                        message="no pinned memory could be allocated for copies from the device "
-                        f"({error}): they will be slow"
-                    )
-                )
-        return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class GatherBuffers:

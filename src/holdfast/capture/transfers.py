@@ -17,9 +17,15 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from holdfast.capture import staging
-from holdfast.capture.copy_plan import SMALL_BYTES, CopyPlan, Segment, SegmentCopy, TensorCopy
+from holdfast.capture.copy_plan import (
+    SMALL_BYTES,
+    CopyPlan,
+    Segment,
+    SegmentCopy,
+    TensorCopy,
+    by_block,
+)
 from holdfast.capture.staging import PIECE_BYTES
-from holdfast.format.checksum import BLOCK_BYTES, block_count
 from holdfast.state.tensors import DTYPE_NAMES
 
 #: Element types that a batched copy on a device leaves as they are, whatever their bits mean.
@@ -193,7 +199,7 @@ class SmallTensors:
     def _places(self) -> tuple[list[int], int]:
         places, end = [], 0
         for copy in self.copies:
-            places.append(_aligned(end, copy.source.element_size()))
+            places.append(aligned(end, copy.source.element_size()))
             end = places[-1] + copy.size_bytes
         return places, end
 
@@ -319,7 +325,7 @@ def _add_moves(segments: Sequence[TransferSegment], move: SegmentCopy) -> None:
 
 def _add_small(segment: TransferSegment, copy: TensorCopy) -> bool:
     """Gather ``copy`` with others of its segment; False if it is large, or they have no room."""
-    most_bytes = _aligned(copy.size_bytes, 16) + 16
+    most_bytes = aligned(copy.size_bytes, 16) + 16
     if copy.size_bytes >= SMALL_BYTES or segment.small_bytes + most_bytes > PIECE_BYTES:
         return False
     device = copy.source.device
@@ -333,17 +339,10 @@ def _add_small(segment: TransferSegment, copy: TensorCopy) -> bool:
 
 
 def make_segment(start: int, stop: int, moves: Iterable[SegmentCopy]) -> Segment:
-    """Return the segment with these copies, each split at every block."""
-    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(stop - start))]
-    for move in moves:
-        at, end = move.offset, move.offset + move.size_bytes
-        while at < end:
-            number = (at - start) // BLOCK_BYTES
-            until = min(end, start + (number + 1) * BLOCK_BYTES)
-            cut[number].append(SegmentCopy(at, move.address + at - move.offset, until - at))
-            at = until
-    return Segment(start, stop, tuple(map(tuple, cut)))
+    """Return the segment with these copies."""
+    return Segment(start, stop, by_block(moves, start, stop))
 
 
-def _aligned(size_bytes: int, unit: int) -> int:
+def aligned(size_bytes: int, unit: int) -> int:
+    """Return the next multiple of ``unit``."""
     return -(-size_bytes // unit) * unit

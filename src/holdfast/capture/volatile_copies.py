@@ -63,8 +63,6 @@ def _copy_out(leaves: Sequence[Binding]) -> None:
         landed(memoryview(b""), 0, _nothing) as landing,
         side_streams(ready) as streams,
     ):
-        for device, stream in streams.items():
-            devices.wait_event(stream, ready[device])
         for leaf in leaves:
             pins, is_new = _pins_of(leaf)
             pinned_bytes = pins.pinned_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -18,14 +17,15 @@ from functools import partial
 
 import torch
 
-from holdfast.accelerator.devices import (
-    explain,
-    host_address,
-    register,
-    relax_capture,
-    unregister,
+from holdfast.accelerator.devices import explain, host_address, register, unregister
+from holdfast.accelerator.pinnable_pages import (
+    READ_WRITE,
+    allocate,
+    check_mapped,
+    libc,
+    map_anonymous,
+    memory_of,
 )
-from holdfast.accelerator.pinnable_pages import allocate, memory_of
 from holdfast.events import Warned, emit
 from holdfast.storage.direct import Scratch
 
@@ -33,24 +33,8 @@ PAGE_BYTES = mmap.PAGESIZE
 #: Parts begin and end at multiples of this.
 PAGE_ELEMENTS = PAGE_BYTES // 4
 
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _FIXED = 0x10
 _MAY_MOVE, _MOVE_FIXED = 1, 2
-_FAILED = ctypes.c_void_p(-1).value
-
-
-def _libc() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    size, flag = ctypes.c_size_t, ctypes.c_int
-    library.mmap.restype = library.mremap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, size, flag, flag, flag, ctypes.c_long]
-    library.mremap.argtypes = [ctypes.c_void_p, size, size, flag, ctypes.c_void_p]
-    library.munmap.argtypes = [ctypes.c_void_p, size]
-    library.madvise.argtypes = [ctypes.c_void_p, size, flag]
-    return library
-
-
-_LIBC = _libc()
 
 
 class PagedMemory:
@@ -81,15 +65,17 @@ class PagedMemory:
         if start in self._here:
             return
         begin, end = self._range(start, stop)
-        spare = _anonymous(end - begin)
+        size_bytes = end - begin
+        spare = map_anonymous(size_bytes)
         try:
-            self._scratch.read(begin, _bytes_at(spare, end - begin))
+            self._scratch.read(begin, _bytes_at(spare, size_bytes))
         except BaseException:
-            _LIBC.munmap(spare, end - begin)
+            libc.munmap(spare, size_bytes)
             raise
         # Atomically, and with the same bytes: a concurrent reader sees no difference.
         flags = _MAY_MOVE | _MOVE_FIXED
-        _check(_LIBC.mremap(spare, end - begin, end - begin, flags, self._address + begin))
+        moved = libc.mremap(spare, size_bytes, size_bytes, flags, self._address + begin)
+        check_mapped(moved, size_bytes)
         self._here.add(start)
 
     def put(self, start: int, stop: int) -> None:
@@ -100,7 +86,8 @@ class PagedMemory:
         self._scratch.write(begin, _bytes_at(self._address + begin, end - begin))
         flags = mmap.MAP_SHARED | _FIXED
         where, descriptor = self._address + begin, self._scratch.descriptor
-        _check(_LIBC.mmap(where, end - begin, _READ_WRITE, flags, descriptor, begin))
+        mapped = libc.mmap(where, end - begin, READ_WRITE, flags, descriptor, begin)
+        check_mapped(mapped, end - begin)
         self._here.discard(start)
 
     def _range(self, start: int, stop: int) -> tuple[int, int]:
@@ -108,23 +95,8 @@ class PagedMemory:
         return 4 * start, min(-(-4 * stop // PAGE_BYTES) * PAGE_BYTES, self.size_bytes)
 
 
-def _anonymous(size_bytes: int) -> int:
-    """Map private anonymous memory, in huge pages where available."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    where = _check(_LIBC.mmap(None, size_bytes, _READ_WRITE, flags, -1, 0))
-    _LIBC.madvise(where, size_bytes, mmap.MADV_HUGEPAGE)
-    return where
-
-
 def _bytes_at(address: int, size_bytes: int) -> memoryview:
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-
-
-def _check(result: int | None) -> int:
-    if result is None or result == _FAILED:
-        code = ctypes.get_errno()
-        raise MemoryError(f"the system has no memory for an optimizer's state: {os.strerror(code)}")
-    return result
 
 
 # Maps memory that a device copies by itself.
@@ -143,12 +115,13 @@ def pinned(
     """
     made = allocate(torch.Size((elements,)), dtype)
     pages = memory_of(made)
+    pages.hide_from_children()  # first: a fork gives a page that is pinned to one of the two
     # By the driver itself: torch's own pinned memory comes in powers of two.
     status = register(pages.address, pages.size_bytes, device)
     if not status:
-        pages.hide_from_children()
         pages.unpin = partial(_unpin, pages.address, device, copies)
     else:
+        pages.hide_from_children(is_hidden=False)
         emit(
             Warned(
                 message=f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned "
@@ -162,9 +135,8 @@ def pinned(
 
 def _unpin(address: int, device: torch.device, copies: Collection[Wait]) -> bool:
     """Unpin memory behind the copies that use it; True, as it may be freed then."""
-    with relax_capture(device):
-        for wait in list(copies):
-            with suppress(Exception):  # of a broken device, which copies nothing more
-                wait()
-        unregister(address, device)
+    for wait in list(copies):
+        with suppress(Exception):  # of a broken device, which copies nothing more
+            wait()
+    unregister(address, device)
     return True

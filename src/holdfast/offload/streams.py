@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -71,7 +70,10 @@ def measure(
 
 def _copies(device: torch.device, elements: int) -> tuple[Work, Work]:
     """Return a copy to the device and one from it."""
-    here, back = (_host_memory(elements, is_pinned=device.type != "cpu") for _ in range(2))
+    size_bytes, is_here = 4 * elements, device.type == "cpu"
+    host = partial(torch.empty, dtype=torch.uint8, device="cpu")
+    make = host if is_here else devices.empty_pinned
+    here, back = (make(size_bytes).view(torch.float32).zero_() for _ in range(2))
     there, source = (torch.zeros(elements, device=device) for _ in range(2))
 
     def up() -> None:
@@ -81,13 +83,6 @@ def _copies(device: torch.device, elements: int) -> tuple[Work, Work]:
         back.copy_(source, non_blocking=True)
 
     return up, down
-
-
-def _host_memory(elements: int, *, is_pinned: bool) -> torch.Tensor:
-    if is_pinned:
-        with suppress(RuntimeError):  # no pinned memory left: the state itself is as slow then
-            return torch.zeros(elements, device="cpu", pin_memory=True)
-    return torch.zeros(elements, device="cpu")
 
 
 def _update(
@@ -198,7 +193,7 @@ class EventMark:
 
     def wait(self) -> None:
         """Wait until the device has passed it."""
-        self.event.synchronize()
+        devices.await_event(self.event)
 
 
 class ThreadStream:

@@ -237,7 +237,9 @@ class StreamCopies:
 
     def memory(self, size_bytes: int) -> torch.Tensor:
         with devices.work_beside(self._devices):
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(self._devices))
+            if self._devices:
+                return devices.empty_pinned(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         if to.device not in self._streams:

@@ -86,7 +86,7 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     monkeypatch.setattr(staging, "gathered", GatherBuffers())
     pieces = StagingPieces(4)
     monkeypatch.setattr(staging, "pieces", pieces)
-    monkeypatch.setattr(pieces, "_is_pinned", False)
+    monkeypatch.setattr(devices, "empty_pinned", partial(torch.empty, dtype=torch.uint8))
     for kind in (Transfer, SmallTensors):
         real: Any = kind.enqueue
 
