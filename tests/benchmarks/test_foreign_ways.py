@@ -12,3 +12,11 @@ def test_the_quick_benchmark_of_other_formats_runs(
     ended = bench("foreign", "--quick")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "`holdfast export --to dcp`" in ended.stdout and "`dcp.load`" in ended.stdout
+
+
+def test_the_quick_benchmark_of_metadata_runs(
+    bench: Callable[..., CompletedProcess[str]],
+) -> None:
+    ended = bench("dcp_metadata", "--quick")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "12 ranks, 12 tensors" in ended.stdout and "read_metadata" in ended.stdout

@@ -22,8 +22,8 @@ from holdfast.cli.doctor import arena as arena_facts
 from holdfast.cli.doctor import host as place_facts
 from holdfast.cli.doctor.accelerator import driver, probe_torch
 from holdfast.cli.doctor.arena import clear, probe_arenas
-from holdfast.cli.doctor.host import measure, mounted_at, probe_host, probe_place
-from holdfast.cli.doctor.rules.findings import Arena
+from holdfast.cli.doctor.host import measure, probe_host, probe_place
+from holdfast.cli.doctor.rules.facts import Arena
 from holdfast.errors import NotFound
 from holdfast.format import manifest as documents
 from holdfast.format.manifest import seal
@@ -39,6 +39,7 @@ from holdfast.protocol.arena import (
 )
 from holdfast.protocol.client import find_or_start
 from holdfast.protocol.control_groups import cores_quota, memory_bytes, memory_limit_bytes
+from holdfast.storage.files import mounted_at
 from holdfast.storage.local import LocalStore
 from support.checkpoints.roots import fill
 from support.runs.leftovers import keeper_pids

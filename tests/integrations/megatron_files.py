@@ -5,6 +5,7 @@ usage: megatron_files.py DIRECTORY/a -1 none OPTIONS; see ``test_megatron.py``
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,13 @@ import holdfast
 from holdfast.errors import UsageError
 from holdfast.integrations.megatron import HoldfastLoadStrategy, HoldfastSaveStrategy
 
-STRATEGIES: dict[str, Any] = {"theirs": ("torch_dist", 1), "ours": ("holdfast", 1)}
+#: What saves, and what loads; from Megatron-Core 0.19 on strategies have no names.
+STRATEGIES: dict[str, tuple[Any, Any]] = {
+    "theirs": (None, None),
+    "ours": (HoldfastSaveStrategy(), HoldfastLoadStrategy()),
+}
+if importlib.util.find_spec("megatron.core.dist_checkpointing.strategies.base") is not None:
+    STRATEGIES["named"] = (("holdfast", 1), None)
 
 
 def make(seed: int) -> tuple[Any, Any]:
@@ -85,31 +92,34 @@ def main() -> None:
         train(model, optimizer, step)
     wanted = seen(model, optimizer)
     loaded: dict[str, dict[str, Any]] = {}
-    for name, strategy in STRATEGIES.items():
+    for name, (saves, loads) in STRATEGIES.items():
         where = Path(ROOT).with_name(name) / "iter_0000007"
         where.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        dist_checkpointing.save(sharded(model, optimizer), str(where), strategy)
+        dist_checkpointing.save(sharded(model, optimizer), str(where), saves)
         dist.barrier()
         other = make(5)
         train(*other, 1)  # without Transformer Engine an optimizer has to have stepped
         assert seen(*other) != wanted
         given = sharded(*other, is_loading=True)
-        found = dist_checkpointing.load(given, str(where))
+        found = dist_checkpointing.load(given, str(where), loads)
         other[0].module.load_state_dict(
             {key.removeprefix("model."): one for key, one in found["model"].items()}, strict=False
         )
         assert digest(iter(other[0].module.parameters())) == wanted[0], name
         assert found["rng"]["rank"] == RANK and found["iteration"] == 7
         loaded[name] = dict(flattened("", found))
-        described = dist_checkpointing.load_tensors_metadata(str(where))
+        described = dist_checkpointing.load_tensors_metadata(str(where), loads)
         print("described", name, sorted(described)[:3], len(described), flush=True)
-    assert loaded["ours"].keys() == loaded["theirs"].keys() and len(loaded["ours"]) > 60
-    for name, one in loaded["ours"].items():
-        holder = name.rpartition(".")[0]
-        if loaded["ours"].get(f"{holder}.padding"):
-            continue  # memory as Megatron found it
-        assert same(one, loaded["theirs"][name]), (name, one, loaded["theirs"][name])
+    theirs = loaded.pop("theirs")
+    assert len(theirs) > 60
+    for way, ours in loaded.items():
+        assert ours.keys() == theirs.keys(), way
+        for name, one in ours.items():
+            holder = name.rpartition(".")[0]
+            if ours.get(f"{holder}.padding"):
+                continue  # memory as Megatron found it
+            assert same(one, theirs[name]), (way, name, one, theirs[name])
     assert (where / "holdfast" / "holdfast.json").exists()
     if RANK == 0:
         with holdfast.open(where / "holdfast") as checkpoint:
@@ -117,7 +127,13 @@ def main() -> None:
             assert [one for one in checkpoint.leaves if "linear_fc1.weight" in one]
         assert not list(where.glob("*.distcp"))
     with pytest.raises(UsageError, match="saved by the strategy 'torch_dist'"):
-        HoldfastLoadStrategy().check_backend_compatibility("torch_dist")
+        dist_checkpointing.load(
+            sharded(*other, is_loading=True),
+            str(Path(ROOT).with_name("theirs") / where.name),
+            HoldfastLoadStrategy(),
+        )
+    with pytest.raises(UsageError, match="async_sharded_save=True does not go through Holdfast"):
+        HoldfastSaveStrategy().async_save({}, where)
     with pytest.raises(UsageError, match="has version 2 of 'holdfast'"):
         HoldfastLoadStrategy().check_version_compatibility(2)
     with pytest.raises(UsageError, match="is not changed after it was published"):

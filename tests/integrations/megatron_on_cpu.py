@@ -10,6 +10,7 @@ import logging
 import runpy
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ def the_generator_of_the_gpu_is_the_cpus() -> None:
 def there_are_no_streams_to_wait_for() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    one = SimpleNamespace(wait_stream=lambda other: None)
+    torch.cuda.current_stream = lambda device=None: one  # type: ignore[assignment,return-value]
 
 
 @_help

@@ -202,6 +202,39 @@ def test_torchtitans_own_checkpointer_saves_and_loads_here_with_one_import_chang
 
 
 @needs_it
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("who", [0, 1])
+def test_torchtitans_own_checkpointer_goes_on_from_here_as_from_its_own_files(
+    who: int, tmp_path: Path
+) -> None:
+    """Killed behind a save and started again by torchrun. It keeps no random state: the same run
+    with its own files is what it can be, to the bit.
+    """
+    settings = {"interval": 2, "async_mode": "disabled", "keep_latest_k": 0}
+    options: dict[str, Any] = {"steps": 7, "layers": 2, "who": who, "checkpoint": settings}
+    found = {
+        manager: resumed(
+            tmp_path / manager[:3], 4, "save", **FSDP2, **options, manager=manager, goes_on=True
+        )
+        for manager in ("own", "changed import")
+    }
+    ours = found["changed import"]
+    check_same(ours, found["own"])
+    told = [line.split()[2] for line in ours if line.startswith("1: step ")]
+    assert told == list("1234567"), "it went on"
+    root = root_of(tmp_path / "cha")
+    assert main(["verify", str(root), "--deep"]) == 0
+    with (
+        holdfast.open(root) as last,
+        holdfast.open(root_of(tmp_path / "own") / "step-7") as theirs,
+    ):
+        assert last.step == 7 and last.leaves.keys() == theirs.leaves.keys()
+        assert len(last.leaves) > 10
+        for name in last.leaves:
+            assert torch.equal(last.read(name), theirs.read(name)), name
+
+
+@needs_it
 @pytest.mark.timeout(400)
 def test_sigterm_ends_torchtitan_in_its_grace_period(tmp_path: Path, unbroken: list[str]) -> None:
     root = tmp_path / "run"

@@ -49,6 +49,7 @@ def settings() -> Any:
 
         if OPTIONS["manager"] == "changed import":
             change_import()
+            given |= begin_of_root(Path(ROOT, "checkpoint"))
         config.checkpoint = CheckpointManager.Config(**given)
     else:
         config.checkpoint = HoldfastCheckpointManager.Config(**given)
@@ -65,6 +66,15 @@ def change_import() -> None:
     import holdfast.dcp
 
     component.dcp = holdfast.dcp
+
+
+def begin_of_root(root: Path) -> dict[str, Any]:
+    """Returns what a script of a user gives when it starts again: torchtitan looks for files of
+    DCP, and finds none there.
+    """
+    if not OPTIONS.get("goes_on") or not (root / "holdfast.json").exists():
+        return {}
+    return {"initial_load_path": str(root), "initial_load_model_only": False}
 
 
 def watch_validation(trainer: Any) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import ForeignFormatError, HoldfastError, UsageError
-from holdfast.interop import deepspeed
+from holdfast.interop import deepspeed_directories
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.opening import open_source
 from holdfast.interop.source_files import SourceFiles
@@ -274,7 +274,7 @@ def test_hyperparameters_without_end_are_compared_in_bounded_time() -> None:
 
     tag = "global_step3/"
     files = SourceFiles(GOLDEN / "tensor-zero1-fp32-4" / "checkpoint")
-    checkpoint = deepspeed._Checkpoint(files, tag)
+    checkpoint = deepspeed_directories._Checkpoint(files, tag)
     checkpoint._refuse_mixed(["a", "b"], [state(), state()], "base_optimizer_state")
     assert not checkpoint._unfit
 
@@ -363,13 +363,13 @@ def test_a_parameter_that_no_rank_holds_is_refused(tmp_path: Path) -> None:
 
 
 def test_sub_groups_of_zero_3_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = deepspeed._Checkpoint._zero_state
+    read = deepspeed_directories._Checkpoint._zero_state
 
-    def cut(self: deepspeed._Checkpoint, name: str) -> dict[str, Any]:
+    def cut(self: deepspeed_directories._Checkpoint, name: str) -> dict[str, Any]:
         state = read(self, name)
         return state | {"fp32_flat_groups": state["fp32_flat_groups"] * 2}
 
-    monkeypatch.setattr(deepspeed._Checkpoint, "_zero_state", cut)
+    monkeypatch.setattr(deepspeed_directories._Checkpoint, "_zero_state", cut)
     with pytest.raises(UsageError, match=r"ZeRO-3 has cut its . groups into . \(sub_group_size\)"):
         holdfast.open(GOLDEN / "zero3-bf16-2" / "checkpoint")
 
@@ -393,16 +393,16 @@ def test_state_that_is_not_one_number_for_each_element_is_taken_for_no_moment(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """As the code books of 8-bit optimizers: a part of one would be some parameter's moment."""
-    read = deepspeed._Checkpoint._zero_state
+    read = deepspeed_directories._Checkpoint._zero_state
 
-    def with_book(self: deepspeed._Checkpoint, name: str) -> dict[str, Any]:
+    def with_book(self: deepspeed_directories._Checkpoint, name: str) -> dict[str, Any]:
         found = read(self, name)
         kinds = found["base_optimizer_state"]["state"][0]
         kinds["qmap"] = replace(kinds["exp_avg"], shape=(size,))
         return found
 
     root = GOLDEN / "zero1-fp32-2" / "checkpoint"
-    monkeypatch.setattr(deepspeed._Checkpoint, "_zero_state", with_book)
+    monkeypatch.setattr(deepspeed_directories._Checkpoint, "_zero_state", with_book)
     with holdfast.open(root) as opened:
         assert {name.partition(".")[0] for name in opened.leaves} == {"model"}
     assert any("'qmap' of group 0" in note and f"({size},)" in note for note in notes_of(root))

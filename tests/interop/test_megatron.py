@@ -19,8 +19,10 @@ from holdfast.errors import ForeignFormatError, HoldfastError, NotFound
 from holdfast.interop.opening import open_source
 from support.runs.launch import run_ranks
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "megatron-core-0.16.1"
-CASES = ("tp2-pp2", "tp2-dp2", "dp2-buckets", "ep2")
+FOREIGN = Path(__file__).parents[1] / "golden" / "foreign"
+GOLDEN, NEWEST = FOREIGN / "megatron-core-0.16.1", FOREIGN / "megatron-core-0.19.2"
+KINDS = ("tp2-pp2", "tp2-dp2", "dp2-buckets", "ep2")
+CASES = [golden / kind for golden in (GOLDEN, NEWEST) for kind in KINDS]
 
 
 def here(name: str) -> str:
@@ -33,29 +35,34 @@ def here(name: str) -> str:
     return f"model.{name}"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_each_tensor_is_what_its_own_loader_gives(case: str) -> None:
-    expected = load_file(GOLDEN / case / "expected.safetensors")
-    values = json.loads((GOLDEN / case / "expected.json").read_text())
-    with holdfast.open(GOLDEN / case / "checkpoint") as opened:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As bytes: the padding of buckets is memory as Megatron found it, and may be no number."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}-{case.name}")
+def test_each_tensor_is_what_its_own_loader_gives(case: Path) -> None:
+    expected = load_file(case / "expected.safetensors")
+    values = json.loads((case / "expected.json").read_text())
+    with holdfast.open(case / "checkpoint") as opened:
         assert opened.step == 20
         assert set(opened.leaves) == {here(name) for name in expected}
         for name, tensor in expected.items():
             found = opened.read(here(name))
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+            assert found.dtype == tensor.dtype and torch.equal(bits(found), bits(tensor)), name
         state = {"notes": {}, "iteration": 0, "objects": {}}
-        holdfast.load(GOLDEN / case / "checkpoint", state, only=["notes", "iteration", "objects"])
+        holdfast.load(case / "checkpoint", state, only=["notes", "iteration", "objects"])
     assert state["notes"] == values["notes"] and state["iteration"] == 20
-    world = 4 if case.startswith("tp2") else 2
+    world = 4 if case.name.startswith("tp2") else 2
     places = state["objects"]["place"]  # type: ignore[index]
     assert [places[str(rank)]["rank"] for rank in range(world)] == list(range(world))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}-{case.name}")
 def test_commands_take_it_where_they_take_a_root(
-    case: str, capsys: pytest.CaptureFixture[str]
+    case: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = str(GOLDEN / case / "checkpoint")
+    where = str(case / "checkpoint")
     for command in (["ls"], ["show"], ["verify"], ["verify", "--deep"]):
         assert main([command[0], where, *command[1:]]) == 0, capsys.readouterr()
     assert main(["dump", where, "model.output_layer.weight"]) == 0

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.cli import main
 from holdfast.errors import ForeignFormatError, HoldfastError, NotFound
 from holdfast.geometry.box import Box
-from holdfast.interop import deepspeed
+from holdfast.interop import deepspeed_directories
 from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, StoredBox
 from holdfast.interop.foreign_store import ForeignStore
 from holdfast.interop.opening import open_source
@@ -181,14 +181,14 @@ def test_a_single_value_that_ranks_have_of_their_own_is_no_state_of_a_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the mean of squares that some optimizers keep of each flat group."""
-    read = deepspeed._Checkpoint._zero_state
+    read = deepspeed_directories._Checkpoint._zero_state
 
-    def with_single(self: deepspeed._Checkpoint, name: str) -> dict[str, Any]:
+    def with_single(self: deepspeed_directories._Checkpoint, name: str) -> dict[str, Any]:
         found = read(self, name)
         found["base_optimizer_state"]["state"][0]["rms"] = 0.5 if "pp_rank_0" in name else 1.5
         return found
 
-    monkeypatch.setattr(deepspeed._Checkpoint, "_zero_state", with_single)
+    monkeypatch.setattr(deepspeed_directories._Checkpoint, "_zero_state", with_single)
     store = store_of(DEEPSPEED / "zero1-fp32-2" / "checkpoint")
     assert not any(name.startswith("optimizer") for name in store.found.leaves)
     assert any("the optimizer is left out: rms in" in note for note in store.notes)

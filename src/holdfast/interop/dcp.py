@@ -31,6 +31,7 @@ from holdfast.interop.record_runs import MANY_BYTES
 from holdfast.interop.safetensors_files import open_safetensors
 from holdfast.interop.source_files import SourceFiles, checked_name
 from holdfast.interop.torch_files import Tree, open_torch_file
+from holdfast.storage.direct import aligned_memory
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -115,7 +116,8 @@ class _DcpDirectory:
         size = self._files.size_bytes(self._name)
         if size > MAX_METADATA_BYTES:
             raise self._error(f"{size} bytes are more than any metadata have")
-        data = self._files.read(self._name, 0, size)
+        data = memoryview(aligned_memory(max(1, size)))[:size]
+        self._files.read_into(self._name, 0, data)
         pickled = interpret(
             data,
             self._where,

@@ -7,14 +7,13 @@ as records or as ``Rows``; boxes of chunks that are alike, as those of layers, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.leaves import MAX_DIMS
-from holdfast.interop.foreign import Extent, StoredBox
+from holdfast.interop.foreign import BoxColumns
 from holdfast.interop.pickle_records import Record, shown
 from holdfast.interop.record_runs import Numbers, Rows, Sizes
 
@@ -151,13 +150,10 @@ class Items:
 
     def parts(
         self, rows: Numbers, boxes: list[Box], names: list[str], images: Numbers
-    ) -> tuple[StoredBox, ...]:
+    ) -> BoxColumns:
         """The boxes of a leaf with their extents. ``names``: of files, ``images``: of each."""
         files = self._file[rows]
-        offsets, sizes = self._offset[rows].tolist(), self._size[rows].tolist()
-        named = map(names.__getitem__, files.tolist())
-        extents = map(Extent, named, offsets, repeat(None), sizes)
-        return tuple(map(StoredBox, boxes, extents, images[files].tolist()))
+        return BoxColumns(boxes, names, files, self._offset[rows], self._size[rows], images[files])
 
     def sizes(self, rows: Numbers) -> Numbers:
         """The bytes of items."""

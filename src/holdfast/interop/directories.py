@@ -8,16 +8,15 @@ from collections.abc import Callable
 from holdfast.errors import UsageError
 from holdfast.interop.arrange import Orders
 from holdfast.interop.dcp import METADATA, SUFFIX, read_dcp
-from holdfast.interop.deepspeed import read_deepspeed, step_in
+from holdfast.interop.deepspeed_directories import read_deepspeed, step_in
 from holdfast.interop.deepspeed_tags import find_tag, other_tags
 from holdfast.interop.foreign import ForeignCheckpoint
-from holdfast.interop.lightning import (
+from holdfast.interop.lightning_files import (
     META,
     lightning_state,
     read_lightning_directory,
     read_lightning_file,
 )
-from holdfast.interop.megatron import COMMON, CONFIG, is_torch_dist, read_torch_dist
 from holdfast.interop.megatron_ranks import has_rank_files, read_rank_files, step_in_ranks
 from holdfast.interop.random_states import is_random_states
 from holdfast.interop.source_files import SourceFiles
@@ -29,6 +28,7 @@ from holdfast.interop.state_files import (
     state_in,
     step_of,
 )
+from holdfast.interop.torch_dist import COMMON, CONFIG, is_torch_dist, read_torch_dist
 from holdfast.interop.trainer_directories import (
     STATE_SUFFIXES,
     TRAINER_STATE,

@@ -6,12 +6,15 @@ makes these values and reads no tensor; ``interop.foreign_store`` shows them as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import ITEMSIZE, Box
@@ -23,7 +26,7 @@ from holdfast.geometry.layout import (
     LeafSpec,
     Mesh,
 )
-from holdfast.geometry.leaves import Ranks
+from holdfast.geometry.leaves import MAX_LEAF_BYTES, Ranks
 from holdfast.geometry.partition import common_elements
 
 #: A strided tensor is cut into boxes that reach over at most so many bytes of the file.
@@ -62,6 +65,67 @@ class StoredBox(msgspec.Struct, frozen=True, gc=False):
     rank: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BoxColumns(Sequence[StoredBox]):
+    """Boxes of a leaf by columns, each of an item of its own: one is made when it is asked for.
+
+    ``boxes``: one list for all leaves that are alike. ``names``: of all files; ``files``: the
+    number of that of each box; ``images``: the image that each is shown in.
+    """
+
+    boxes: list[Box]
+    names: list[str]
+    files: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    sizes_bytes: NDArray[np.int64]
+    images: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @overload
+    def __getitem__(self, number: int) -> StoredBox: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[StoredBox]: ...
+
+    def __getitem__(self, number: int | slice) -> StoredBox | list[StoredBox]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        box, file = self.boxes[number], self.names[self.files[number]]
+        extent = Extent(file, int(self.offsets[number]), None, int(self.sizes_bytes[number]))
+        return StoredBox(box, extent, int(self.images[number]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+
+def boxes_of(parts: Sequence[StoredBox]) -> Sequence[Box]:
+    """The box of each part."""
+    return parts.boxes if isinstance(parts, BoxColumns) else [part.box for part in parts]
+
+
+def images_of(parts: Sequence[StoredBox]) -> NDArray[np.int64]:
+    """The number of the image that each part is shown in."""
+    if isinstance(parts, BoxColumns):
+        return parts.images
+    return np.fromiter((part.rank for part in parts), np.int64, len(parts))
+
+
+def files_of(parts: Sequence[StoredBox]) -> set[str]:
+    """The files that parts lie in."""
+    if isinstance(parts, BoxColumns):
+        return {parts.names[file] for file in np.unique(parts.files).tolist()}
+    return {part.extent.file for part in parts}
+
+
+def key_of_boxes(parts: Sequence[StoredBox]) -> Hashable:
+    """The same for parts that have the same objects as boxes, as long as there are these."""
+    if isinstance(parts, BoxColumns):
+        return id(parts.boxes)
+    return tuple([id(part.box) for part in parts])
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignLeaf:
     """One tensor of a checkpoint, with the boxes that files have of it.
@@ -71,8 +135,8 @@ class ForeignLeaf:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[StoredBox, ...]
-    copies: tuple[StoredBox, ...] = ()
+    parts: Sequence[StoredBox]
+    copies: Sequence[StoredBox] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +163,15 @@ class ForeignCheckpoint:
         same boxes of many leaves, which are looked at once.
         """
         known: dict[Any, tuple[Instance | BoxList, ...]] = {}
+        for name, leaf in self.leaves.items():
+            sizes = (max(1, size) for size in leaf.shape)  # also of what has no elements
+            if math.prod(sizes) * ITEMSIZE[leaf.dtype] > MAX_LEAF_BYTES:
+                raise ForeignFormatError(
+                    f"{where}: {name!r:.200} has the shape {leaf.shape!s:.200}: more bytes than "
+                    "can be addressed",
+                    path=where,
+                    offset=0,
+                )
         try:
             return Layout(
                 self.world,
@@ -120,7 +193,7 @@ def _instances(
     known: dict[Any, tuple[Instance | BoxList, ...]],
 ) -> tuple[Instance | BoxList, ...]:
     """Which rank has which boxes of a leaf. ``known``: by the boxes of leaves before it."""
-    key = leaf.shape, tuple([(id(part.box), part.rank) for part in leaf.parts])
+    key = leaf.shape, key_of_boxes(leaf.parts), images_of(leaf.parts).tobytes()
     if key in known:
         return known[key]
     whole = Box.whole(leaf.shape)

@@ -10,6 +10,7 @@ storage, which is compared when a read covers all of it, and by a deep check.
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from holdfast.errors import ForeignFormatError, FormatError, NotFound, StorageEr
 from holdfast.format.checksum import checksum, text
 from holdfast.format.image import Image, ImagePlan, fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Manifest, Root, needed, seal
-from holdfast.geometry.box import Box
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout
 from holdfast.interop.dcp import locate
@@ -33,6 +34,7 @@ from holdfast.interop.foreign import (
     Extent,
     ForeignCheckpoint,
     StoredSum,
+    files_of,
     is_contiguous,
 )
 from holdfast.interop.foreign_images import ForeignImages
@@ -49,6 +51,9 @@ _LOCATED = 1 << 14
 
 #: So many files are asked when they were changed.
 _DATED = 64
+#: Tensors may be views of the same bytes: they may have so many times the bytes of their files, and
+#: so many more.
+_VIEWS, _MORE_BYTES = 64, 1 << 30
 
 _POINT = Box((), ())
 
@@ -77,6 +82,8 @@ class ForeignStore:
         self._files, self.found = files, found
         where = str(files.path)
         self.layout: Layout = found.layout(where)
+        self._named = set().union(*(files_of(leaf.parts) for leaf in found.leaves.values()))
+        self._require_stored(where)
         shared = dict(found.values)
         self._values = [
             msgspec.json.encode(
@@ -136,9 +143,22 @@ class ForeignStore:
         )
 
     def _changed_s(self) -> float:
+        return max(map(self._files.changed_s, sorted(self._named)[:_DATED]), default=0.0)
+
+    def _require_stored(self, where: str) -> None:
+        """Refuse tensors that are so much larger than their files that no state is so."""
         leaves = self.found.leaves.values()
-        named = {part.extent.file for leaf in leaves for part in leaf.parts}
-        return max(map(self._files.changed_s, sorted(named)[:_DATED]), default=0.0)
+        claimed = sum(math.prod(leaf.shape) * ITEMSIZE[leaf.dtype] for leaf in leaves)
+        if claimed <= _MORE_BYTES:
+            return
+        stored = sum(map(self._files.size_bytes, self._named))
+        if claimed > _MORE_BYTES + _VIEWS * stored:
+            raise ForeignFormatError(
+                f"{where}: its tensors have {claimed} bytes, its files {stored}: they name the "
+                "same bytes again and again, as expanded tensors do. Save them as they are needed",
+                path=where,
+                offset=0,
+            )
 
     def _fill_in(self, rank: int, plan: ImagePlan) -> Image:
         values = self._values[min(rank, len(self._values) - 1)]
@@ -192,9 +212,9 @@ class ForeignStore:
     def facts(self, path: str = "") -> list[str]:
         """See ``storage.base``: the inode, size and time of change of every file that is read."""
         for file in {
-            part.extent.file
+            file
             for one in self.found.leaves.values()
-            for part in (*one.parts, *one.copies)
+            for file in files_of(one.parts) | files_of(one.copies)
         }:
             self._files.size_bytes(file)
         return [f"{name} {fact}" for name, fact in sorted(self._files.facts().items())]

@@ -16,6 +16,7 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.saved_state import map_state, saved_state
 from holdfast.interop.writing.state_tree import MODEL
+from holdfast.restore.reading.mapped_leaves import MappedLeaves
 from holdfast.restore.reading.read import CARRIERS, Array
 from holdfast.restore.reading.reader import CheckpointReader, tensor_of
 from holdfast.rules import Rules
@@ -31,6 +32,7 @@ def state_dict(
     rules: Rules | None = None,
     key: str = MODEL,
     format: str | None = None,
+    copy: bool = False,
 ) -> dict[str, Any]:
     """Return the tensors of a model by the names that transformers has for them, verified.
 
@@ -39,7 +41,12 @@ def state_dict(
     they are the same. ``key``: that of the model in the state. ``format``: as for
     ``holdfast.open``.
 
-    Tied tensors are one tensor under several names. Raises NotFound where there is no such model.
+    Tied tensors are one tensor under several names. In a directory on a file system of this host,
+    tensors that one image has whole, as they are wanted, map its file: their bytes are compared
+    with the checksums, and not copied; what is written to them stays in this process. ``copy``: no
+    tensor does that, so that none needs the disk any more.
+
+    Raises NotFound where there is no such model.
     """
     with CheckpointReader(open_source(root, format, step=step), step) as opened:
         saved = saved_state(opened.checkpoint)
@@ -51,13 +58,22 @@ def state_dict(
                 f"{root} has no model called {key!r}; it has "
                 f"{', '.join(sorted(saved.module_names())) or 'none'}"
             )
-        reader = LeafReader(opened.checkpoint, saved.leaves)
+        reader, mapped = (
+            LeafReader(opened.checkpoint, saved.leaves),
+            MappedLeaves(opened.checkpoint),
+        )
         tensors: dict[str, Any] = {}
         wants: list[tuple[str, Box, memoryview]] = []
         wanted_bytes = 0
         for leaf in dict.fromkeys(names.values()):
             known = saved.leaves[leaf]
-            array: Array = np.empty(known.shape, CARRIERS[ITEMSIZE[known.dtype]])
+            carrier = CARRIERS[ITEMSIZE[known.dtype]]
+            memory = mapped.take(known.same_as) if known.same_as and not copy else None
+            if memory is not None:
+                array: Array = np.frombuffer(memory, carrier).reshape(known.shape)
+                tensors[leaf] = tensor_of(array, known.dtype)
+                continue
+            array = np.empty(known.shape, carrier)
             wants.append((leaf, Box.whole(known.shape), array.reshape(-1).view("u1").data))
             tensors[leaf] = tensor_of(array, known.dtype)
             wanted_bytes += known.size_bytes
@@ -65,5 +81,6 @@ def state_dict(
                 reader.fill(wants)
                 wants, wanted_bytes = [], 0
         reader.fill(wants)
+        mapped.verify()
         opened.checkpoint.require_unchanged()
     return {name: tensors[leaf] for name, leaf in names.items()}

@@ -9,9 +9,9 @@ of them by itself is ``Unlike`` metadata: then ``interop.pickles`` reads all opc
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -33,6 +33,11 @@ class Varying(Enum):
 
 
 _NEW, _SET = b")\x81\x94}\x94(", b"ub"
+#: The opcode that makes a record: few bytes are like it.
+_RARE = 0x81
+#: Records are looked for in so many bytes at once, and so many are read: what that takes stays in
+#: the cache.
+_WINDOW_BYTES, _ROWS_AT_ONCE = 1 << 19, 1 << 13
 _SIZE = GlobalName("torch", "Size")
 _CHUNK = GlobalName(DCP_METADATA, "ChunkStorageMetadata")
 _INDEX = GlobalName(DCP_METADATA, "MetadataIndex")
@@ -260,31 +265,84 @@ def _read(is_pair: bool, parts: list[bytes | Varying], machine: Machine) -> Colu
     """Read every record of a form from here on; Unlike where that takes too much memory."""
     data, first = machine.data, parts[0]
     assert isinstance(first, bytes)
-    starts = map(re.Match.start, re.compile(re.escape(first)).finditer(data, machine.at))
-    begin = np.fromiter(islice(starts, MAX_RECORDS), np.int64)
+    begin = _places(data, machine.at, first)
     cost_bytes = len(begin) * (_ROW_BYTES + 2 * MAX_COLUMNS * _DIM_BYTES)
     if cost_bytes > machine.room_bytes:
         raise Unlike
     machine.charge(cost_bytes)
-    cursor = _Lockstep(data, begin, first)
-    read = [cursor.take(part) for part in parts[1:]]
-    columns = [one for one in read if one is not None]
-    is_record = cursor.is_like & (cursor.at + 8 <= len(data))
+    cursors = [
+        _Lockstep(data, begin[at : at + _ROWS_AT_ONCE], first)
+        for at in range(0, max(1, len(begin)), _ROWS_AT_ONCE)
+    ]
+    read = [[cursor.take(part) for part in parts[1:]] for cursor in cursors]
+    columns = [_joined(some) for some in zip(*read, strict=True) if some[0] is not None]
+    end, is_like, added = (
+        np.concatenate([getattr(cursor, name) for cursor in cursors])
+        for name in ("at", "is_like", "memo")
+    )
+    is_record = is_like & (end + 8 <= len(data))
     texts: list[str] = []
     numbers: dict[str, int] = {}
     if is_pair:
         for number in (0, 3):
             columns[number] = _decode(
-                cursor.words, columns[number], is_record, texts, numbers, machine
+                cursors[0].words, columns[number], is_record, texts, numbers, machine
             )
-    memo = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.where(is_record, cursor.memo, 0))])
+    memo = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.where(is_record, added, 0))])
     # A run ends behind a record that no other follows at once.
     rows = np.arange(len(begin))
-    follows = is_record[:-1] & is_record[1:] & (cursor.at[:-1] == begin[1:])
+    follows = is_record[:-1] & is_record[1:] & (end[:-1] == begin[1:])
     ends = np.append(np.where(follows, len(begin), rows[:-1] + 1), len(begin))
     last = np.where(is_record, np.minimum.accumulate(ends[::-1])[::-1], rows)
     begin, last = np.append(begin, len(data)), np.append(last, len(begin))  # where none begins
-    return Columns(is_pair, begin, cursor.at, columns, memo, last, texts, numbers)
+    return Columns(is_pair, begin, end, columns, memo, last, texts, numbers)
+
+
+def _joined(some: tuple[Any, ...]) -> Any:
+    """One column of those of several runs of rows."""
+    if isinstance(some[0], Sizes):
+        ndim = np.concatenate([one.ndim for one in some])
+        values = np.zeros((len(ndim), max(one.values.shape[1] for one in some)), np.int64)
+        at = 0
+        for one in some:
+            rows, width = one.values.shape
+            values[at : at + rows, :width] = one.values
+            at += rows
+        return Sizes(ndim, values)
+    if isinstance(some[0], tuple):
+        return tuple(map(np.concatenate, zip(*some, strict=True)))
+    return np.concatenate(some)
+
+
+def _places(data: memoryview, start: int, text: bytes) -> Numbers:
+    """Where ``text`` stands from ``start`` on, with more than it where the data end: the first few
+    million places. It is looked for by its rarest byte.
+    """
+    octets, words, rare = np.frombuffer(data, np.uint8), _words(data), text.index(_RARE)
+    found, count = [np.zeros(0, np.int64)], 0
+    for begin in range(start + rare, len(data), _WINDOW_BYTES):
+        places = np.flatnonzero(octets[begin : begin + _WINDOW_BYTES] == _RARE) + (begin - rare)
+        for ahead, mask, word in _words_of(text):
+            there = words[np.minimum(places + ahead, len(words) - 1)]
+            places = places[(there & mask) == word]
+        found.append(places)
+        count += len(places)
+        if count >= MAX_RECORDS:
+            break
+    return np.concatenate(found)[:MAX_RECORDS]
+
+
+def _words(data: memoryview) -> NDArray[np.uint64]:
+    """The eight bytes from every byte on."""
+    return np.ndarray((max(1, len(data) - 7),), "<u8", data, 0, (1,))
+
+
+def _words_of(text: bytes) -> Iterator[tuple[int, np.uint64, np.uint64]]:
+    """Of each eight bytes of ``text``: where they are, which bits count, and what they are."""
+    for begin in range(0, len(text), 8):
+        part = text[begin : begin + 8]
+        mask = np.uint64((1 << 8 * len(part)) - 1)
+        yield begin, mask, np.uint64(int.from_bytes(part, "little"))
 
 
 def _decode(
@@ -366,7 +424,7 @@ class _Lockstep:
 
     def __init__(self, data: memoryview, begin: Numbers, first: bytes) -> None:
         """``first``: the bytes that are known to stand where each begins."""
-        self.words: NDArray[np.uint64] = np.ndarray((max(1, len(data) - 7),), "<u8", data, 0, (1,))
+        self.words = _words(data)
         self.at = begin + len(first)
         self.is_like = np.ones(len(begin), np.bool_)
         self.memo = np.full(len(begin), 2 * first.count(_NEW))
@@ -384,10 +442,8 @@ class _Lockstep:
         return self.words[np.minimum(self.at + ahead, len(self.words) - 1)]
 
     def _constant(self, text: bytes) -> None:
-        for begin in range(0, len(text), 8):
-            part = text[begin : begin + 8]
-            mask = np.uint64((1 << 8 * len(part)) - 1)
-            self.is_like &= (self._word(begin) & mask) == int.from_bytes(part, "little")
+        for ahead, mask, word in _words_of(text):
+            self.is_like &= (self._word(ahead) & mask) == word
         self.at += len(text)
         self.memo += 2 * text.count(_NEW)
 
@@ -396,7 +452,7 @@ class _Lockstep:
         opcode = (word & _BYTE).astype(np.intp)
         value, size = (word >> np.uint64(8)) & _DIM_MASK[opcode], _DIM_SIZE[opcode]
         is_negative = (opcode == 0x4A) & (value >= _NEGATIVE)
-        for count in (5, 6):
+        for count in (5, 6) if (opcode == 0x8A).any() else ():
             head = np.uint64(0x8A | count << 8)
             is_long = (word & np.uint64(0xFFFF)) == head
             bits = np.uint64(8 * count)

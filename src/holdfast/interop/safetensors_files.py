@@ -163,7 +163,7 @@ def _sharding(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
     if text is None:
         return {}
     try:
-        document = json.loads(text)
+        document = json.loads(refuse_hollow(text.encode(), file.where))
         found = {name: tuple(one["saved_offsets"]) for name, one in document.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise _error(file.where, 8, f"its {SHARDING} is malformed") from None

@@ -20,6 +20,8 @@ MAX_FILES = 200_000
 MAX_OPEN = 32
 #: Documents that are read whole: indexes, states of a trainer.
 MAX_DOCUMENT_BYTES = 64 << 20
+#: Keys of a JSON document: so many, and one for so many bytes. One takes 200 bytes of memory.
+MAX_KEYS, KEY_BYTES = 1 << 16, 12
 
 
 class SourceFiles:
@@ -268,10 +270,12 @@ def _facts_of(found: os.stat_result) -> tuple[int, int, int]:
 
 
 def refuse_hollow(document: bytes, where: str) -> bytes:
-    """Return JSON text, unless most of it opens lists: each takes 20 times its text in memory."""
-    if document.count(b"[") + document.count(b"{") > 16 + len(document) // 8:
+    """Return JSON text, unless it is so full of lists or keys that these take far more memory."""
+    lists, keys = document.count(b"[") + document.count(b"{"), document.count(b":")
+    if lists > 16 + len(document) // 8 or keys > MAX_KEYS + len(document) // KEY_BYTES:
+        what = "empty lists" if lists > 16 + len(document) // 8 else "keys"
         raise ForeignFormatError(
-            f"{where} has little but empty lists: no document of its kind", path=where, offset=0
+            f"{where} has little but {what}: no document of its kind", path=where, offset=0
         )
     return document
 

@@ -49,8 +49,8 @@ from holdfast.rules.constructors import (
     unique,
     unstack,
 )
-from holdfast.rules.hugging_face import MEGATRON, META, NANOGPT, gpt2, llama, mixtral
 from holdfast.rules.kinds import Kind
+from holdfast.rules.model_rules import MEGATRON, META, NANOGPT, gpt2, llama, mixtral
 from holdfast.rules.rules import Rules
 from holdfast.rules.sharding import Local
 

@@ -277,6 +277,23 @@ def read_at_most(store: ReadableStore, path: str, limit_bytes: int) -> bytes | i
     return size_bytes if size_bytes > limit_bytes else store.read(path)
 
 
+class MappedBytes(Protocol):
+    """The bytes of a published image as memory of the caller's own, read as they are used."""
+
+    memory: memoryview
+
+    def load(self, start: int, stop: int) -> None:
+        """Read a range from storage; OSError where that fails."""
+        ...
+
+
+def mapped(store: ReadableStore, path: str) -> MappedBytes | None:
+    """Returns an image as such memory; None where a mapping is not as good as a read."""
+    found = getattr(store, "mapped", None)
+    result: MappedBytes | None = None if found is None else found(path)
+    return result
+
+
 def free_bytes(store: Store) -> int | None:
     """Returns the bytes that are free for a user where the store is; None where nobody can say."""
     found = getattr(store, "free_bytes", None)

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 FILE_MODE = 0o666  # the umask decides
+#: Linux 5.14 has it, and Python no name for it.
+_MADV_POPULATE_READ = 22
+MOUNTS = Path("/proc/self/mountinfo")
+#: File systems whose files can be read as memory: a page that is there once fails only with its
+#: disk, and a file that loses its name keeps its bytes for who has it open.
+MAPPABLE = frozenset(
+    ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay")
+)
 
 
 def write_once(descriptor: int, offset_bytes: int, data: memoryview) -> int:
@@ -170,3 +180,44 @@ def _statx(path: str) -> tuple[int, tuple[int, int]]:
         return inode, (0, 0)
     seconds, nanoseconds = _BIRTH.unpack_from(data, _BIRTH_AT)
     return inode, (seconds, nanoseconds)
+
+
+def mounted_at(path: str | Path, mounts: Path = MOUNTS) -> tuple[str, str]:
+    """Returns the type of file system that ``path`` is on, and its mount point."""
+    real, best = os.path.realpath(path), ("", "")
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return best
+    for line in lines:  # "36 35 98:0 /root /mount rw,noatime master:1 - ext4 /dev/vda rw"
+        before, _, after = line.partition(" - ")
+        mount = before.split()[4].encode().decode("unicode_escape")
+        covers = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if covers and len(mount) >= len(best[1]):  # of two on one place, the later hides the other
+            best = (after.split()[0], mount)
+    return best
+
+
+class MappedFile:
+    """A file as private memory: its pages are read when they are used, and writes stay here.
+
+    ValueError or OSError where that cannot be, or where the kernel can't tell errors of the disk.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self._map = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=access)
+        self.load(0, 1)
+        self.memory = memoryview(self._map)
+
+    def load(self, start: int, stop: int) -> None:
+        """Have the pages of a range in memory. OSError where they can't be read, for which the
+        process would be killed if it used them.
+        """
+        begin = start // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            self._map.madvise(_MADV_POPULATE_READ, begin, stop - begin)
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # as the kernel says it of pages
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+            raise

@@ -37,9 +37,12 @@ from holdfast.storage.base import (
 from holdfast.storage.direct import DirectSink, fill_past_cache, is_cached
 from holdfast.storage.files import (
     FILE_MODE,
+    MAPPABLE,
     ROOT_FILE,
+    MappedFile,
     file_identity,
     link,
+    mounted_at,
     remove_tree,
     replace_file,
     sync_directory,
@@ -129,6 +132,14 @@ class LocalStore:
             if len(data) == length:
                 return data
         return self.read(path)  # in pieces, or it was cut since
+
+    def mapped(self, path: str) -> MappedFile | None:
+        """See ``storage.base.mapped``. What is written to the memory does not reach the file."""
+        with self._opened(path) as (descriptor, length):
+            if mounted_at(self._local(path))[0] in MAPPABLE:
+                with suppress(OSError, ValueError):  # no room for it, an old kernel, an empty file
+                    return MappedFile(descriptor, length)
+        return None
 
     def size_bytes(self, path: str) -> int:
         with self._opened(path) as (_, length):

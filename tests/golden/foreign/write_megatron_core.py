@@ -4,6 +4,7 @@ and data ranks, and the older form with a file for each rank.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ from golden.foreign.kit import run_ranks, save_expected  # noqa: E402
 from golden.foreign.megatron_rank_files import write_cases  # noqa: E402
 
 Sizes = dict[str, int]
+#: Up to 0.18 strategies have names.
+NAMED = importlib.util.find_spec("megatron.core.dist_checkpointing.strategies.base") is not None
 
 
 def model_of(sizes: Sizes, seed: int) -> tuple[Any, Any]:
@@ -215,4 +218,5 @@ if __name__ == "__main__":
         if len(sys.argv) < 3 or sys.argv[2] == name:
             world = {"tp2-pp2": 4, "tp2-dp2": 4}.get(name, 2)
             run_ranks(world, write, Path(sys.argv[1], name), sizes)
-    write_cases(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)
+    if NAMED:  # the older form is the same since
+        write_cases(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

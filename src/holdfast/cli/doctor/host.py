@@ -18,12 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.doctor.rules.findings import HostFacts, PlaceFacts, Speeds
+from holdfast.cli.doctor.rules.facts import HostFacts, PlaceFacts, Speeds
 from holdfast.format.checksum import checksum
 from holdfast.observe.text import SHARE_STORE
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS
 from holdfast.protocol.control_groups import cores_quota, memory_bytes, memory_limit_bytes
-from holdfast.storage.files import allocate
+from holdfast.storage.files import MOUNTS, allocate, mounted_at
 
 
 def probe_host(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> HostFacts:
@@ -69,7 +69,7 @@ _PAGE = 4096
 _MEMORY_BYTES = 64 << 20
 
 
-def probe_place(path: str, *, mounts: Path = Path("/proc/self/mountinfo")) -> PlaceFacts:
+def probe_place(path: str, *, mounts: Path = MOUNTS) -> PlaceFacts:
     """Probes the file system of ``path``. A path that does not exist yet counts as on its nearest
     parent's.
     """
@@ -99,22 +99,6 @@ def nearest(path: str) -> Path:
     while not found.is_dir() and found != found.parent:
         found = found.parent
     return found
-
-
-def mounted_at(path: Path, mounts: Path) -> tuple[str, str]:
-    """Returns the type of file system that ``path`` is on, and its mount point."""
-    real, best = os.path.realpath(path), ("", "")
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return best
-    for line in lines:  # "36 35 98:0 /root /mount rw,noatime master:1 - ext4 /dev/vda rw"
-        before, _, after = line.partition(" - ")
-        mount = before.split()[4].encode().decode("unicode_escape")
-        covers = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if covers and len(mount) >= len(best[1]):  # of two on one place, the later hides the other
-            best = (after.split()[0], mount)
-    return best
 
 
 @dataclass(frozen=True, slots=True)

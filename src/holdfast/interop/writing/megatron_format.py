@@ -1,4 +1,4 @@
-"""Writes Megatron-Core's ``torch_dist``: what ``interop.megatron`` reads, the other way round.
+"""Writes Megatron-Core's ``torch_dist``: what ``interop.torch_dist`` reads, the other way round.
 
 Tensors keep the names that they have below ``model``, so these must be Megatron's; rules give them.
 """

@@ -31,7 +31,14 @@ from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.protocol.arena import SlotFile
 from holdfast.protocol.image_plan import plan_rank
-from holdfast.storage.base import Store, require_unchanged, short_read
+from holdfast.storage.base import (
+    MappedBytes,
+    Store,
+    mapped,
+    reporting,
+    require_unchanged,
+    short_read,
+)
 
 #: Lengths of values that are tried: up to so many bytes from that of the image opened last.
 _TRIED = 64
@@ -195,6 +202,33 @@ class SlotImage(ImageFile):
         return self.slot.image[start:stop]
 
 
+class MappedImage(ImageFile):
+    """An image in a store, as memory that maps its file."""
+
+    is_mapped = True
+
+    def __init__(self, stored: StoredImage, found: MappedBytes) -> None:
+        self._stored, self._found, self.memory = stored, found, found.memory
+        self.name, self.size_bytes = stored.name, stored.size_bytes
+        self.header_xxh3, self.table_xxh3 = stored.header_xxh3, stored.table_xxh3
+
+    def check_length(self) -> None:
+        """See ``ImageFile``."""
+        if len(self.memory) != self.size_bytes:
+            raise FormatError(
+                f"{self.name} has {len(self.memory)} bytes, the manifest says {self.size_bytes}",
+                image=self.name,
+            )
+
+    def view(
+        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
+    ) -> memoryview:
+        """See ``ImageFile``: the mapping itself, its pages loaded."""
+        with reporting("read", self.name, self._stored.store.url):
+            self._found.load(start, stop)
+        return self.memory[start:stop]
+
+
 class SplitImage(ImageFile):
     """Joins an image and its frozen part, two files of a store, into the one image they were in
     memory.
@@ -320,6 +354,19 @@ class Checkpoint:
         """Return the block checksums of one image, themselves verified."""
         self.header(rank)
         return self._tables[rank]
+
+    def map(self, rank: int) -> memoryview | None:
+        """Read an image through a mapping of its file from now on; None where there can be none.
+
+        The memory is the caller's own: what is written to it does not reach the file.
+        """
+        with self._lock:
+            file = self.files.get(rank)
+            if isinstance(file, StoredImage) and (found := mapped(file.store, file.name)):
+                file = MappedImage(file, found)
+                file.check_length()
+                self.files = {**self.files, rank: file}
+            return file.memory if isinstance(file, MappedImage) else None
 
     def _read_header(self, rank: int) -> None:
         file = self.files.get(rank)

@@ -39,6 +39,7 @@ __all__ = [
     "CARRIERS",
     "READERS",
     "Array",
+    "copiers",
     "plan_reads",
     "read_aliases",
     "read_values",
@@ -97,8 +98,13 @@ def read_wants(
 
 def _threads(checkpoint: Checkpoint, ranks: Collection[int]) -> int:
     if all(checkpoint.files[rank].is_mapped for rank in ranks):
-        return min(_COPIERS, len(os.sched_getaffinity(0)))
+        return copiers()
     return READERS
+
+
+def copiers() -> int:
+    """The number of threads for what lies in memory."""
+    return min(_COPIERS, len(os.sched_getaffinity(0)))
 
 
 def plan_reads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from holdfast.cli.doctor.rules.findings import (
+from holdfast.cli.doctor.rules.facts import (
     Arena,
     Facts,
     Finding,
