@@ -10,6 +10,7 @@ import glob
 import os
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -438,18 +439,8 @@ def _connect(
                 incarnation=place.incarnation,
                 nonce=place.nonce,
                 rank=place.rank,
-                keep_last=options.keep.last,
-                keep_every=options.keep.every,
-                keep_best=options.keep.best,
-                keep_by=options.keep.by,
-                keep_largest=options.keep.largest,
-                cache_keep=m.KeepTerms(
-                    options.cache_keep.last,
-                    options.cache_keep.every,
-                    options.cache_keep.best,
-                    options.cache_keep.by,
-                    options.cache_keep.largest,
-                ),
+                keep=m.KeepTerms(**asdict(options.keep)),
+                cache_keep=m.KeepTerms(**asdict(options.cache_keep)),
                 persist_at_end=options.storage is not None,
                 is_copying=is_copying,
                 order=order,

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import asdict
+
 from holdfast.coordinator.actions import Action, SendMessage
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import RankReport
@@ -304,19 +306,13 @@ class TrainerApi:
                 raise self._fenced(message.incarnation)
         limits.validate_message(message, self.coordinator.world)
         self._check_host(connection, message.rank)
-        keep = Keep(
-            last=message.keep_last,
-            every=message.keep_every,
-            best=message.keep_best,
-            by=message.keep_by,
-            largest=message.keep_largest,
-        )
+        keep, cache_keep = _keep_of(message.keep), _keep_of(message.cache_keep)
         # The keeper that coordinated before may be on a host that learns of this start just now.
         await self.root.open(STEP_DOWN_S if self.coordinator.host_table else 0.0)
         self.ranks.take_place(connection, message.rank)
         self.persist_at_end = message.persist_at_end
         self.root.keep(keep)
-        self.root.keep_cached(_keep_of(message.cache_keep))
+        self.root.keep_cached(cache_keep)
         self.coordinator.replica_check.wanted = message.compare_replicas
         joined = self.coordinator.join(
             message.rank,
@@ -451,7 +447,7 @@ class TrainerApi:
 
 
 def _keep_of(terms: m.KeepTerms) -> Keep:
-    return Keep(terms.last, terms.every, terms.best, terms.by, terms.largest)
+    return Keep(**asdict(terms))
 
 
 def _refusal(error: HoldfastError) -> m.Refused:

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_FRAME_BYTES = 256 << 20
 LENGTH_BYTES = 4
 """Bytes of a frame before its body."""
@@ -147,11 +147,7 @@ class Join(Message, frozen=True, kw_only=True):
     incarnation: int
     nonce: str
     rank: int
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_best: int | None = None
-    keep_by: str = ""
-    keep_largest: bool = False
+    keep: KeepTerms = KeepTerms()
     cache_keep: KeepTerms = KeepTerms()
     """What stays in the cache of what the root has."""
     persist_at_end: bool = True
