@@ -7,6 +7,9 @@ notifications.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+from types import GenericAlias
 from typing import Any
 
 import msgspec
@@ -503,54 +506,10 @@ class FencedOff(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    seq: int
-    message: (
-        Hello
-        | Begin
-        | ProbeHost
-        | AssignRole
-        | Join
-        | ListInventory
-        | PinAttempt
-        | Adopt
-        | LeafTable
-        | RequestCapture
-        | Progress
-        | Captured
-        | AbortCapture
-        | CancelRequest
-        | DeclineStep
-        | MakeDurable
-        | Announce
-        | Explain
-        | Goodbye
-        | HostProbed
-        | Welcome
-        | Begun
-        | Done
-        | Refused
-        | Inventory
-        | Grant
-        | RequestTable
-        | Skip
-        | Complete
-        | ReplicaDifferences
-        | Aborted
-        | RingSpaceFreed
-        | Cached
-        | Durable
-        | NotDurable
-        | Protected
-        | Unprotected
-        | Announced
-        | Explanation
-        | FencedOff
-    )
-
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Frame)
+_decoder: msgspec.msgpack.Decoder[tuple[int, Message]] = msgspec.msgpack.Decoder(
+    GenericAlias(tuple, (int, reduce(or_, Message.__subclasses__())))
+)
 
 
 def pack(message: Message, seq: int = 0) -> bytes:
@@ -562,7 +521,6 @@ def pack(message: Message, seq: int = 0) -> bytes:
 def unpack(body: bytes) -> tuple[int, Message]:
     """Decode a frame's body into (seq, message); FormatError if it is not a known message."""
     try:
-        frame = _decoder.decode(body)
+        return _decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's own, or not UTF-8
         raise FormatError(f"a message between trainer and keeper is malformed: {error}") from None
-    return frame.seq, frame.message
