@@ -16,7 +16,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from holdfast.events import ClocksCompared, emit
-from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ToFollower
 from holdfast.protocol.arena import boot_id
 
 #: Exchanges of one comparison, seconds between two comparisons, and for an answer.
@@ -25,13 +25,13 @@ BOOT_DIGITS = 8
 """How many digits of a boot's id stand in records."""
 
 
-class AskTime(Fact, frozen=True, kw_only=True):
+class AskTime(ToCoordinator, frozen=True, kw_only=True):
     """Asks the coordinator for its time; ``sent_s``: the moment, by the clock of who asks."""
 
     sent_s: float
 
 
-class TellTime(Fact, frozen=True, kw_only=True):
+class TellTime(ToFollower, frozen=True, kw_only=True):
     """Answers ``AskTime``: when it was received and answered, by the clock of the coordinator.
 
     ``boot``: what that clock counts from.
