@@ -27,7 +27,7 @@ from holdfast.errors import (
     UnsupportedState,
     UsageError,
 )
-from holdfast.events import RunStarted, Warned, emit
+from holdfast.events import RunStarted, emit, warn
 from holdfast.format.manifest import Generation
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
@@ -350,12 +350,10 @@ class Checkpointer:
         """Once: a loop may call ``step`` several times for one step, or do that step again."""
         if not self._is_warned_of_restored_step:
             self._is_warned_of_restored_step = True
-            emit(
-                Warned(
-                    message=f"step({step}) is the step that was restored, and is not saved again: "
-                    "if the loop does that step a second time, count on from it, "
-                    "`for step in range(restored.step + 1, steps)`"
-                )
+            warn(
+                f"step({step}) is the step that was restored, and is not saved again: "
+                "if the loop does that step a second time, count on from it, "
+                "`for step in range(restored.step + 1, steps)`"
             )
 
     def _step(

@@ -26,7 +26,7 @@ from holdfast.capture.progress import CopyProgress
 from holdfast.capture.volatile_copies import stage
 from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
@@ -283,12 +283,10 @@ def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     found = overview_of(store)
     newest = max((g.step for g in found.lineage), default=step)
     if newest > step:
-        emit(
-            Warned(
-                message=f"step {step} is saved in {store.url}, which has step {newest}: the steps "
-                f"from {step} on are abandoned by it, and a restore takes step {step}. Give step= "
-                "the step that the state is of, or save it in another directory."
-            )
+        warn(
+            f"step {step} is saved in {store.url}, which has step {newest}: the steps "
+            f"from {step} on are abandoned by it, and a restore takes step {step}. Give step= "
+            "the step that the state is of, or save it in another directory."
         )
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)

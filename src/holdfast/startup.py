@@ -25,7 +25,7 @@ from holdfast.capture.staging import prepare_pieces
 from holdfast.capture.task import RankIdentity, Timeouts
 from holdfast.catalogue import ROOT, is_root, read_document
 from holdfast.errors import HoldfastError, StorageError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
 from holdfast.meeting import given_host_id, host_id
@@ -134,14 +134,10 @@ def start_run(
         raise
     hosts.within_s = LATER_S
     if options.parity > parity and world.rank == 0:
-        emit(
-            Warned(
-                message=(
-                    f"parity={options.parity}, and all ranks are on one host: it has nobody to "
-                    "keep its "
-                    "parity, only storage protects its snapshots"
-                )
-            )
+        warn(
+            f"parity={options.parity}, and all ranks are on one host: it has nobody to "
+            "keep its "
+            "parity, only storage protects its snapshots"
         )
     return StartedRun(run_id, incarnation, may_restore, saver, offers, arena)
 
@@ -315,7 +311,7 @@ def _make_cache(place: str, run_id: str) -> None:
     except StorageError as error:
         if error.fields.get("errno") in _NO_PLACE:
             raise
-        emit(Warned(message=f"the cache {place} is not used while its disk refuses: {error}"))
+        warn(f"the cache {place} is not used while its disk refuses: {error}")
 
 
 def _warn_of_copies(arena: Path, root: str) -> None:
@@ -331,22 +327,20 @@ def _warn_of_copies(arena: Path, root: str) -> None:
             path = os.fsdecode((other / ROOT_NAME).read_bytes()).strip()
         except OSError:  # it may be going away
             continue
-        emit(
-            Warned(
-                message=(
-                    f"run {run_id} has more than one root: {root}, and {path}, whose memory is "
-                    "on this "
-                    f"host too ({other}). One is a copy of the other, or took its place. Each "
-                    "goes on from "
-                    "its own snapshots; nothing of the other is used or changed here"
-                )
-                if key
-                else (
-                    f"an older version of Holdfast left {other}, the memory of run {run_id} at "
-                    f"{path}: it "
-                    "is not known to be that of this root, and not used (`holdfast doctor` shows "
-                    "it)"
-                )
+        warn(
+            (
+                f"run {run_id} has more than one root: {root}, and {path}, whose memory is "
+                "on this "
+                f"host too ({other}). One is a copy of the other, or took its place. Each "
+                "goes on from "
+                "its own snapshots; nothing of the other is used or changed here"
+            )
+            if key
+            else (
+                f"an older version of Holdfast left {other}, the memory of run {run_id} at "
+                f"{path}: it "
+                "is not known to be that of this root, and not used (`holdfast doctor` shows "
+                "it)"
             )
         )
 

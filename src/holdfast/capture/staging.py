@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from holdfast.accelerator import devices
 from holdfast.capture.pinning import is_exiting, start_beside
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.state.tensors import local_of
 
 #: Bytes of a pinned piece, and of the buffer on a device: a whole number of blocks.
@@ -76,11 +76,9 @@ class StagingPieces:
                 return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._is_pinned = False
-                emit(
-                    Warned(
-                        message="no pinned memory could be allocated for copies from the device "
-                        f"({error}): they will be slow"
-                    )
+                warn(
+                    "no pinned memory could be allocated for copies from the device "
+                    f"({error}): they will be slow"
                 )
         return torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
 

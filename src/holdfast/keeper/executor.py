@@ -28,7 +28,7 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.slots import host_of, number_of
 from holdfast.errors import ArenaError, HoldfastError, PersistFailed
-from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
+from holdfast.events import SnapshotCaptured, SnapshotMissed, emit, warn
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
@@ -282,7 +282,7 @@ class Executor:
                 for event in difference_events(message, self._coordinator.incarnation, -1):
                     emit(event)
             case Warn(text):
-                emit(Warned(message=text))
+                warn(text)
 
     # ── making durable ───────────────────────────────────────────────────────────────────────────
 

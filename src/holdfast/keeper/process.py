@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
-from holdfast.events import KeeperStarted, KeeperStopped, Warned, emit
+from holdfast.events import KeeperStarted, KeeperStopped, emit, warn
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
@@ -314,7 +314,7 @@ class Keeper:
         root = self.root_access.path
         warnings: list[str] = []
         served = serve_metrics(warnings.append)
-        telemetry = send_telemetry(lambda text: emit(Warned(message=text)))
+        telemetry = send_telemetry(lambda text: warn(text))
         watches = [served[0].take] if served is not None else []
         watches += [telemetry.take] if telemetry is not None else []
 
@@ -328,7 +328,7 @@ class Keeper:
         )
         end_uploads = follow_events(event_place(root), self.root_access.store)
         for warning in warnings:
-            emit(Warned(message=warning))
+            warn(warning)
 
         def close_trace() -> None:
             close()

@@ -26,7 +26,7 @@ from holdfast.accelerator.devices import (
     unregister,
 )
 from holdfast.accelerator.pinnable_pages import allocate, memory_of
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.storage.direct import Scratch
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -149,13 +149,11 @@ def pinned(
         pages.hide_from_children()
         pages.unpin = partial(_unpin, pages.address, device, copies)
     else:
-        emit(
-            Warned(
-                message=f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned "
-                f"for {device} ({explain(status)}): copies to and from it will be slow. Where the "
-                "driver lacks memory, more of it on this host helps, or fewer parameters per "
-                "process."
-            )
+        warn(
+            f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned "
+            f"for {device} ({explain(status)}): copies to and from it will be slow. Where the "
+            "driver lacks memory, more of it on this host helps, or fewer parameters per "
+            "process."
         )
     return made
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from holdfast.catalogue import is_root
 from holdfast.errors import ArenaError, HoldfastError, NotFound, RestoreError, StorageError
-from holdfast.events import SourceDropped, Warned, emit
+from holdfast.events import SourceDropped, emit, warn
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.overview import UNSEEN, Overview
@@ -267,14 +267,10 @@ class RestoreSources:
 
     def _warn_of_others(self, numbers: set[int]) -> None:
         for n in sorted(numbers - self._told_others):
-            emit(
-                Warned(
-                    message=(
-                        f"incarnation {n} in memory was never recorded in storage, and another "
-                        f"start has taken its number, or that of one it descends from: {n}-STEP "
-                        "names what is in storage, and what is in memory of it is not restored"
-                    )
-                )
+            warn(
+                f"incarnation {n} in memory was never recorded in storage, and another "
+                f"start has taken its number, or that of one it descends from: {n}-STEP "
+                "names what is in storage, and what is in memory of it is not restored"
             )
         self._told_others |= numbers
 

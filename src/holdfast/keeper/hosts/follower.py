@@ -21,7 +21,7 @@ from holdfast.errors import (
     KeeperError,
     PeerError,
 )
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import ImageId, Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
@@ -319,4 +319,4 @@ class Follower:
             if fact.is_recorded:
                 self._memory.forget_incarnations(fact.held)
         except (OSError, HoldfastError) as error:  # storage has the record too
-            emit(Warned(message=f"incarnation {fact.n} is not remembered here: {error}"))
+            warn(f"incarnation {fact.n} is not remembered here: {error}")

@@ -21,7 +21,7 @@ from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.requests import RankReport
 from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
 from holdfast.errors import FormatError, HoldfastError, PeerError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
@@ -382,14 +382,10 @@ class FollowerRegistry:
             return
         follower.line.close("it called again")
         why = follower.line.why_broken
-        emit(
-            Warned(
-                message=(
-                    f"the keeper of {follower.name} is out of reach ({why}): no snapshot is taken "
-                    "until it is "
-                    "back"
-                )
-            )
+        warn(
+            f"the keeper of {follower.name} is out of reach ({why}): no snapshot is taken "
+            "until it is "
+            "back"
         )
         del self._by_host[follower.host]
         self._carry_out(self._coordinator.detach(follower.host, follower.name))

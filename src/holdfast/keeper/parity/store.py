@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.errors import ArenaError, FormatError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.checksum import Buffer
 from holdfast.keeper.arena_files import ArenaFiles, write_whole
 from holdfast.parity.planning.budget import capacity, check_room
@@ -347,7 +347,7 @@ class ShardStore:
                 )
             self._server.offer_document(record_path(*at), row.data, generation=generation)
         except ArenaError as error:  # the arena was removed, for example
-            emit(Warned(message=f"parity is not offered to peers: {error}"))
+            warn(f"parity is not offered to peers: {error}")
 
 
 def name_of(record: ParityRecord) -> tuple[str, int, int]:
