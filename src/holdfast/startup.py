@@ -135,8 +135,7 @@ def start_run(
     hosts.within_s = LATER_S
     if options.parity > parity and world.rank == 0:
         warn(
-            f"parity={options.parity}, and all ranks are on one host: it has nobody to "
-            "keep its "
+            f"parity={options.parity}, and all ranks are on one host: it has nobody to keep its "
             "parity, only storage protects its snapshots"
         )
     return StartedRun(run_id, incarnation, may_restore, saver, offers, arena)
@@ -329,18 +328,14 @@ def _warn_of_copies(arena: Path, root: str) -> None:
             continue
         warn(
             (
-                f"run {run_id} has more than one root: {root}, and {path}, whose memory is "
-                "on this "
-                f"host too ({other}). One is a copy of the other, or took its place. Each "
-                "goes on from "
-                "its own snapshots; nothing of the other is used or changed here"
+                f"run {run_id} has more than one root: {root}, and {path}, whose memory is on this "
+                f"host too ({other}). One is a copy of the other, or took its place. Each goes on "
+                "from its own snapshots; nothing of the other is used or changed here"
             )
             if key
             else (
-                f"an older version of Holdfast left {other}, the memory of run {run_id} at "
-                f"{path}: it "
-                "is not known to be that of this root, and not used (`holdfast doctor` shows "
-                "it)"
+                f"an older version of Holdfast left {other}, the memory of run {run_id} at {path}: "
+                "it is not known to be that of this root, and not used (`holdfast doctor` shows it)"
             )
         )
 

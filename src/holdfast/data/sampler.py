@@ -148,10 +148,8 @@ class ResumableSampler(Sampler[list[int]]):
         if self._ended_from == self._place:
             epoch, consumed = self._place
             warn(
-                f"all batches from sample {consumed} of epoch {epoch} on were given out, "
-                "and are "
-                "again: advance() was not called. Call it on the ResumableSampler after "
-                "each "
+                f"all batches from sample {consumed} of epoch {epoch} on were given out, and are "
+                "again: advance() was not called. Call it on the ResumableSampler after each "
                 "optimizer step"
             )
         rank, _ = self._rank_and_world()

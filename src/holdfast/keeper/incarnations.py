@@ -559,8 +559,7 @@ class Incarnations:
         for n in sorted(held - {one.n for one in self._memory.incarnations()}):
             if self.repair(n) is None:
                 warn(
-                    f"neither memory nor storage has the record of incarnation {n}: what "
-                    "is in "
+                    f"neither memory nor storage has the record of incarnation {n}: what is in "
                     f"memory of it is restored by name only, as in restore('{n}-STEP')"
                 )
 

@@ -150,10 +150,9 @@ def pinned(
         pages.unpin = partial(_unpin, pages.address, device, copies)
     else:
         warn(
-            f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned "
-            f"for {device} ({explain(status)}): copies to and from it will be slow. Where the "
-            "driver lacks memory, more of it on this host helps, or fewer parameters per "
-            "process."
+            f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned for "
+            f"{device} ({explain(status)}): copies to and from it will be slow. Where the driver "
+            "lacks memory, more of it on this host helps, or fewer parameters per process."
         )
     return made
 

@@ -54,8 +54,7 @@ def warn_of_replays(key: str, optimizer: Optimizer) -> None:
     if optimizer not in _warned:
         _warned.add(optimizer)
         warn(
-            f"a step of {key} was captured into a graph, and replays call no hook: "
-            "what it updates is copied before save returns, which takes as much memory of the "
-            "device again. Call checkpointer.before_update() before each replay, and it is "
-            "copied behind training."
+            f"a step of {key} was captured into a graph, and replays call no hook: what it updates "
+            "is copied before save returns, which takes as much memory of the device again. Call "
+            "checkpointer.before_update() before each replay, and it is copied behind training."
         )

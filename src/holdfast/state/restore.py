@@ -115,15 +115,11 @@ class Rewind:
         keys = [] if was_set_again else list(self._keys_of_moving())
         if keys:
             warn(
-                f"{', '.join(keys)}: torch's default generator was moved between the "
-                "restore and "
-                "the next batch, in the middle of an epoch, as a loader does that is "
-                "iterated. A "
-                "run that was never stopped draws nothing there, so that dropout and all "
-                "else that "
+                f"{', '.join(keys)}: torch's default generator was moved between the restore and "
+                "the next batch, in the middle of an epoch, as a loader does that is iterated. A "
+                "run that was never stopped draws nothing there, so that dropout and all else that "
                 "is random differs from now on. Give the loader a generator of its own "
-                "(generator=sampler.generator with a ResumableSampler), or call "
-                "restored.rewind() "
+                "(generator=sampler.generator with a ResumableSampler), or call restored.rewind() "
                 "once the first batch is there"
             )
 

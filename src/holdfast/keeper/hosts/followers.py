@@ -383,9 +383,8 @@ class FollowerRegistry:
         follower.line.close("it called again")
         why = follower.line.why_broken
         warn(
-            f"the keeper of {follower.name} is out of reach ({why}): no snapshot is taken "
-            "until it is "
-            "back"
+            f"the keeper of {follower.name} is out of reach ({why}): no snapshot is taken until it "
+            "is back"
         )
         del self._by_host[follower.host]
         self._carry_out(self._coordinator.detach(follower.host, follower.name))
