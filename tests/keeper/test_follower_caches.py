@@ -131,7 +131,7 @@ def test_what_another_host_has_may_be_replaced_by_something_newer() -> None:
     executor._found_cached([(PASSED, "a")])
     assert keeper.c.durability.draining == {PASSED: "a"}
     assert keeper.c.durability.exact == set()
-    keeper.c.lifecycle.found_cached([(NEW, "c")])  # its own cache
+    keeper.c.durability.found_cached([(NEW, "c")])  # its own cache
     assert keeper.c.durability.exact == {NEW}
     executor._found_cached([(PASSED, "a")], True)
     assert keeper.c.durability.exact == {NEW, PASSED}

@@ -384,7 +384,7 @@ class Executor:
         """Handle what caches of other hosts are found to have: of a host that was away also what
         was passed over meanwhile, none of which must be durable itself.
         """
-        self._coordinator.lifecycle.found_cached(found, exact=is_exact)
+        self._coordinator.durability.found_cached(found, exact=is_exact)
         self._root.drains.wake()
 
     def fill_caches(self, restored: tuple[int, int] | None) -> None:

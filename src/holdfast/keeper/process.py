@@ -227,7 +227,7 @@ class Keeper:
             Caching(
                 self.executor.cache_ended,
                 self.executor.drained,
-                self.coordinator.lifecycle.found_cached,
+                self.coordinator.durability.found_cached,
                 lambda: self.coordinator.durability.draining,
                 lambda: self.coordinator.durability.exact.copy(),
                 self.coordinator.durability.forget_cached,
