@@ -251,24 +251,29 @@ def plan_segments(
 
     The last segment may end within a block: the code that adds the rest computes its checksum.
     """
-    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(data_bytes))]
-    for move in moves:
-        at, stop = move.offset, move.offset + move.size_bytes
-        while at < stop:
-            number = at // BLOCK_BYTES
-            end = min(stop, (number + 1) * BLOCK_BYTES)
-            cut[number].append(SegmentCopy(at, move.address + at - move.offset, end - at))
-            at = end
-    blocks = [tuple(some) for some in cut]
+    blocks = make_segment(0, data_bytes, moves).blocks
     per_segment = segment_bytes // BLOCK_BYTES
     return [
         Segment(
             first * BLOCK_BYTES,
             min((first + per_segment) * BLOCK_BYTES, data_bytes),
-            tuple(blocks[first : first + per_segment]),
+            blocks[first : first + per_segment],
         )
         for first in range(0, len(blocks), per_segment)
     ]
+
+
+def make_segment(start: int, stop: int, moves: Iterable[SegmentCopy]) -> Segment:
+    """Return the segment with these copies, each split at every block."""
+    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(stop - start))]
+    for move in moves:
+        at, end = move.offset, move.offset + move.size_bytes
+        while at < end:
+            number = (at - start) // BLOCK_BYTES
+            until = min(end, start + (number + 1) * BLOCK_BYTES)
+            cut[number].append(SegmentCopy(at, move.address + at - move.offset, until - at))
+            at = until
+    return Segment(start, stop, tuple(map(tuple, cut)))
 
 
 class SharedCopy:
@@ -324,7 +329,7 @@ class SharedCopy:
             self._changed.wait_for(lambda: not self._in_work)
             # Otherwise the slot could not be unmapped, and the capture that holds this object not
             # be freed.
-            self._data, self._check = memoryview(b""), _nothing
+            self._data, self._check = memoryview(b""), check_nothing
 
     @property
     def final_bytes(self) -> int:
@@ -374,8 +379,8 @@ def copy_segment(
     return sums
 
 
-def _nothing() -> None:
-    """Check nothing: the default of ``check``."""
+def check_nothing() -> None:
+    """Check nothing: there is no copy that could be cancelled."""
 
 
 # The memory of a slot, as a plan uses it.

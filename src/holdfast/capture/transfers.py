@@ -17,9 +17,8 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from holdfast.capture import staging
-from holdfast.capture.copy_plan import SMALL_BYTES, CopyPlan, Segment, SegmentCopy, TensorCopy
+from holdfast.capture.copy_plan import SMALL_BYTES, CopyPlan, SegmentCopy, TensorCopy
 from holdfast.capture.staging import PIECE_BYTES
-from holdfast.format.checksum import BLOCK_BYTES, block_count
 from holdfast.state.tensors import DTYPE_NAMES
 
 #: Element types that a batched copy on a device leaves as they are, whatever their bits mean.
@@ -330,19 +329,6 @@ def _add_small(segment: TransferSegment, copy: TensorCopy) -> bool:
     found.copies.append(copy)
     segment.small_bytes += most_bytes
     return True
-
-
-def make_segment(start: int, stop: int, moves: Iterable[SegmentCopy]) -> Segment:
-    """Return the segment with these copies, each split at every block."""
-    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(stop - start))]
-    for move in moves:
-        at, end = move.offset, move.offset + move.size_bytes
-        while at < end:
-            number = (at - start) // BLOCK_BYTES
-            until = min(end, start + (number + 1) * BLOCK_BYTES)
-            cut[number].append(SegmentCopy(at, move.address + at - move.offset, until - at))
-            at = until
-    return Segment(start, stop, tuple(map(tuple, cut)))
 
 
 def _aligned(size_bytes: int, unit: int) -> int:
