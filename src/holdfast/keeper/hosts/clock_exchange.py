@@ -92,10 +92,9 @@ class ClockExchange:
         send: Callable[[Fact], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        every_s: float = EVERY_S,
     ) -> None:
         self._host, self._other, self._incarnation = host, other, incarnation
-        self._send, self._clock, self._every_s = send, clock, every_s
+        self._send, self._clock = send, clock
         self._answered = asyncio.Event()
         self._sent_s = -math.inf
         self._readings: list[ClockReading] = []
@@ -104,7 +103,7 @@ class ClockExchange:
         """Compare the clocks now and then, until cancelled."""
         while True:
             await self.compare()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(EVERY_S)
 
     async def compare(self) -> None:
         """Make a few exchanges, and report the quickest; nothing where none is answered."""
