@@ -38,7 +38,7 @@ from holdfast.overview import read_newest
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
-from holdfast.restore.from_storage import restore_stored
+from holdfast.restore.from_storage import READ_PATIENCE, restore_stored
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.reading.reader import CheckpointReader
 from holdfast.restore.reading.stored import overview_of, run_id_of
@@ -57,8 +57,6 @@ from holdfast.storage.open import open_store
 from holdfast.transport.wire.rank_tree import Said, by_rank
 from holdfast.world import World, all_said_or_raise, current_world, refuse_rank_without_group
 
-#: Reading and writing may take this many times as long as meeting the other ranks.
-_IO_PATIENCE = 10
 _MAX_SHOWN_BYTES = 1 << 20
 
 
@@ -152,7 +150,7 @@ def save_described(
 
         try:
             all_said_or_raise(
-                world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE, conclude=publish
+                world, "save: write", write, timeout_s=timeout_s * READ_PATIENCE, conclude=publish
             )
         except BaseException:
             if world.rank == 0 and not is_publishing:
