@@ -20,12 +20,7 @@ import torch
 
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.pending_saves import PendingSaves, is_mistake
-from holdfast.errors import (
-    Fenced,
-    SnapshotSkipped,
-    StatePoisoned,
-    UsageError,
-)
+from holdfast.errors import Fenced, SnapshotSkipped, StatePoisoned, UsageError
 from holdfast.events import Event, RunStarted, emit, warn
 from holdfast.format.manifest import Generation
 from holdfast.interop.opening import open_source

@@ -36,9 +36,7 @@ _HOLD_S = 0.03
 
 
 @contextmanager
-def side_streams(
-    used: Iterable[torch.device],
-) -> Iterator[dict[torch.device, torch.Stream]]:
+def side_streams(used: Iterable[torch.device]) -> Iterator[dict[torch.device, torch.Stream]]:
     """Gives the side stream of each device; after an error it waits until their copies have ended.
 
     Slot and sources must not be reused while copies are in flight. Raises GpuCopyStuck if that

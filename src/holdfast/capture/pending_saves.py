@@ -14,13 +14,7 @@ from contextlib import suppress
 
 from holdfast.capture.handles import DURABLE, SaveHandle
 from holdfast.capture.saver import Saver
-from holdfast.errors import (
-    SaveError,
-    SnapshotSkipped,
-    StatePoisoned,
-    UnsupportedState,
-    UsageError,
-)
+from holdfast.errors import SaveError, SnapshotSkipped, StatePoisoned, UnsupportedState, UsageError
 from holdfast.policy.when import Pace
 from holdfast.protocol.messages import MISSED
 

@@ -38,9 +38,7 @@ class ReplicaSample:
     """
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]] = (),
-        staging: torch.Tensor | None = None,
+        self, groups: Sequence[Sequence[torch.Tensor]] = (), staging: torch.Tensor | None = None
     ) -> None:
         self._groups = groups
         self._staging = staging

@@ -173,10 +173,7 @@ class Background:
         return await self._loop.run_in_executor(self._helpers, function, *arguments)
 
     async def agree_layout(
-        self,
-        find: Callable[[Tables], bytes | None],
-        tables: Tables,
-        held: Mapping[str, bytes],
+        self, find: Callable[[Tables], bytes | None], tables: Tables, held: Mapping[str, bytes]
     ) -> Agreement:
         """Agree the layout of these tables on a helper thread; the reason, where that is
         impossible.

@@ -29,12 +29,7 @@ from holdfast.catalogue import (
     part_dir,
 )
 from holdfast.errors import HoldfastError, PersistFailed, StorageError
-from holdfast.events import (
-    CheckpointPruned,
-    CheckpointPublished,
-    PersistBroke,
-    emit,
-)
+from holdfast.events import CheckpointPruned, CheckpointPublished, PersistBroke, emit
 from holdfast.format.manifest import (
     Generation,
     Incarnation,

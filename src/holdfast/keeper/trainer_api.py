@@ -315,10 +315,7 @@ class TrainerApi:
         self.root.keep_cached(cache_keep)
         self.coordinator.replica_check.wanted = message.compare_replicas
         joined = self.coordinator.join(
-            message.rank,
-            connection.process,
-            is_copying=message.is_copying,
-            order=message.order,
+            message.rank, connection.process, is_copying=message.is_copying, order=message.order
         )
         self.executor.carry_out(joined)
         if self.executor.followers.parity_scheduler is not None:

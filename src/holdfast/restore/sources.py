@@ -28,12 +28,7 @@ from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.candidates import Candidate, choose
-from holdfast.restore.planning.holdings import (
-    Recovery,
-    Refusal,
-    decode_choice,
-    encode_choice,
-)
+from holdfast.restore.planning.holdings import Recovery, Refusal, decode_choice, encode_choice
 from holdfast.restore.planning.selection import Inventories, Selection
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
@@ -71,12 +66,7 @@ class RestoreSources:
     """True where this process has read the file of the root when it started."""
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        arena: Path,
-        ask: Ask[m.Message],
-        listed: Overview = UNSEEN,
+        self, store: Store, rank: int, arena: Path, ask: Ask[m.Message], listed: Overview = UNSEEN
     ) -> None:
         self.incarnation = 0
         """The incarnation of this restore: peers refuse any other."""

@@ -14,13 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.errors import (
-    Fenced,
-    FormatError,
-    HoldfastError,
-    KeeperError,
-    PeerError,
-)
+from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
 from holdfast.events import warn
 from holdfast.format.manifest import ImageId, Incarnation, unseal
 from holdfast.keeper import message_limits as limits

@@ -205,10 +205,7 @@ class FollowerCaches:
         self._reported.add(host)
 
     def _compare(
-        self,
-        tier: CacheTier,
-        send: Callable[[Fact], None],
-        waiting: Sequence[tuple[int, int, str]],
+        self, tier: CacheTier, send: Callable[[Fact], None], waiting: Sequence[tuple[int, int, str]]
     ) -> None:
         """Compare with this host's cache; on its thread."""
         try:

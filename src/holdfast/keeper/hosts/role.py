@@ -256,12 +256,7 @@ class HostRole:
         await self._use(network, message.incarnation)
         from holdfast.keeper.hosts.follower import Follower  # a run on one host does not need it
 
-        self.follower = Follower(
-            message,
-            self._memory,
-            self._agent,
-            self._ended,
-        )
+        self.follower = Follower(message, self._memory, self._agent, self._ended)
         self._root.share_cache(None, is_shared=True)
         await self._root.open_cache()
         return self.follower

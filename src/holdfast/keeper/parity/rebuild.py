@@ -176,10 +176,7 @@ class RebuildCoordinator:
         return attempt.is_whole
 
     def _is_of(
-        self,
-        one: _LostImage,
-        host: int,
-        fact: messages.RebuildComplete | messages.RebuildFailed,
+        self, one: _LostImage, host: int, fact: messages.RebuildComplete | messages.RebuildFailed
     ) -> bool:
         return (
             one.host == host

@@ -40,11 +40,7 @@ from holdfast.parity.planning.placement import (
 )
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.peer_images import PeerRanges, Ranges, staged
-from holdfast.restore.planning.holdings import (
-    CodedGroup,
-    GroupCoding,
-    GroupMember,
-)
+from holdfast.restore.planning.holdings import CodedGroup, GroupCoding, GroupMember
 from holdfast.restore.planning.plan import BATCH_BYTES
 from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
 from holdfast.storage.direct import aligned_memory
