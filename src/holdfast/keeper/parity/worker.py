@@ -38,8 +38,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
-from holdfast.transport.server import PeerServer
-from holdfast.transport.server import ThreadSafeServer as ThreadOffering
+from holdfast.transport.server import PeerServer, ThreadSafeServer
 from holdfast.transport.wire.http import generation_name, members_path
 
 if TYPE_CHECKING:  # needed only after a loss
@@ -339,7 +338,7 @@ class ParityWorker:
             self._own,
             peers={peer.name: peer for peer in run.group.members if peer.name != self._own},
             room=self._room(terms, {(k.stripe, k.row): m for k, (_, m) in places.items()}),
-            offers=ThreadOffering(server, self._loop),
+            offers=ThreadSafeServer(server, self._loop),
             puller=puller,
             budget=self._budget,
         )
