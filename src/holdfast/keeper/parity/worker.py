@@ -126,7 +126,7 @@ class ParityWorker:
             slot = there[rank]
             image = self._memory.files[slot.id].image
             start = header_size(bytes(image[:8]), f"rank {rank}", slot.image_bytes)
-            head = bytes(image[:start])
+            head = memoryview(bytes(image[:start]))  # the slot may get another image
             images.append(
                 ImageFact(rank, slot.image_bytes, start, slot.header_xxh3, slot.table_xxh3, head)
             )
@@ -439,7 +439,7 @@ class _ParityRun:
         group: ParityGroup,
         attempt_id: AttemptId,
         member: MemberFact,
-        heads: Mapping[str, bytes],
+        heads: Mapping[str, memoryview],
         tell: Report,
     ) -> None:
         self.order, self.group, self.attempt_id, self.member = order, group, attempt_id, member

@@ -62,8 +62,10 @@ class MemberImage(msgspec.Struct, frozen=True):
 class ImageFact(MemberImage, frozen=True):
     """One image of a member."""
 
-    head: bytes
-    """The header itself. It keeps the metadata wherever the data can be rebuilt."""
+    head: memoryview
+    """The header itself. It keeps the metadata wherever the data can be rebuilt. Of a record that
+    was read it is a part of that record's bytes, which are mapped where they lie in an arena.
+    """
 
 
 class MemberFact(msgspec.Struct, frozen=True):

@@ -477,7 +477,7 @@ def decode_image(group: GroupAccess, record: ParityRecord, rank: int) -> Degrade
     member, n = group.place_of(rank)
     fact = record.members[member].images[n]
     name = f"the image of rank {rank} in {record.attempt}"
-    image = group.lost_image(rank, lambda: fact.head, name)
+    image = group.lost_image(rank, lambda: bytes(fact.head), name)
     image.open(group.identity(rank))
     return image
 

@@ -275,7 +275,7 @@ class ImageOpener:
             except BROKEN as error:
                 failure = error
             else:
-                return record.members[way.member].images[way.image].head
+                return bytes(record.members[way.member].images[way.image].head)
         raise failure
 
     def _record(self, coding: GroupCoding, host: str, stripe: int, row: int) -> ParityRecord:
