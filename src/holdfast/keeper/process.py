@@ -43,6 +43,7 @@ from holdfast.observe.run_events import follow_keeper
 from holdfast.observe.telemetry_setting import send_telemetry
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import remove_arena
+from holdfast.protocol.client import SOCKET_NAME
 
 GRANT_DEADLINE_S = 30.0
 CAPTURE_DEADLINE_S = 600.0
@@ -52,7 +53,6 @@ REFRESH_TICKS = 10
 LATE_S = 1.0
 """A keeper that hangs is ended this long after its stop deadline."""
 EMPTY_IDLE_S = 2.0
-SOCKET_NAME = "keeper.sock"
 
 
 def _load_planning() -> None:
@@ -240,28 +240,8 @@ class Keeper:
         self.executor.connect(self.root_access, self.incarnations)
 
     def _serve_trainers(self) -> None:
-        self.role = HostRole(
-            self.host_id,
-            self.coordinator,
-            self.memory,
-            self.ranks,
-            self.executor,
-            self.incarnations,
-            self.root_access,
-            self.background,
-            self.admission,
-            self._on_run_ended,
-        )
-        self.trainer_api = TrainerApi(
-            self.coordinator,
-            self.memory,
-            self.ranks,
-            self.executor,
-            self.incarnations,
-            self.root_access,
-            self.role,
-            self.admission,
-        )
+        self.role = HostRole(self.host_id, self.executor, self.admission, self._on_run_ended)
+        self.trainer_api = TrainerApi(self.executor, self.role, self.admission)
 
     def _look_for_damage(self, scrub_s: float) -> None:
         self.repairer = Repairer(

@@ -22,18 +22,16 @@ from holdfast.coordinator.requests import RankReport
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
 from holdfast.events import TrainerLost, emit
 from holdfast.keeper import message_limits as limits
-from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import (
     SOCKET,
     AdmissionCounters,
     LocalConnection,
-    Ranks,
     TrainerConnection,
     peer_of,
 )
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
-from holdfast.keeper.incarnations import STEP_DOWN_S, Incarnations, RootAccess
+from holdfast.keeper.incarnations import STEP_DOWN_S
 from holdfast.keeper.published_images import inventory
 from holdfast.keeper.rank_relay import ReportJoiner
 from holdfast.policy.when import Keep
@@ -45,25 +43,11 @@ R = TypeVar("R", bound=RankReport)
 class TrainerApi:
     """Handles the messages of all trainers, of ranks and of other processes."""
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        memory: ArenaFiles,
-        ranks: Ranks,
-        executor: Executor,
-        incarnations: Incarnations,
-        root: RootAccess,
-        part: HostRole,
-        doors: AdmissionCounters,
-    ) -> None:
-        self.role = part
-        self.admission = doors
-        self.coordinator = coordinator
-        self.memory = memory
-        self.ranks = ranks
-        self.executor = executor
-        self.incarnations = incarnations
-        self.root = root
+    def __init__(self, executor: Executor, part: HostRole, doors: AdmissionCounters) -> None:
+        self.executor, self.role, self.admission = executor, part, doors
+        self.coordinator, self.memory = executor.coordinator, executor.memory
+        self.ranks = executor.ranks
+        self.incarnations, self.root = executor.incarnations, executor.root
         self.open: set[TrainerConnection] = set()
         self.goodbyes: dict[TrainerConnection, int] = {}
         """Connections that wait for the end of the run, with the number of their last request."""
