@@ -74,6 +74,10 @@ class RunOptions(Struct, frozen=True):
     """Raises for a setting of this machine that has no meaning, before a keeper is started."""
 
 
+#: Rules are compared by what they do (``require_all_used``), settings of a machine are its own.
+_NOT_COMPARED = frozenset({"rules", "check_settings"})
+
+
 class StartedRun(Struct, frozen=True):
     """A started run, on one rank."""
 
@@ -217,21 +221,8 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[byte
     describer.describe()
     device_rate()
     options.check_settings()
-    plan = msgspec.json.encode(
-        {
-            "root": options.root,
-            "memory": str(options.memory),
-            "storage": str(options.storage),
-            "keep": str(options.keep),
-            "timeout_s": str(options.timeout_s),
-            "compare_replicas": str(options.compare_replicas),
-            "parity": str(options.parity),
-            "grace_s": str(options.grace_s),
-            "cache": options.cache,
-            "cache_keep": str(options.cache_keep),
-        }
-    )
-    return plan, usage
+    names = (name for name in options.__struct_fields__ if name not in _NOT_COMPARED)
+    return msgspec.json.encode({name: str(getattr(options, name)) for name in names}), usage
 
 
 def _require_one_plan(plans: Sequence[Said]) -> None:
