@@ -11,13 +11,13 @@ from holdfast.errors import FormatError
 from holdfast.format.manifest import MAX_DOCUMENT_BYTES, ImageRef, Manifest, seal
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.cache_messages import deflate_manifest, inflate_manifest
-from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ToFollower
 
 
 def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_follower() -> None:
     sides = {
-        messages.ToCoordinator: messages.from_follower,
-        messages.ToFollower: messages.from_coordinator,
+        ToCoordinator: messages.from_follower,
+        ToFollower: messages.from_coordinator,
     }
     assert sides.keys() == set(Fact.__subclasses__())
     for base, decode in sides.items():
@@ -33,7 +33,7 @@ def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_follower() -> None:
 
 
 def test_a_fact_without_fields_arrives_as_what_it_is() -> None:
-    for kind in messages.ToFollower.__subclasses__():
+    for kind in ToFollower.__subclasses__():
         if not msgspec.structs.fields(kind):
             assert messages.from_coordinator(messages.pack(kind())) == kind()
 

@@ -58,6 +58,10 @@ def files(root: Path) -> dict[str, bytes]:
     }
 
 
+def together(ready: threading.Barrier) -> None:
+    ready.wait(30)
+
+
 def publish_at_once(root: Path, attempts: tuple[str, str]) -> dict[str, str | None]:
     """What each of two keepers is told that make another attempt at one generation durable now."""
     told, ready = Told(), threading.Barrier(len(attempts))
@@ -65,7 +69,7 @@ def publish_at_once(root: Path, attempts: tuple[str, str]) -> dict[str, str | No
         Persister(LocalStore(root), Keep(), lambda *result: told.put(result)) for _ in attempts
     ]
     for keeper, attempt in zip(keepers, attempts, strict=True):
-        keeper.submit(lambda: ready.wait(30))
+        keeper.submit(lambda: together(ready))
         keeper.submit(job_of(NEXT, ONE, attempt))
     found = dict(told.get(timeout=30) for _ in attempts)
     for keeper in keepers:

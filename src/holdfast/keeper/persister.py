@@ -480,7 +480,7 @@ class Persister:
 
     def _look(
         self, published: Generation, first: PagedList | None, *, is_known: bool
-    ) -> tuple[Overview, set[Generation]]:
+    ) -> tuple[Overview, frozenset[Generation]]:
         """Return what the bucket has, and which of it is pinned."""
         found = self._overview(published, is_known=is_known, listed=first.listed if first else None)
         pins = pinned(self.store)

@@ -15,7 +15,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import wraps
+from functools import update_wrapper
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -299,10 +299,10 @@ def _on_loop(
 ) -> Callable[Concatenate[ThreadSafeServer, P], T]:
     """Return a method that calls this one on the loop of the server."""
 
-    @wraps(method)
-    def call(safe: ThreadSafeServer, *arguments: P.args, **options: P.kwargs) -> T:
+    def call(safe: ThreadSafeServer, /, *arguments: P.args, **options: P.kwargs) -> T:
         return safe._do(lambda: method(safe._server, *arguments, **options))
 
+    update_wrapper(call, method)
     return call
 
 

@@ -24,7 +24,7 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheOrder
 from holdfast.keeper.hosts.clock_exchange import ClockExchange, TellTime
-from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.facts import Fact, ToFollower
 from holdfast.keeper.hosts.handover import answer_handover, describe
 from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.parity.worker import stored_shards
@@ -261,7 +261,7 @@ class Follower:
 
     # ── orders of the coordinator ────────────────────────────────────────────────────────────────
 
-    async def _do(self, line: SealedChannel, fact: messages.ToFollower) -> None:
+    async def _do(self, line: SealedChannel, fact: ToFollower) -> None:
         match fact:
             case messages.HostAttached():
                 self._attached(line, fact)

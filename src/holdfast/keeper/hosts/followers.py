@@ -28,7 +28,7 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
 from holdfast.keeper.hosts.clock_exchange import AskTime, tell_time
-from holdfast.keeper.hosts.facts import Fact, ignore
+from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ignore
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
 from holdfast.keeper.hosts.host_reports import decode_reports
 from holdfast.keeper.hosts.open_files import allow_open_files
@@ -400,7 +400,7 @@ class FollowerRegistry:
             self._queue(trainer, None)
         follower.trainers.clear()
 
-    def _handle(self, follower: FollowerSession, fact: messages.ToCoordinator) -> None:
+    def _handle(self, follower: FollowerSession, fact: ToCoordinator) -> None:
         match fact:
             case AskTime():
                 follower.send(tell_time(fact))
