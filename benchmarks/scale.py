@@ -217,9 +217,7 @@ class Run:
         self.root, self.parity = NoStorage(), NoParity()
         self.executor.connect(cast(Any, self.root), cast(Any, NoIncarnations()))
         nothing: Any = None
-        self.api = TrainerApi(
-            self.coordinator, nothing, self.ranks, self.executor, nothing, nothing, nothing, nothing
-        )
+        self.api = TrainerApi(self.executor, nothing, nothing)
         self.step, self.first = 0, ""
         self.granted: dict[int, str] = {}
         """The attempt that each rank was granted a slot for."""

@@ -28,6 +28,7 @@ from benchmarks.fleet.meter import (
     Meter,
     Tick,
     holds_in,
+    most_memory,
     percentile,
     report_all_holds,
     ticks_in,
@@ -282,11 +283,26 @@ def shown_traffic(story: Story, hosts: int) -> str:
     return "\n\n".join(parts)
 
 
+def shown_memory(meter: Meter, hosts: int) -> str:
+    """The memory of keepers beside what a coordinator may have."""
+    coordinator, *others = [f"{size / 1e6:.0f}" for size in meter.keepers] or ["?"]
+    most = max((one.memory_bytes for one in meter.found), default=0)
+    text = (
+        f"Memory without the arena, MB: the coordinator at most {most / 1e6:.0f}, at the end "
+        f"{coordinator} (allowed: {most_memory(hosts) / 1e6:.0f})"
+    )
+    if others:
+        middle, last = sorted(meter.keepers[1:])[len(others) // 2], max(meter.keepers[1:])
+        text += f"; of {len(others)} others the median {middle / 1e6:.0f}, at most {last / 1e6:.0f}"
+    return text + "."
+
+
 def shown(story: Story | Losses, options: Namespace, ticks: Sequence[Tick]) -> str:
     """All tables."""
     holds = holds_in(story.fleet.root)
     parts = [f"{options.hosts} hosts, {options.ranks} ranks each, {options.leaves} leaves:"]
     parts.append(shown_use(story.meter, holds))
+    parts.append(shown_memory(story.meter, options.hosts))
     if isinstance(story, Story):
         parts.append(shown_traffic(story, options.hosts))
     parts.append(shown_ticks(story.meter, ticks))
@@ -310,7 +326,7 @@ def options_of(arguments: Sequence[str]) -> Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 where a save came to nothing that should not."""
+    """1 where a save came to nothing that should not, or the coordinator has too much memory."""
     options = options_of(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -334,7 +350,9 @@ def main(arguments: Sequence[str]) -> int:
             results.keep(kind, facts, found, text, document=True, block=name, section=section)
     for reason in fleet.aborted:
         print(f"came to nothing: {reason}", file=sys.stderr)
-    return int(bool(fleet.aborted))
+    over = story.meter.over_memory(options.hosts)
+    print(*over, sep="\n", file=sys.stderr)
+    return int(bool(fleet.aborted or over))
 
 
 def story_of(fleet: Fleet, options: Namespace) -> Story | Losses:
@@ -348,5 +366,7 @@ async def told(story: Story | Losses) -> None:
     """The story, to its end or its failure."""
     try:
         await story.tell()
+        pids = (host.pid for host in story.fleet.hosts)
+        story.meter.keepers = [processes.own_memory(pid) for pid in pids]
     finally:
         story.fleet.end()

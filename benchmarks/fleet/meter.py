@@ -34,6 +34,15 @@ if "holdfast.keeper" in sys.orig_argv:
 """
 
 
+#: What a coordinator's keeper may have of memory, and for each host.
+MOST_BYTES, MOST_OF_HOST_BYTES = 150_000_000, 16_000
+
+
+def most_memory(hosts: int) -> int:
+    """What the coordinator of so many hosts may have of memory, without the arena."""
+    return MOST_BYTES + MOST_OF_HOST_BYTES * hosts
+
+
 @dataclass(slots=True)
 class Usage:
     """What the coordinator's keeper used in one phase."""
@@ -44,7 +53,7 @@ class Usage:
     all_s: float = 0.0
     wall_s: float = 0.0
     memory_bytes: int = 0
-    """Private memory at the end of the phase."""
+    """Memory at the end of the phase, without the arena."""
     ended_s: float = 0.0
     """When it ended, by the clock of the wall."""
 
@@ -55,6 +64,8 @@ class Meter:
     def __init__(self) -> None:
         self.pid = 0
         self.found: list[Usage] = []
+        self.keepers: list[int] = []
+        """Memory of all real keepers at the end, without the arena; the coordinator's first."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Usage]:
@@ -66,13 +77,23 @@ class Meter:
         before = began.get(self.pid, (0.0, 0.0))
         usage.wall_s = time.monotonic() - began_s
         usage.loop_s, usage.all_s = loop_s - before[0], all_s - before[1]
-        usage.memory_bytes = processes.memory(self.pid).get("private", 0)
+        usage.memory_bytes = processes.own_memory(self.pid)
         usage.ended_s = time.time()
         self.found.append(usage)
         print(f"{name}: {usage.loop_s:.3f} s", file=sys.stderr, flush=True)
 
     def _used(self) -> tuple[float, float]:
         return self.loop_s(), processes.processor_s({self.pid})
+
+    def over_memory(self, hosts: int) -> list[str]:
+        """The phases after which a coordinator of so many hosts has more memory than it may."""
+        most = most_memory(hosts)
+        return [
+            f"{one.phase}: the coordinator has {one.memory_bytes / 1e6:.0f} MB, more than "
+            f"{most / 1e6:.0f}"
+            for one in self.found
+            if one.memory_bytes > most
+        ]
 
     def loop_s(self) -> float:
         """Processor time of the loop's thread so far; 0 of a keeper that is gone."""

@@ -25,5 +25,5 @@ def sealed(
         image.data_start,
         text(checksum(image.header)),
         text(checksum(data[image.table_offset :])),
-        image.header,
+        memoryview(image.header),
     )

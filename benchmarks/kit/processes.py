@@ -37,6 +37,18 @@ def memory(pid: int) -> dict[str, int]:
     return {_KINDS[key]: int(value.split()[0]) << 10 for key, _, value in found if key in _KINDS}
 
 
+def own_memory(pid: int) -> int:
+    """Resident bytes of a process without shared memory; of files its proportional part."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0
+    sizes = {
+        key: int(value.split()[0]) << 10 for key, _, value in (x.partition(":") for x in lines)
+    }
+    return sizes["Pss_Anon"] + sizes["Pss_File"]
+
+
 def descendants(pid: int) -> set[int]:
     """All processes below ``pid``, without itself."""
     children: dict[int, list[int]] = {}

@@ -345,18 +345,15 @@ def gap_text(missing: int, undecided: Collection[Generation]) -> str:
     )
 
 
-def catalogue(store: Store, known: Catalogue = EMPTY, *, has_records: bool = False) -> Catalogue:
+def catalogue(store: Store) -> Catalogue:
     """Reads every manifest and incarnation of a root; files that cannot be read are listed as
     broken.
 
-    ``known``: what was read of this root before: its manifests, which never change, are not read
-    again. ``has_records``: neither are the records of starts, as who holds the root's lock and
-    wrote them may say. A manifest of a newer format is an error, not a broken file: its generation
-    must not be taken for absent. One that was removed since it was listed is not broken: all is
-    listed again.
+    A manifest of a newer format is an error, not a broken file: its generation must not be taken
+    for absent. One that was removed since it was listed is not broken: all is listed again.
     """
     for _ in range(NEW_LISTS):
-        found = _list_all(store, known, has_records)
+        found = _list_all(store)
         gone = removed_since(store, found)
         if not gone:
             break
@@ -378,20 +375,14 @@ def removed_since(store: Store, found: RootContents[Described]) -> set[str]:
     return unread - {f"{MANIFESTS}/{name}" for name in store.list(MANIFESTS)} if unread else set()
 
 
-def _list_all(store: Store, known: Catalogue, has_records: bool) -> Catalogue:
-    there = {manifest.generation: manifest for manifest in known.manifests}
+def _list_all(store: Store) -> Catalogue:
     listed = [one for name in store.list(MANIFESTS) if (one := generation_of(name)) is not None]
-    manifests = [there[one] for one in listed if one in there]
-    read, broken = read_manifests(store, [one for one in listed if one not in there])
-    manifests += [manifest for manifest, _ in read]
-    records = known.incarnations
-    if not has_records:
-        records, unreadable = read_records(store, store.list(INCARNATIONS))
-        broken += unreadable
+    read, broken = read_manifests(store, listed)
+    records, unreadable = read_records(store, store.list(INCARNATIONS))
     found = Catalogue(
-        tuple(sorted(manifests, key=lambda m: m.generation)),
+        tuple(sorted((manifest for manifest, _ in read), key=lambda m: m.generation)),
         tuple(sorted(records, key=lambda i: i.n)),
-        tuple(broken),
+        (*broken, *unreadable),
     )
     return found if found.line.missing is None else with_missing_records(store, found)
 

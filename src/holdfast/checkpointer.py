@@ -19,15 +19,9 @@ from typing import NoReturn, TypeVar
 import torch
 
 from holdfast.capture.handles import SaveHandle
-from holdfast.capture.pending_saves import PendingSaves
-from holdfast.errors import (
-    Fenced,
-    SnapshotSkipped,
-    StatePoisoned,
-    UnsupportedState,
-    UsageError,
-)
-from holdfast.events import RunStarted, Warned, emit
+from holdfast.capture.pending_saves import PendingSaves, is_mistake
+from holdfast.errors import Fenced, SnapshotSkipped, StatePoisoned, UsageError
+from holdfast.events import Event, RunStarted, emit, warn
 from holdfast.format.manifest import Generation
 from holdfast.interop.opening import open_source
 from holdfast.meeting import host_id
@@ -46,11 +40,11 @@ from holdfast.policy.arguments import (
 from holdfast.policy.when import DueTimer, Every, Keep, Pace
 from holdfast.preemption import Preemption, grace, leave
 from holdfast.protocol import messages as m
-from holdfast.restore.from_storage import restore_stored
+from holdfast.restore.from_storage import READ_PATIENCE, restore_stored
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.rules import Rules
-from holdfast.startup import RunOptions, start_run
+from holdfast.startup import RunOptions, StartedRun, start_run
 from holdfast.state.mapped.mapper import check_rules
 from holdfast.state.objects import State
 from holdfast.state.optimizers import fence_replays
@@ -67,8 +61,6 @@ _HANG_UP_S = 5.0
 _LAST_EVENTS_S = 5.0
 #: After the grace period nobody may end this process: it still says goodbye.
 _LEAST_GOODBYE_S = 1.0
-#: How many times longer than for a message the ranks wait for each other's reading.
-_READ_PATIENCE = 10
 
 
 class Checkpointer:
@@ -128,7 +120,7 @@ class Checkpointer:
     ) -> None:
         check_rules("rules", rules)
         check_policies(memory, storage, keep, parity, cache_keep)
-        self._state = state
+        self._state, self.rules = state, rules
         self.root = normal_root(root)
         cache = None if cache is None else normal_cache(cache, self.root)
         self.memory, self.storage, self.keep = memory, storage, keep
@@ -136,9 +128,7 @@ class Checkpointer:
         self._process = os.getpid()
         refuse_rank_without_group()
         self.world: World = current_world(timeout_s=self.timeout_s)
-        self._is_poisoned = False
-        self._is_closed = False
-        self._is_adopted = False
+        self._is_poisoned = self._is_closed = self._is_adopted = False
         self._restored: Restored | None = None
         """Kept for what it notices at the first update."""
         self._is_warned_of_restored_step = False
@@ -146,9 +136,7 @@ class Checkpointer:
         """The step that the run goes on from: that of the last restore that found one."""
         now_s = time.monotonic()
         self._dues = DueTimer("storage", storage, now_s), DueTimer("memory", memory, now_s)
-        self._pace = Pace()
-        self.rules = rules
-        terms = RunOptions(
+        options = RunOptions(
             self.root,
             memory,
             storage,
@@ -162,16 +150,26 @@ class Checkpointer:
             cache_keep,
             run_events.check_settings,
         )
+        self._start(options, now_s)
+
+    def _start(self, options: RunOptions, now_s: float) -> None:
+        """Joins the run with all ranks; from now on it is saved when something is due."""
         with run_events.collected_events() as early:
-            run = start_run(self.world, open_store(self.root), state, terms)
+            run = start_run(self.world, open_store(self.root), self._state, options)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore
         self._saver, self._offers = run.saver, run.offers
-        self._promised = PendingSaves(self._saver, self._pace, is_alone=self.world.size == 1)
+        self._pace, is_alone = Pace(), self.world.size == 1
+        self._promised = PendingSaves(self._saver, self._pace, is_alone=is_alone)
+        grace_s = options.grace_s
         self._preemption = (
-            None
-            if terms.grace_s is None
-            else Preemption(terms.grace_s, self._saver, is_alone=self.world.size == 1)
+            None if grace_s is None else Preemption(grace_s, self._saver, is_alone=is_alone)
         )
+        self._follow(run, early, now_s)
+
+    def _follow(
+        self, run: StartedRun, early: Sequence[tuple[Event, float]], began_s: float
+    ) -> None:
+        """Has the events of this process recorded, those of the start first."""
         started = RunStarted(
             incarnation=self.incarnation,
             rank=self.world.rank,
@@ -180,7 +178,7 @@ class Checkpointer:
             host=host_id(),
             pid=self._process,
             process_s=run_events.process_age_s(),
-            joined_s=time.monotonic() - now_s,
+            joined_s=time.monotonic() - began_s,
         )
         self._training, self._stop_tracing = run_events.follow_run(
             self.root, run.arena, started, torch.__version__, early
@@ -245,14 +243,29 @@ class Checkpointer:
                 "that steps saved again are told apart from the old ones"
             )
         self._training.enter(RESTORING)
+        restored = self._restore_own(step, request)
+        self._saver.restart()
+        if restored is None:
+            if start_from is not None and step is None:
+                restored = self._restore_from(start_from, request)
+            self._begin_anew()
+        self._offers.close()
+        self._offers.forget()
+        self._is_adopted, self._restored = True, restored
+        self._restored_step = None if restored is None else restored.step
+        self._training.begin()
+        return restored
+
+    def _restore_own(self, step: int | str | None, request: RestoreRequest) -> Restored | None:
+        """Fills the state with a generation of this run, and tells the keeper which it was."""
         try:
-            restored = restore_first(
+            return restore_first(
                 self.world,
                 self.state,
                 self._offers.first(self.world, step, timeout_s=self.timeout_s),
                 self._offers.open,
                 incarnation=self.incarnation,
-                timeout_s=self.timeout_s * _READ_PATIENCE,
+                timeout_s=self.timeout_s * READ_PATIENCE,
                 on_poison=self._poison,
                 request=request,
                 plan_again=self._offers.plan_again(),
@@ -261,25 +274,19 @@ class Checkpointer:
             )
         finally:
             self._offers.let_go()
-        self._saver.restart()
-        if restored is None:
-            if start_from is not None and step is None:
-                restored = restore_stored(
-                    self.world,
-                    self.state,
-                    open_source(start_from, None, partial(parameter_orders, self.state), None),
-                    request,
-                    timeout_s=self.timeout_s,
-                    incarnation=self.incarnation,
-                    on_poison=self._poison,
-                )
-            self._begin_anew()
-        self._offers.close()
-        self._offers.forget()
-        self._is_adopted, self._restored = True, restored
-        self._restored_step = None if restored is None else restored.step
-        self._training.begin()
-        return restored
+
+    def _restore_from(self, place: str | os.PathLike[str], request: RestoreRequest) -> Restored:
+        """Fills the state with what another root has, or another writer's checkpoint."""
+        source = open_source(place, None, partial(parameter_orders, self.state), None)
+        return restore_stored(
+            self.world,
+            self.state,
+            source,
+            request,
+            timeout_s=self.timeout_s,
+            incarnation=self.incarnation,
+            on_poison=self._poison,
+        )
 
     def _begin_anew(self) -> None:
         """Begins to save with nothing restored, on all ranks together."""
@@ -293,8 +300,7 @@ class Checkpointer:
 
     def _tell_parent(self, parent: Generation | None) -> None:
         """On rank 0: tells the keeper from which generation this start goes on."""
-        pair = None if parent is None else (parent.incarnation, parent.step)
-        self._saver.request(m.Adopt(parent=pair), m.Done, timeout_s=self.timeout_s)
+        self._saver.request(m.Adopt(parent=parent), m.Done, timeout_s=self.timeout_s)
 
     def _poison(self, is_poisoned: bool) -> None:
         self._is_poisoned = is_poisoned
@@ -350,12 +356,10 @@ class Checkpointer:
         """Once: a loop may call ``step`` several times for one step, or do that step again."""
         if not self._is_warned_of_restored_step:
             self._is_warned_of_restored_step = True
-            emit(
-                Warned(
-                    message=f"step({step}) is the step that was restored, and is not saved again: "
-                    "if the loop does that step a second time, count on from it, "
-                    "`for step in range(restored.step + 1, steps)`"
-                )
+            warn(
+                f"step({step}) is the step that was restored, and is not saved again: "
+                "if the loop does that step a second time, count on from it, "
+                "`for step in range(restored.step + 1, steps)`"
             )
 
     def _step(
@@ -374,8 +378,6 @@ class Checkpointer:
                 return None
             return self._save(step, durable=durable, exact=False, handle=handle)
         except Exception as error:  # of the user's own state_dict, say: it costs a snapshot
-            if _is_mistake(error):
-                raise
             return self._promised.decline(step, durable=durable, error=error, handle=handle)
 
     def _defer_step(
@@ -438,7 +440,7 @@ class Checkpointer:
         try:
             return self._save(step, durable=durable, exact=True)
         except Exception as error:
-            if not _is_mistake(error):
+            if not is_mistake(error):
                 self._saver.decline(step, durable, error)
             raise
 
@@ -451,8 +453,6 @@ class Checkpointer:
             try:
                 self._save(step, durable=durable, exact=True, handle=handle)
             except Exception as error:
-                if _is_mistake(error):
-                    raise
                 self._promised.decline(step, durable=durable, error=error, handle=handle)
 
         self._saver.turns.defer(act, handle)
@@ -592,9 +592,3 @@ class Checkpointer:
             self.close()
         else:
             self._hang_up()
-
-
-def _is_mistake(error: Exception) -> bool:
-    """True for an invalid call, the same on every rank: the caller must know, nobody waits."""
-    is_usage = isinstance(error, UsageError) and not isinstance(error, UnsupportedState)
-    return is_usage or isinstance(error, StatePoisoned)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast import events
-from holdfast.events import Event, Warned, emit, subscribe
+from holdfast.events import Event, subscribe, warn
 from holdfast.observe.phases import BY_EVENT
 
 __all__ = ["to_mlflow", "to_tensorboard", "to_wandb"]
@@ -124,7 +124,7 @@ class _BackgroundLog:
         self._waiting.put(None)
         self._thread.join(STOP_S)
         if self._dropped:
-            emit(Warned(message=f"{self._dropped} values were not logged: {self._name} was slow"))
+            warn(f"{self._dropped} values were not logged: {self._name} was slow")
 
     def wait(self, timeout_s: float) -> None:
         """Waits until nothing waits, or for so long."""
@@ -161,4 +161,4 @@ class _BackgroundLog:
             self._errors += 1
             if self._errors == _MOST_ERRORS:
                 message = f"nothing is logged to {self._name} any more: {error!r}"
-                emit(Warned(message=message))
+                warn(message)

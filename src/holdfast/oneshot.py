@@ -26,7 +26,7 @@ from holdfast.capture.progress import CopyProgress
 from holdfast.capture.volatile_copies import stage
 from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
@@ -38,7 +38,7 @@ from holdfast.overview import read_newest
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
-from holdfast.restore.from_storage import restore_stored
+from holdfast.restore.from_storage import READ_PATIENCE, restore_stored
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.reading.reader import CheckpointReader
 from holdfast.restore.reading.stored import overview_of, run_id_of
@@ -57,8 +57,6 @@ from holdfast.storage.open import open_store
 from holdfast.transport.wire.rank_tree import Said, by_rank
 from holdfast.world import World, all_said_or_raise, current_world, refuse_rank_without_group
 
-#: Reading and writing may take this many times as long as meeting the other ranks.
-_IO_PATIENCE = 10
 _MAX_SHOWN_BYTES = 1 << 20
 
 
@@ -152,7 +150,7 @@ def save_described(
 
         try:
             all_said_or_raise(
-                world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE, conclude=publish
+                world, "save: write", write, timeout_s=timeout_s * READ_PATIENCE, conclude=publish
             )
         except BaseException:
             if world.rank == 0 and not is_publishing:
@@ -283,12 +281,10 @@ def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     found = overview_of(store)
     newest = max((g.step for g in found.lineage), default=step)
     if newest > step:
-        emit(
-            Warned(
-                message=f"step {step} is saved in {store.url}, which has step {newest}: the steps "
-                f"from {step} on are abandoned by it, and a restore takes step {step}. Give step= "
-                "the step that the state is of, or save it in another directory."
-            )
+        warn(
+            f"step {step} is saved in {store.url}, which has step {newest}: the steps "
+            f"from {step} on are abandoned by it, and a restore takes step {step}. Give step= "
+            "the step that the state is of, or save it in another directory."
         )
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)

@@ -10,6 +10,7 @@ import glob
 import os
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from holdfast.capture.staging import prepare_pieces
 from holdfast.capture.task import RankIdentity, Timeouts
 from holdfast.catalogue import ROOT, is_root, read_document
 from holdfast.errors import HoldfastError, StorageError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
 from holdfast.meeting import given_host_id, host_id
@@ -71,6 +72,10 @@ class RunOptions(Struct, frozen=True):
     cache_keep: Keep = Keep()
     check_settings: Callable[[], object] = tuple
     """Raises for a setting of this machine that has no meaning, before a keeper is started."""
+
+
+#: Rules are compared by what they do (``require_all_used``), settings of a machine are its own.
+_NOT_COMPARED = frozenset({"rules", "check_settings"})
 
 
 class StartedRun(Struct, frozen=True):
@@ -133,14 +138,9 @@ def start_run(
         raise
     hosts.within_s = LATER_S
     if options.parity > parity and world.rank == 0:
-        emit(
-            Warned(
-                message=(
-                    f"parity={options.parity}, and all ranks are on one host: it has nobody to "
-                    "keep its "
-                    "parity, only storage protects its snapshots"
-                )
-            )
+        warn(
+            f"parity={options.parity}, and all ranks are on one host: it has nobody to keep its "
+            "parity, only storage protects its snapshots"
         )
     return StartedRun(run_id, incarnation, may_restore, saver, offers, arena)
 
@@ -221,21 +221,8 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[byte
     describer.describe()
     device_rate()
     options.check_settings()
-    plan = msgspec.json.encode(
-        {
-            "root": options.root,
-            "memory": str(options.memory),
-            "storage": str(options.storage),
-            "keep": str(options.keep),
-            "timeout_s": str(options.timeout_s),
-            "compare_replicas": str(options.compare_replicas),
-            "parity": str(options.parity),
-            "grace_s": str(options.grace_s),
-            "cache": options.cache,
-            "cache_keep": str(options.cache_keep),
-        }
-    )
-    return plan, usage
+    names = (name for name in options.__struct_fields__ if name not in _NOT_COMPARED)
+    return msgspec.json.encode({name: str(getattr(options, name)) for name in names}), usage
 
 
 def _require_one_plan(plans: Sequence[Said]) -> None:
@@ -314,7 +301,7 @@ def _make_cache(place: str, run_id: str) -> None:
     except StorageError as error:
         if error.fields.get("errno") in _NO_PLACE:
             raise
-        emit(Warned(message=f"the cache {place} is not used while its disk refuses: {error}"))
+        warn(f"the cache {place} is not used while its disk refuses: {error}")
 
 
 def _warn_of_copies(arena: Path, root: str) -> None:
@@ -330,22 +317,16 @@ def _warn_of_copies(arena: Path, root: str) -> None:
             path = os.fsdecode((other / ROOT_NAME).read_bytes()).strip()
         except OSError:  # it may be going away
             continue
-        emit(
-            Warned(
-                message=(
-                    f"run {run_id} has more than one root: {root}, and {path}, whose memory is "
-                    "on this "
-                    f"host too ({other}). One is a copy of the other, or took its place. Each "
-                    "goes on from "
-                    "its own snapshots; nothing of the other is used or changed here"
-                )
-                if key
-                else (
-                    f"an older version of Holdfast left {other}, the memory of run {run_id} at "
-                    f"{path}: it "
-                    "is not known to be that of this root, and not used (`holdfast doctor` shows "
-                    "it)"
-                )
+        warn(
+            (
+                f"run {run_id} has more than one root: {root}, and {path}, whose memory is on this "
+                f"host too ({other}). One is a copy of the other, or took its place. Each goes on "
+                "from its own snapshots; nothing of the other is used or changed here"
+            )
+            if key
+            else (
+                f"an older version of Holdfast left {other}, the memory of run {run_id} at {path}: "
+                "it is not known to be that of this root, and not used (`holdfast doctor` shows it)"
             )
         )
 
@@ -438,18 +419,8 @@ def _connect(
                 incarnation=place.incarnation,
                 nonce=place.nonce,
                 rank=place.rank,
-                keep_last=options.keep.last,
-                keep_every=options.keep.every,
-                keep_best=options.keep.best,
-                keep_by=options.keep.by,
-                keep_largest=options.keep.largest,
-                cache_keep=m.KeepTerms(
-                    options.cache_keep.last,
-                    options.cache_keep.every,
-                    options.cache_keep.best,
-                    options.cache_keep.by,
-                    options.cache_keep.largest,
-                ),
+                keep=m.KeepTerms(**asdict(options.keep)),
+                cache_keep=m.KeepTerms(**asdict(options.cache_keep)),
                 persist_at_end=options.storage is not None,
                 is_copying=is_copying,
                 order=order,

@@ -55,6 +55,8 @@ def told(fleet: ModuleType, root: Path, *arguments: str) -> Any:
     story = fleet.story_of(fleet.make(root, options), options)
     asyncio.run(fleet.told(story))
     assert not story.fleet.aborted
+    assert not story.meter.over_memory(options.hosts)
+    assert len(story.meter.keepers) == len(story.fleet.hosts) and min(story.meter.keepers) > 1 << 20
     return story
 
 
@@ -139,6 +141,24 @@ def test_a_coordinator_that_plans_the_images_of_all_ranks_is_found_out(
     assert usage.loop_s > MOST_S
     assert longest_work(meter, changes, usage) > 2 * loop_watch.MOST_S
     assert max(hold.held_s for hold in meter.holds_in(tmp_path / "root")) > MOST_S / 2
+
+
+def test_a_coordinator_with_too_much_memory_is_found_out(
+    fleet: ModuleType, meter: ModuleType
+) -> None:
+    measured = meter.Meter()
+    most = 150_000_000 + 64 * 16_000
+    measured.found = [
+        meter.Usage("a start", memory_bytes=most),
+        meter.Usage("a save", memory_bytes=most + 1_000_000),
+    ]
+    assert measured.over_memory(64) == ["a save: the coordinator has 152 MB, more than 151"]
+    assert not measured.over_memory(128)
+    measured.keepers = [120_000_000, 60_000_000, 80_000_000, 70_000_000]
+    assert fleet.shown_memory(measured, 64) == (
+        "Memory without the arena, MB: the coordinator at most 152, at the end 120 (allowed: 151); "
+        "of 3 others the median 70, at most 80."
+    )
 
 
 def test_percentiles_are_of_the_nearest_rank(meter: ModuleType) -> None:

@@ -96,7 +96,7 @@ def test_due_saves_wait_for_a_long_queue_that_moves_and_the_newest_is_taken() ->
 @pytest.mark.promise
 def test_what_an_earlier_keeper_cached_is_not_written_again() -> None:
     keeper = Keeper(1)
-    keeper.c.lifecycle.found_cached([((1, 7), "a")])
+    keeper.c.durability.found_cached([((1, 7), "a")])
     keeper.c.durability.add(m.StandingOrder(7, 7))
     keeper.capture(8)
     assert not keeper.c.durability.is_requested

@@ -35,18 +35,23 @@ async def resume(hosts: tuple[Any, ...]) -> tuple[list[object], FollowerCaches]:
         share_cache=lambda others, *, is_shared: told.append((others, is_shared)),
         may_open=False,
     )
-    api.executor = SimpleNamespace(
-        caches=caches, agent=SimpleNamespace(hosts=hosts), carry_out=lambda _: None
-    )
     api.incarnations = SimpleNamespace(resumable=resumable, current=None)
     api.coordinator = SimpleNamespace(resume=lambda *_: [])
     api.memory = SimpleNamespace(order=lambda *_: None)
+    api.executor = SimpleNamespace(
+        caches=caches,
+        agent=SimpleNamespace(hosts=hosts),
+        carry_out=lambda _: None,
+        coordinator=api.coordinator,
+        memory=api.memory,
+        ranks=None,
+        background=None,
+        incarnations=api.incarnations,
+        root=api.root,
+    )
     api._join_reports = lambda: None
-    others: Any = [None] * 3
-    role: Any = HostRole
-    api.role = role(
-        "a", *others, api.executor, api.incarnations, api.root, *others
-    )  # fmt: skip
+    nobody: Any = None
+    api.role = HostRole("a", api.executor, nobody, nobody)
     assert await api._resume(None)
     assert api.root.may_open
     return told, caches

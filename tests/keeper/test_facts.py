@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from typing import get_args
 
 import msgspec
 import pytest
@@ -12,16 +11,29 @@ from holdfast.errors import FormatError
 from holdfast.format.manifest import MAX_DOCUMENT_BYTES, ImageRef, Manifest, seal
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.cache_messages import deflate_manifest, inflate_manifest
-from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ToFollower
 
 
-def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_hand() -> None:
-    heard = {*get_args(messages.ToCoordinator), *get_args(messages.ToFollower)}
-    assert set(Fact.__subclasses__()) - heard == set()
+def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_follower() -> None:
+    sides = {
+        ToCoordinator: messages.from_follower,
+        ToFollower: messages.from_coordinator,
+    }
+    assert sides.keys() == set(Fact.__subclasses__())
+    for base, decode in sides.items():
+        for kind in base.__subclasses__():
+            alone = msgspec.msgpack.encode([kind.__struct_config__.tag])
+            if any(field.required for field in msgspec.structs.fields(kind)):
+                with pytest.raises(FormatError, match="at least length"):
+                    decode(alone)
+            else:
+                assert decode(alone) == kind()
+    with pytest.raises(FormatError, match="Invalid value 'Nothing'"):
+        messages.from_follower(msgspec.msgpack.encode(["Nothing"]))
 
 
 def test_a_fact_without_fields_arrives_as_what_it_is() -> None:
-    for kind in get_args(messages.ToFollower):
+    for kind in ToFollower.__subclasses__():
         if not msgspec.structs.fields(kind):
             assert messages.from_coordinator(messages.pack(kind())) == kind()
 

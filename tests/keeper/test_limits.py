@@ -65,10 +65,10 @@ NONSENSE: list[m.Message] = [
     part(within_s=math.nan),
     m.Join(incarnation=-1, nonce="n", rank=3),
     m.Join(incarnation=1 << 63, nonce="n", rank=3),
-    m.Join(incarnation=1, nonce="n", rank=3, keep_last=1 << 63),
-    m.Join(incarnation=1, nonce="n", rank=3, keep_every=-1),
-    m.Join(incarnation=1, nonce="n", rank=3, keep_best=-1),
-    m.Join(incarnation=1, nonce="n", rank=3, keep_by="x" * 5000),
+    m.Join(incarnation=1, nonce="n", rank=3, keep=m.KeepTerms(last=1 << 63)),
+    m.Join(incarnation=1, nonce="n", rank=3, keep=m.KeepTerms(every=-1)),
+    m.Join(incarnation=1, nonce="n", rank=3, keep=m.KeepTerms(best=-1)),
+    m.Join(incarnation=1, nonce="n", rank=3, keep=m.KeepTerms(by="x" * 5000)),
     m.Join(incarnation=1, nonce="n", rank=-1),
     m.Join(incarnation=1, nonce="n", rank=4),
     m.Join(incarnation=1, nonce="n", rank=3, compare_replicas=-1),
@@ -123,7 +123,7 @@ def test_a_keeper_refuses_nonsense_and_goes_on(tmp_path: Path) -> None:
     refused: list[tuple[m.Message, str]] = [
         (m.Join(incarnation=n, nonce=NONCE, rank=-1), "rank is -1, but must be 0 to 0"),
         (m.Join(incarnation=n, nonce=NONCE, rank=1), "rank is 1, but must be 0 to 0"),
-        (m.Join(incarnation=n, nonce=NONCE, rank=0, keep_last=0), "last=0"),
+        (m.Join(incarnation=n, nonce=NONCE, rank=0, keep=m.KeepTerms(last=0)), "last=0"),
         (m.Begin(nonce="n", world=0), "world is 0"),
         (m.Adopt(parent=(1, -1)), "parent's step"),
     ]

@@ -336,7 +336,7 @@ async def protect_next(keepers: Sequence[Keeper], number: int) -> int:
 def heads(keeper: Keeper, attempt: str) -> list[bytes]:
     """The headers in the records of this host."""
     (row,) = keeper.parity.store.of(attempt)
-    return [image.head for member in row.record.members for image in member.images]
+    return [bytes(image.head) for member in row.record.members for image in member.images]
 
 
 def test_headers_travel_whole_once_and_then_only_where_they_differ(tmp_path: Path) -> None:

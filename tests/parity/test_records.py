@@ -36,7 +36,7 @@ def image(rank: int, size: int) -> ImageFact:
     memory = assemble(plan_image([("a", "U8", (size,))]), {"a": bytes(size)})
     start = header_size(memory, "image", len(memory))
     header, table = seals(memory)
-    return ImageFact(rank, len(memory), start, header, table, bytes(memory[:start]))
+    return ImageFact(rank, len(memory), start, header, table, memoryview(bytes(memory[:start])))
 
 
 FACTS = tuple(
@@ -142,12 +142,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("no header", {"members": changed(0, head=b"")}, "not the one that was captured"),
     (
         "another header",
-        {"members": changed(0, head=FACTS[0].images[0].head[:-1] + b"!")},
+        {"members": changed(0, head=bytes(FACTS[0].images[0].head[:-1]) + b"!")},
         "not the one that was",
     ),
     (
         "a longer header",
-        {"members": changed(0, head=FACTS[0].images[0].head + b" ")},
+        {"members": changed(0, head=bytes(FACTS[0].images[0].head) + b" ")},
         "not the one that was",
     ),
     (

@@ -13,10 +13,11 @@ from holdfast.format.manifest import Generation
 from holdfast.parity.exchange.windows import CancelScope, ExchangeEnded, Outbox
 from holdfast.parity.planning.budget import WINDOW_BYTES, passing_bytes
 from holdfast.parity.planning.record import MemberFact, RecordTerms
+from holdfast.transport.server import ThreadSafeServer
 from support.peers.exchanging import fact_of, make_image
 
 
-class Noted:
+class Noted(ThreadSafeServer):
     """What is offered, and whom to tell when it was taken."""
 
     def __init__(self) -> None:

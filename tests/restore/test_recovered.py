@@ -397,7 +397,7 @@ def test_a_header_that_is_wrong_in_one_record_is_taken_from_another(hosts: Hosts
 def test_a_header_that_is_wrong_in_every_record_is_not_believed(hosts: Hosts) -> None:
     for at, data in hosts.records.items():
         record = unseal(data, "")
-        head = record.members[1].images[0].head
+        head = bytes(record.members[1].images[0].head)
         forged = data.replace(head, head[:50] + bytes([head[50] ^ 1]) + head[51:])
         body = forged[24:]
         hosts.change_record(*at, forged[:16] + checksum(body).to_bytes(8, "little") + body)

@@ -251,7 +251,7 @@ def plan_segments(
 
     The last segment may end within a block: the code that adds the rest computes its checksum.
     """
-    blocks = by_block(moves, 0, data_bytes)
+    blocks = make_segment(0, data_bytes, moves).blocks
     per_segment = segment_bytes // BLOCK_BYTES
     return [
         Segment(
@@ -263,10 +263,8 @@ def plan_segments(
     ]
 
 
-def by_block(
-    moves: Iterable[SegmentCopy], start: int, stop: int
-) -> tuple[tuple[SegmentCopy, ...], ...]:
-    """Return these copies by the blocks from ``start`` to ``stop``, each split at every block."""
+def make_segment(start: int, stop: int, moves: Iterable[SegmentCopy]) -> Segment:
+    """Return the segment with these copies, each split at every block."""
     cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(stop - start))]
     for move in moves:
         at, end = move.offset, move.offset + move.size_bytes
@@ -275,7 +273,7 @@ def by_block(
             until = min(end, start + (number + 1) * BLOCK_BYTES)
             cut[number].append(SegmentCopy(at, move.address + at - move.offset, until - at))
             at = until
-    return tuple(map(tuple, cut))
+    return Segment(start, stop, tuple(map(tuple, cut)))
 
 
 class SharedCopy:
@@ -331,7 +329,7 @@ class SharedCopy:
             self._changed.wait_for(lambda: not self._in_work)
             # Otherwise the slot could not be unmapped, and the capture that holds this object not
             # be freed.
-            self._data, self._check = memoryview(b""), _nothing
+            self._data, self._check = memoryview(b""), check_nothing
 
     @property
     def final_bytes(self) -> int:
@@ -381,8 +379,8 @@ def copy_segment(
     return sums
 
 
-def _nothing() -> None:
-    """Check nothing: the default of ``check``."""
+def check_nothing() -> None:
+    """Check nothing: there is no copy that could be cancelled."""
 
 
 # The memory of a slot, as a plan uses it.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from msgspec import Struct
 
-from holdfast.capture.copy_plan import Segment, SlotTarget
-from holdfast.capture.transfers import Transfer, TransferGroup, TransferSegment, make_segment
+from holdfast.capture.copy_plan import Segment, SlotTarget, make_segment
+from holdfast.capture.transfers import Transfer, TransferGroup, TransferSegment
 
 
 class DeviceBatch(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
-from holdfast.capture.copy_plan import Segment, SegmentCopy, SlotTarget
+from holdfast.capture.copy_plan import Segment, SegmentCopy, SlotTarget, make_segment
 from holdfast.capture.copy_spans import CopySpan, spans_in_place
 from holdfast.capture.landing import Landing, LandingJob
 from holdfast.capture.overtaking import OvertakeDetector
@@ -25,7 +25,6 @@ from holdfast.capture.transfers import (
     TransferGroup,
     TransferSegment,
     aligned,
-    make_segment,
     plan_transfers,
 )
 from holdfast.format.checksum import BLOCK_BYTES

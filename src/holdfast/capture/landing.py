@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from holdfast.accelerator import devices
 from holdfast.capture import staging
-from holdfast.capture.copy_plan import Segment, copy_segment
+from holdfast.capture.copy_plan import Segment, check_nothing, copy_segment
 from holdfast.protocol.control_groups import rank_cores
 
 #: Threads that land the copies of one rank: as many as there are cores up to the first, then
@@ -134,7 +134,7 @@ class Landing:
             self._jobs.clear()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._in_work)
-            self._data, self._check = memoryview(b""), _nothing
+            self._data, self._check = memoryview(b""), check_nothing
             left = list(self._taken.values())
             self._taken.clear()
             self._uses.clear()
@@ -195,7 +195,3 @@ def land_threads() -> int:
     """Return the number of threads that land copies, by this rank's share of the cores."""
     cores = rank_cores()
     return max(1, min(_FEW_THREADS, cores), min(_MOST_THREADS, cores * 3 // 4))
-
-
-def _nothing() -> None:
-    """Check nothing: there is no job any more."""

@@ -12,11 +12,7 @@ import torch
 from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
 from holdfast.capture.copy_plan import SlotTarget
-from holdfast.capture.device_samples import (
-    SAMPLE_BYTES,
-    SAMPLES,
-    sample_devices,
-)
+from holdfast.capture.device_samples import SAMPLE_BYTES, SAMPLES, sample_devices
 from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import CaptureOvertaken
 from holdfast.state.bindings import Bindings

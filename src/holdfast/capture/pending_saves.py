@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from holdfast.capture.handles import DURABLE, SaveHandle
 from holdfast.capture.saver import Saver
-from holdfast.errors import SaveError, SnapshotSkipped
+from holdfast.errors import SaveError, SnapshotSkipped, StatePoisoned, UnsupportedState, UsageError
 from holdfast.policy.when import Pace
 from holdfast.protocol.messages import MISSED
 
@@ -83,7 +83,12 @@ class PendingSaves:
     def decline(
         self, step: int, *, durable: bool, error: Exception, handle: SaveHandle | None = None
     ) -> SaveHandle:
-        """Handle a step that this rank cannot save: the next due save is durable in its place."""
+        """Handle a step that this rank cannot save: the next due save is durable in its place.
+
+        Raise the ``error`` of an invalid call.
+        """
+        if is_mistake(error):
+            raise error
         self.last_step, self._updates_at_save = step, self._saver.updates
         self._is_owed |= durable
         self.last = self._saver.decline(step, durable, error, handle)
@@ -210,6 +215,14 @@ class PendingSaves:
         for one in missed:
             one.fail(reason, captured=False)
         return reason
+
+
+def is_mistake(error: Exception) -> bool:
+    """Return True for an invalid call, the same on every rank: the caller must know, nobody
+    waits.
+    """
+    is_usage = isinstance(error, UsageError) and not isinstance(error, UnsupportedState)
+    return is_usage or isinstance(error, StatePoisoned)
 
 
 def _left_s(deadline: float) -> float:

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from holdfast.accelerator import devices
-from holdfast.events import MemoryPinned, Warned, emit
+from holdfast.events import MemoryPinned, emit, warn
 
 #: Bytes that one call of the driver pins: launches wait for the call (2 ms for 16 MiB of 4 KiB
 #: pages, 7 to 10 for 64), and copies are cut at its borders. Drivers refuse hundreds of gigabytes
@@ -185,7 +185,7 @@ def pin_all(pins: Sequence[Pins], one_at_a_time: threading.Lock) -> None:
     size_bytes = sum(each.size_bytes for each in pins)
     pinned_bytes = sum(each.pinned_bytes for each in pins)
     if status:
-        emit(Warned(message=_refused(size_bytes - pinned_bytes, size_bytes, status)))
+        warn(_refused(size_bytes - pinned_bytes, size_bytes, status))
     elif pinned_bytes < size_bytes:
         return  # released meanwhile
     elapsed_s = time.monotonic() - began_s

@@ -21,7 +21,7 @@ from holdfast.accelerator import devices
 from holdfast.capture.copy_plan import part_of
 from holdfast.capture.transfers import aligned
 from holdfast.errors import UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.checksum import BLOCK_BYTES, checksum
 from holdfast.format.image import Image
 from holdfast.geometry.box import Box
@@ -39,9 +39,7 @@ class ReplicaSample:
     """
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]] = (),
-        staging: torch.Tensor | None = None,
+        self, groups: Sequence[Sequence[torch.Tensor]] = (), staging: torch.Tensor | None = None
     ) -> None:
         self._groups = groups
         self._staging = staging
@@ -105,7 +103,7 @@ class ReplicaSample:
     def fail(self, error: Exception) -> None:
         """Record an error: no checksums are sent."""
         self.failed = f"{type(error).__name__}: {error}"
-        emit(Warned(message=f"replicas could not be compared at this save: {self.failed}"))
+        warn(f"replicas could not be compared at this save: {self.failed}")
 
 
 class ReplicaSampler:
@@ -317,13 +315,11 @@ class OptimizerSteps:
         self._idle_saves += 1
         if self._idle_saves == _IDLE_SAVES:
             keys = ", ".join(f"state[{key!r}]" for key, _ in living)
-            emit(
-                Warned(
-                    message=f"{type(others[0]).__name__} trains parameters that are not in the "
-                    f"state, and {keys} took no step in the last {_IDLE_SAVES} saves: the objects "
-                    "of before are saved, if model and optimizer were made anew. Put the new ones "
-                    "in their place: checkpointer.state['model'] = model, and so on, on every rank."
-                )
+            warn(
+                f"{type(others[0]).__name__} trains parameters that are not in the "
+                f"state, and {keys} took no step in the last {_IDLE_SAVES} saves: the objects "
+                "of before are saved, if model and optimizer were made anew. Put the new ones "
+                "in their place: checkpointer.state['model'] = model, and so on, on every rank."
             )
 
 

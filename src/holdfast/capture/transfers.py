@@ -17,14 +17,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from holdfast.capture import staging
-from holdfast.capture.copy_plan import (
-    SMALL_BYTES,
-    CopyPlan,
-    Segment,
-    SegmentCopy,
-    TensorCopy,
-    by_block,
-)
+from holdfast.capture.copy_plan import SMALL_BYTES, CopyPlan, SegmentCopy, TensorCopy
 from holdfast.capture.staging import PIECE_BYTES
 from holdfast.state.tensors import DTYPE_NAMES
 
@@ -336,11 +329,6 @@ def _add_small(segment: TransferSegment, copy: TensorCopy) -> bool:
     found.copies.append(copy)
     segment.small_bytes += most_bytes
     return True
-
-
-def make_segment(start: int, stop: int, moves: Iterable[SegmentCopy]) -> Segment:
-    """Return the segment with these copies."""
-    return Segment(start, stop, by_block(moves, start, stop))
 
 
 def aligned(size_bytes: int, unit: int) -> int:

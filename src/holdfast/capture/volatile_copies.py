@@ -14,7 +14,8 @@ import torch
 from holdfast.accelerator import devices
 from holdfast.accelerator.devices import host_address
 from holdfast.accelerator.pinnable_pages import memory_of
-from holdfast.capture.copy_plan import Segment, SegmentCopy, TensorCopy
+from holdfast.capture.copy_plan import Segment, SegmentCopy, TensorCopy, check_nothing
+from holdfast.capture.copy_spans import between_borders
 from holdfast.capture.device_copies import landed, side_streams
 from holdfast.capture.landing import Landing, LandingJob
 from holdfast.capture.pinning import Pins, pin_beside
@@ -60,7 +61,7 @@ def _copy_out(leaves: Sequence[Binding]) -> None:
     unpinned: list[Pins] = []
     with (
         devices.work_beside(ready),
-        landed(memoryview(b""), 0, _nothing) as landing,
+        landed(memoryview(b""), 0, check_nothing) as landing,
         side_streams(ready) as streams,
     ):
         for leaf in leaves:
@@ -120,13 +121,4 @@ def _enqueue(
 
 def _cut(transfer: Transfer, unit_bytes: int) -> Iterator[Transfer]:
     """Yield its parts between multiples of ``unit_bytes``."""
-    start = transfer.offset
-    while start < transfer.stop:
-        part = transfer.within(start, (start // unit_bytes + 1) * unit_bytes)
-        assert part is not None
-        yield part
-        start = part.stop
-
-
-def _nothing() -> None:
-    """Check nothing: a copy that every save needs is not cancelled."""
+    return between_borders(transfer, lambda at: (at // unit_bytes + 1) * unit_bytes)

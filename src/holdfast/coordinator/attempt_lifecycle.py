@@ -6,7 +6,7 @@ No grant is sent before all slots of an attempt exist; a failed attempt returns 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.coordinator.actions import (
     Action,
@@ -350,27 +350,17 @@ class AttemptLifecycle:
 
     def persisted(self, attempt_id: str) -> list[Action]:
         """Handle that a manifest names the attempt."""
-        attempt = self.attempts[attempt_id]
-        if attempt.is_ring:
-            self._release(attempt)
-        actions = self.durability.persisted(attempt)
-        return actions + self._after_write(attempt) + self.retry()
-
-    def found_cached(
-        self, generations: Iterable[tuple[tuple[int, int], str]], *, exact: bool = True
-    ) -> None:
-        """Handle what a cache is found to have and storage has not, when it is opened; ``exact``:
-        it is that of this host.
-        """
-        self.durability.found_cached(generations, exact=exact)
+        return self._written(attempt_id, self.durability.persisted)
 
     def cached(self, attempt_id: str) -> list[Action]:
         """Handle that the cache has the attempt whole: no memory is needed to make it durable."""
+        return self._written(attempt_id, self.durability.cached)
+
+    def _written(self, attempt_id: str, record: Callable[[Attempt], list[Action]]) -> list[Action]:
         attempt = self.attempts[attempt_id]
         if attempt.is_ring:
             self._release(attempt)
-        actions = self.durability.cached(attempt)
-        return actions + self._after_write(attempt) + self.retry()
+        return record(attempt) + self._after_write(attempt) + self.retry()
 
     def drained(
         self,

@@ -171,11 +171,8 @@ class StandstillAlarm:
         return [
             Warn(
                 f"the parameters at step {step} are byte for byte those of step {min(reports)}, "
-                "though "
-                "optimizers of the state stepped in between: the training stands still. Look "
-                "whether "
-                "its gradients are zero (is the model that computes them the one its optimizer "
-                "has?), "
-                "and whether updates this small are lost in the parameters' dtype."
+                "though optimizers of the state stepped in between: the training stands still. "
+                "Look whether its gradients are zero (is the model that computes them the one its "
+                "optimizer has?), and whether updates this small are lost in the parameters' dtype."
             )
         ]

@@ -288,12 +288,7 @@ class Slots(dict[int, Slot]):
         return NO_ROOM if memory.allocation_error and now_s < memory.look_again_s else ""
 
     def _allocate_on(
-        self,
-        host: int,
-        ranks: list[int],
-        heads_bytes: int,
-        actions: list[Action],
-        free: list[Slot],
+        self, host: int, ranks: list[int], heads_bytes: int, actions: list[Action], free: list[Slot]
     ) -> dict[int, Slot]:
         """Return slots of this host for its ranks, ``free`` ones first, with actions that create
         missing ones.

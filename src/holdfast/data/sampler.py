@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 
 from holdfast.data.planning.order import Order, SamplePlace, SampleStep, StepPlan, data_rank
 from holdfast.errors import UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.checksum import checksum
 from holdfast.policy.arguments import claim, whole
 
@@ -147,16 +147,10 @@ class ResumableSampler(Sampler[list[int]]):
         """
         if self._ended_from == self._place:
             epoch, consumed = self._place
-            emit(
-                Warned(
-                    message=(
-                        f"all batches from sample {consumed} of epoch {epoch} on were given out, "
-                        "and are "
-                        "again: advance() was not called. Call it on the ResumableSampler after "
-                        "each "
-                        "optimizer step"
-                    )
-                )
+            warn(
+                f"all batches from sample {consumed} of epoch {epoch} on were given out, and are "
+                "again: advance() was not called. Call it on the ResumableSampler after each "
+                "optimizer step"
             )
         rank, _ = self._rank_and_world()
         for generator in (self.generator, *self.device_generators):

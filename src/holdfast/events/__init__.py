@@ -548,6 +548,11 @@ def emit(event: Event) -> None:
             emit(SinkFailed(sink=repr(sink), reason=repr(error)))
 
 
+def warn(message: str) -> None:
+    """Report something that a person should look at; nothing was lost."""
+    emit(Warned(message=message))
+
+
 def to_record(event: Event, time_s: float) -> dict[str, Any]:
     """The event as one flat JSON-able record, with its name in ``event`` and ``time_s``."""
     record: dict[str, Any] = msgspec.to_builtins(event)

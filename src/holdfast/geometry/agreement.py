@@ -147,9 +147,8 @@ class _Groups:
                 []
                 if box is None
                 else [
-                    f"no rank holds the box {box.start} to {box.stop} of its shape {shape}; "
-                    "boxes of "
-                    f"it are held by {by}"
+                    f"no rank holds the box {box.start} to {box.stop} of its shape {shape}; boxes "
+                    f"of it are held by {by}"
                 ]
             )
         return self._missing[key]

@@ -16,7 +16,7 @@ from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError, HoldfastError, NewerFormat
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.checksum import Buffer, checksum, text
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.protocol import messages as m
@@ -426,7 +426,7 @@ class ArenaFiles:
             except HoldfastError as error:
                 if path not in self._damaged:
                     self._damaged.add(path)
-                    emit(Warned(message=f"{error}. What storage says of it counts."))
+                    warn(f"{error}. What storage says of it counts.")
         self._records = changes, list(found.values())
         return list(found.values())
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from holdfast.catalogue import EMPTY, Catalogue, Described, RootContents, catalogue
 from holdfast.errors import HoldfastError
-from holdfast.events import CheckpointCached, Warned, emit
+from holdfast.events import CheckpointCached, emit, warn
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import RemoteImages, write_all
@@ -96,4 +96,4 @@ class CachePersister(Persister):
 
     def _tell_broke(self, generation: Generation, reason: str) -> None:
         text = f"the cache {self.store.url} did not take step {generation.step}: {reason}"
-        emit(Warned(message=text))
+        warn(text)

@@ -35,7 +35,7 @@ from holdfast.errors import (
     PersistFailed,
     StorageError,
 )
-from holdfast.events import PersistBroke, Warned, emit
+from holdfast.events import PersistBroke, emit, warn
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, Root
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import table_hash
@@ -180,7 +180,7 @@ class CacheTier:
             return
         except HoldfastError as error:
             text = f"{generation} was restored from the root, and not copied to the cache: {error}"
-            emit(Warned(message=text))
+            warn(text)
         else:
             self.persister.prune_drained()
 
@@ -498,9 +498,7 @@ class CacheTier:
         except HoldfastError as error:  # it is marked later, and stays until then
             self._lost.add(manifest.generation)
             self._unmarked[manifest.generation] = manifest
-            emit(
-                Warned(message=f"{manifest.generation} is durable, and stays in the cache: {error}")
-            )
+            warn(f"{manifest.generation} is durable, and stays in the cache: {error}")
 
 
 def _try(act: Callable[[], None]) -> None:
@@ -537,12 +535,12 @@ def _copy_records(root: Store, cache: Store) -> None:
             except (FormatError, NotFound):
                 continue
             except StorageError as error:  # a full disk; the cache's retention spares more then
-                emit(Warned(message=f"the cache has no record of incarnation {head}: {error}"))
+                warn(f"the cache has no record of incarnation {head}: {error}")
 
 
 def _rate() -> float:
     try:
         return max(0.0, float(os.environ.get(RATE, "") or 0.0))
     except ValueError:
-        emit(Warned(message=f"{RATE} is no number of bytes a second: there is no limit"))
+        warn(f"{RATE} is no number of bytes a second: there is no limit")
         return 0.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, UsageError
-from holdfast.events import RequestsRefused, Warned, emit
+from holdfast.events import RequestsRefused, emit, warn
 from holdfast.keeper.hosts import messages
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running, process_start
@@ -378,4 +378,4 @@ class AdmissionCounters:
             self.refused(SOCKET, "meaningless")
             return
         self._warnings -= 1
-        emit(Warned(message=text))
+        warn(text)

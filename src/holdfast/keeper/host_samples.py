@@ -124,9 +124,12 @@ class FreeMemory:
     """
 
     MOST_BYTES = 32 << 20
+    _APART, _APART_BYTES = -3, 256 << 10  # M_MMAP_THRESHOLD, which would grow to 32 MB by itself
 
     def __init__(self) -> None:
         self._least_bytes = 0
+        with suppress(AttributeError, OSError):  # what is large goes back as soon as it is freed
+            ctypes.CDLL(None).mallopt(self._APART, self._APART_BYTES)
 
     def give_back(self) -> None:
         """Return it if the process has grown so much since it was smallest; may take some ms."""

@@ -13,9 +13,9 @@ from typing import Any
 from holdfast.catalogue import image_path, part_path
 from holdfast.errors import ChecksumMismatch
 from holdfast.events import ImageDurable, emit
-from holdfast.format.manifest import Generation, ImageRef, Incarnation
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.format.values import from_bytes
-from holdfast.geometry.codec import has_frozen
+from holdfast.geometry.codec import has_frozen, has_listings
 from holdfast.keeper.jobs import RemoteImages
 from holdfast.persist.frozen_parts import FrozenParts, SplitWrite, StoredPart, halves_of
 from holdfast.persist.writer import (
@@ -212,7 +212,28 @@ def shown_values(image: ImageJob) -> bytes:
     return bytes(image.source.kept(start, start + header.values.size_bytes))
 
 
-def values_document(job: PersistJob) -> dict[str, Any]:
+def manifest_of(job: PersistJob, stored: Sequence[StoredPart]) -> Manifest:
+    """Return the manifest of an attempt whose images are all durable."""
+    document = _values_document(job)
+    images, parts = [one.image for one in stored], [one.part for one in stored if one.part]
+    return Manifest(
+        run_id=job.incarnation.run_id,
+        incarnation=job.generation.incarnation,
+        step=job.generation.step,
+        attempt=job.attempt,
+        parent=job.incarnation.parent,
+        world=job.world,
+        layout=job.layout,
+        images=tuple(sorted(images, key=lambda one: one.rank)),
+        parts=tuple(sorted(parts, key=lambda one: one.rank)),
+        requires=needed(parts=bool(parts), listings=has_listings(job.layout_data)),
+        values=_shown_part(document, "shared"),
+        aliases=_shown_part(document, "aliases"),
+        created_s=time.time(),
+    )
+
+
+def _values_document(job: PersistJob) -> dict[str, Any]:
     """Return the values all ranks share, for people and tools that only read the manifest."""
     image = job.images.get(0)
     far = b"".join(share.values for share in job.shares)  # from one host at most
@@ -221,7 +242,7 @@ def values_document(job: PersistJob) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def shown_part(document: dict[str, Any], part: str) -> dict[str, Any]:
+def _shown_part(document: dict[str, Any], part: str) -> dict[str, Any]:
     """Return a part of such a document; empty where it has none."""
     found = document.get(part)
     return found if isinstance(found, dict) else {}

@@ -27,7 +27,7 @@ from holdfast.errors import (
     NotFound,
     RootBusy,
 )
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.cache_tier import REFUSED_S, CacheTier, look_for
@@ -176,7 +176,7 @@ class RootAccess:
         try:
             found = await self._background.in_thread(self.cache.waiting)
         except HoldfastError as error:
-            emit(Warned(message=f"the cache {self.cache_path} cannot be read now: {error}"))
+            warn(f"the cache {self.cache_path} cannot be read now: {error}")
             return
         self._is_found = True
         self._caching.found(found)
@@ -197,7 +197,7 @@ class RootAccess:
                 self.cache = await self._background.in_thread(self._lock_cache)
             except HoldfastError as error:
                 if str(error) != self._cache_refusal:  # told once
-                    emit(Warned(message=f"the cache {self.cache_path} is not used now: {error}"))
+                    warn(f"the cache {self.cache_path} is not used now: {error}")
                 self._cache_refusal = str(error)
             else:
                 self._cache_refusal, self._is_found = "", False
@@ -227,7 +227,7 @@ class RootAccess:
             store = self.cache.store if self.cache is not None else open_store(self.cache_path)
             return store.list(INCARNATIONS) + store.list(MANIFESTS)
         except HoldfastError as error:
-            emit(Warned(message=f"the cache {self.cache_path} cannot be read: {error}"))
+            warn(f"the cache {self.cache_path} cannot be read: {error}")
             return []
 
     def cache_refused(self) -> None:
@@ -379,7 +379,7 @@ class RootAccess:
         self.path, before = root, self.path
         follow(self.store, root)
         self._renamed(root)
-        emit(Warned(message=f"the root of run {self._run_id} was moved: {before} is {root} now"))
+        warn(f"the root of run {self._run_id} was moved: {before} is {root} now")
 
     def detach(self) -> Callable[[], None]:
         """Take no more work; on the loop. The result finishes queued jobs, ends drains, which
@@ -459,7 +459,7 @@ class Incarnations:
             self._memory.store_incarnation(incarnation)
         except OSError as error:  # shared memory is full: storage has the record too
             refused = f"cannot write to {self._memory.directory}: {error.strerror}"
-            emit(Warned(message=f"incarnation {incarnation.n}: only storage has it; {refused}"))
+            warn(f"incarnation {incarnation.n}: only storage has it; {refused}")
         try:
             missing = await self._background.in_thread(
                 commit.record_line, self._root.store, incarnation, self._memory.incarnations()
@@ -470,7 +470,7 @@ class Incarnations:
                 if self._root.persister is not None:
                     self._root.persister.note_recorded(incarnation)
             else:
-                emit(Warned(message=_lost(incarnation, missing)))
+                warn(_lost(incarnation, missing))
         except AlreadyPublished as error:
             self._memory.forget_incarnation(incarnation.n)
             raise Fenced(
@@ -484,7 +484,7 @@ class Incarnations:
                     f"the start of incarnation {incarnation.n} can be recorded nowhere: {refused}, "
                     f"and storage refused it too: {error}"
                 ) from error
-            emit(Warned(message=f"incarnation {incarnation.n} is not yet recorded: {error}"))
+            warn(f"incarnation {incarnation.n} is not yet recorded: {error}")
         self.current = incarnation
 
     async def resumable(self, message: m.Join) -> Incarnation | None:
@@ -558,14 +558,9 @@ class Incarnations:
         held = {attempt.incarnation for attempt in self._coordinator.attempts.complete()}
         for n in sorted(held - {one.n for one in self._memory.incarnations()}):
             if self.repair(n) is None:
-                emit(
-                    Warned(
-                        message=(
-                            f"neither memory nor storage has the record of incarnation {n}: what "
-                            "is in "
-                            f"memory of it is restored by name only, as in restore('{n}-STEP')"
-                        )
-                    )
+                warn(
+                    f"neither memory nor storage has the record of incarnation {n}: what is in "
+                    f"memory of it is restored by name only, as in restore('{n}-STEP')"
                 )
 
     def begun_here(self) -> set[int]:

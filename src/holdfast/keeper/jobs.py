@@ -12,10 +12,10 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from holdfast.coordinator.layouts import Agreement, Tables, agree_layout
-from holdfast.errors import PersistFailed
+from holdfast.errors import HoldfastError, PersistFailed
 from holdfast.geometry.layout import Layout
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol.image_plan import ImageSizes, plan_sizes
@@ -23,6 +23,7 @@ from holdfast.protocol.image_plan import ImageSizes, plan_sizes
 # Stands for the images of an attempt that another host's keeper writes, toward the persister.
 
 
+T = TypeVar("T")
 STALL_S = 7200.0
 """Timeout without a receipt or progress of a ring or drain: a large image takes its time."""
 END_S = 60.0
@@ -172,10 +173,7 @@ class Background:
         return await self._loop.run_in_executor(self._helpers, function, *arguments)
 
     async def agree_layout(
-        self,
-        find: Callable[[Tables], bytes | None],
-        tables: Tables,
-        held: Mapping[str, bytes],
+        self, find: Callable[[Tables], bytes | None], tables: Tables, held: Mapping[str, bytes]
     ) -> Agreement:
         """Agree the layout of these tables on a helper thread; the reason, where that is
         impossible.
@@ -211,6 +209,25 @@ class Background:
                     if gc.get_count()[0] > _MANY_OBJECTS:
                         gc.freeze()
                     gc.enable()
+
+    def run_beside(
+        self, name: str, work: Callable[[], T], done: Callable[[T | None, str], None]
+    ) -> None:
+        """Run ``work`` on a thread of its own; call ``done`` on the loop with the result, or with
+        None and the reason of its failure.
+        """
+
+        def run() -> None:
+            result, why = None, ""
+            try:
+                result = work()
+            except (HoldfastError, OSError) as error:
+                why = str(error) or type(error).__name__
+            except Exception as error:  # somebody waits for the result, whatever the error is
+                why = f"{type(error).__name__}: {error}"
+            self.from_thread(lambda: done(result, why))
+
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the loop; its failure is printed to the keeper's log."""

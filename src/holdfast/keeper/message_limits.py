@@ -57,14 +57,10 @@ def _check_beginning(message: m.Message, world: int) -> None:
         case m.Join():
             _within("incarnation", message.incarnation, 0, MAX_STEP)
             _within("rank", message.rank, 0, world - 1)
-            _within("keep_last", message.keep_last or 0, 0, MAX_STEP)
-            _within("keep_every", message.keep_every or 0, 0, MAX_STEP)
-            _within("keep_best", message.keep_best or 0, 0, MAX_STEP)
-            _within("the length of keep_by", len(message.keep_by), 0, MAX_KEEP_BY)
-            cached = message.cache_keep
-            for name in ("last", "every", "best"):
-                _within(f"cache_keep.{name}", getattr(cached, name) or 0, 0, MAX_STEP)
-            _within("the length of cache_keep.by", len(cached.by), 0, MAX_KEEP_BY)
+            for what, keep in (("keep", message.keep), ("cache_keep", message.cache_keep)):
+                for name in ("last", "every", "best"):
+                    _within(f"{what}.{name}", getattr(keep, name) or 0, 0, MAX_STEP)
+                _within(f"the length of {what}.by", len(keep.by), 0, MAX_KEEP_BY)
             _within("parity", message.parity, 0, MAX_PARITY - 1)
             _within("compare_replicas", message.compare_replicas or 0, 0, MAX_STEP)
         case m.Adopt(parent=parent) if parent is not None:

@@ -29,29 +29,9 @@ from holdfast.catalogue import (
     part_dir,
 )
 from holdfast.errors import HoldfastError, PersistFailed, StorageError
-from holdfast.events import (
-    CheckpointPruned,
-    CheckpointPublished,
-    PersistBroke,
-    emit,
-)
-from holdfast.format.manifest import (
-    Generation,
-    Incarnation,
-    Manifest,
-    checksum_in,
-    needed,
-    seal,
-    unseal,
-)
-from holdfast.geometry.codec import has_listings
-from holdfast.keeper.image_writer import (
-    ImageWriter,
-    PersistJob,
-    shown_part,
-    values_document,
-    write_together,
-)
+from holdfast.events import CheckpointPruned, CheckpointPublished, PersistBroke, emit
+from holdfast.format.manifest import Generation, Incarnation, Manifest, checksum_in, seal, unseal
+from holdfast.keeper.image_writer import ImageWriter, PersistJob, manifest_of, write_together
 from holdfast.keeper.jobs import write_all
 from holdfast.overview import (
     UNSEEN,
@@ -91,6 +71,17 @@ class PublicationTimes(NamedTuple):
     elapsed_s: float
     receipt_s: float
     publish_s: float
+
+
+class _Turn(NamedTuple):
+    """What a publication on a bucket does besides: each is requests, and nothing is swept then."""
+
+    is_late: bool
+    """The list of names was several."""
+    is_read: bool
+    """Manifests are read of which only the names are known: nothing is removed."""
+    is_indexed: bool
+    """What is known is left to the next keeper."""
 
 
 class Persister:
@@ -207,23 +198,7 @@ class Persister:
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
         receipt_s = time.monotonic() - started_s
-        document = values_document(job)
-        parts = [one.part for one in stored if one.part is not None]
-        manifest = Manifest(
-            run_id=job.incarnation.run_id,
-            incarnation=job.generation.incarnation,
-            step=job.generation.step,
-            attempt=job.attempt,
-            parent=job.incarnation.parent,
-            world=job.world,
-            layout=job.layout,
-            images=tuple(sorted((one.image for one in stored), key=lambda one: one.rank)),
-            parts=tuple(sorted(parts, key=lambda one: one.rank)),
-            requires=needed(parts=bool(parts), listings=has_listings(job.layout_data)),
-            values=shown_part(document, "shared"),
-            aliases=shown_part(document, "aliases"),
-            created_s=time.time(),
-        )
+        manifest = manifest_of(job, stored)
         job.is_publishing = True
         self._publish_elsewhere(job, manifest)
         places = {place(job.generation, job.directory) for place in _PLACES}
@@ -475,14 +450,38 @@ class Persister:
 
     def _prune_bucket(self, published: Generation, newest: set[Generation]) -> None:
         """Apply the retention policy to a bucket: one list of each kind, and one removal of all."""
-        is_known = self._is_known()
+        is_known, first = self._is_known(), self._first
         held_by, self._holding = holding(self.store), ""  # until all of this has succeeded
-        if (first := self._first) is not None:
+        if first is not None:
             first.look(self._mine, held_by)
             if not first.is_whole:  # until all are known nothing is removed
                 self._images.parts.add(self._mine.values())
                 return
         self._first = None
+        found, pins = self._look(published, first, is_known=is_known)
+        held = self._sweeper.leases.held()
+        read = {lease.generation for lease in held}
+        going = [one for one in self._condemned(found, newest | pins) if one not in read]
+        turn = self._next_turn(found, first)
+        if turn.is_read:
+            most = _READ_FIRST if first is not None else _READ_AT_ONCE
+            found = self._read_some(found, going, most)
+        going = self._going_now(found, going, turn)
+        # What is only about to go still names its files: it may be pinned, or not go at all. An
+        # unreadable manifest may name files that appear unnamed.
+        is_swept = self._sweeper.may_sweep(found.broken) and not any(turn)
+        due = self._sweeper.due(found.manifests, held, pins, found.unread) if is_swept else []
+        self._note_left(found, self._remove(published, going, due))
+        if turn.is_indexed:
+            self._unindexed = 0  # where it is refused too: the sweeper has its turns meanwhile
+            with contextlib.suppress(HoldfastError):
+                leave_index(self.store, self._known)
+        self._holding = held_by
+
+    def _look(
+        self, published: Generation, first: PagedList | None, *, is_known: bool
+    ) -> tuple[Overview, frozenset[Generation]]:
+        """Return what the bucket has, and which of it is pinned."""
         found = self._overview(published, is_known=is_known, listed=first.listed if first else None)
         pins = pinned(self.store)
         if not is_known and pins and mend(self.store, found):  # a keeper was killed while it pruned
@@ -492,24 +491,28 @@ class Persister:
         if first is not None and len(found.unread) <= _READ_AT_ONCE:
             found = read_more(self.store, found, found.unread)
         self._sweeper.know(path for one in found.manifests for path in one.directories)
-        held = self._sweeper.leases.held()
-        read = {lease.generation for lease in held}
-        going = [one for one in self._condemned(found, newest | pins) if one not in read]
-        # One of these: each is requests.
+        return found, pins
+
+    def _next_turn(self, found: Overview, first: PagedList | None) -> _Turn:
         is_late = first is not None and first.looks > 1
         is_read = self._is_read = bool(found.unread) and not self._is_read
         # A keeper that ends soon leaves what it read to the next, which begins there.
         is_due = first is not None if is_read else self._unindexed >= _UNINDEXED
-        is_indexed = is_due and len(found.tags) >= _INDEXED_FROM
-        most = _READ_FIRST if first is not None else _READ_AT_ONCE
-        found = self._read_some(found, going, most) if is_read else found
-        is_kept = is_late or is_read or bool(self._unread_that_stay(found))
-        going = [] if is_kept else [one for one in going if one not in found.unread]
-        going = going[: max(_GO_AT_ONCE, len(going) // _PART_AT_ONCE)]
-        # What is only about to go still names its files: it may be pinned, or not go at all. An
-        # unreadable manifest may name files that appear unnamed.
-        is_swept = self._sweeper.may_sweep(found.broken) and not (is_indexed or is_late or is_read)
-        due = self._sweeper.due(found.manifests, held, pins, found.unread) if is_swept else []
+        return _Turn(is_late, is_read, is_due and len(found.tags) >= _INDEXED_FROM)
+
+    def _going_now(
+        self, found: Overview, going: Sequence[Generation], turn: _Turn
+    ) -> list[Generation]:
+        """Return those that go with this publication: none before all that stay are whole."""
+        if turn.is_late or turn.is_read or self._unread_that_stay(found):
+            return []
+        going = [one for one in going if one not in found.unread]
+        return going[: max(_GO_AT_ONCE, len(going) // _PART_AT_ONCE)]
+
+    def _remove(
+        self, published: Generation, going: Sequence[Generation], due: Sequence[str]
+    ) -> list[Generation]:
+        """Remove these, and directories; return those that were not pinned meanwhile."""
         began_s = time.monotonic()
         data = {g: seal(self._mine[g]) for g in going if g in self._mine}
         gone = commit.remove_unpinned(self.store, going, due, data) if going or due else []
@@ -517,17 +520,16 @@ class Persister:
         self._sweeper.forget(due)
         for generation in gone:
             self._tell_pruned(generation, published, took_s / len(gone))
+        return gone
+
+    def _note_left(self, found: Overview, gone: Collection[Generation]) -> None:
+        """Remember what the bucket has now."""
         stays = [m for m in found.manifests if m.generation not in gone]
         left = {m.generation for m in stays}  # another holder may have removed some
         self._mine = {g: m for g, m in self._mine.items() if g in left}
         self._known = replace(found, manifests=tuple(stays), read={})
         self._images.parts.learn(stays)
         self._unindexed += 1 + found.lacking
-        if is_indexed:
-            self._unindexed = 0  # where it is refused too: the sweeper has its turns meanwhile
-            with contextlib.suppress(HoldfastError):
-                leave_index(self.store, self._known)
-        self._holding = held_by
 
     def _read_some(self, found: Overview, going: Sequence[Generation], most: int) -> Overview:
         """Read a few manifests of which only the names are known: those that stay first, as one may

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
-from holdfast.events import KeeperStarted, KeeperStopped, Warned, emit
+from holdfast.events import KeeperStarted, KeeperStopped, emit, warn
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
@@ -43,6 +43,7 @@ from holdfast.observe.run_events import follow_keeper
 from holdfast.observe.telemetry_setting import send_telemetry
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import remove_arena
+from holdfast.protocol.client import SOCKET_NAME
 
 GRANT_DEADLINE_S = 30.0
 CAPTURE_DEADLINE_S = 600.0
@@ -52,7 +53,6 @@ REFRESH_TICKS = 10
 LATE_S = 1.0
 """A keeper that hangs is ended this long after its stop deadline."""
 EMPTY_IDLE_S = 2.0
-SOCKET_NAME = "keeper.sock"
 
 
 def _load_planning() -> None:
@@ -227,7 +227,7 @@ class Keeper:
             Caching(
                 self.executor.cache_ended,
                 self.executor.drained,
-                self.coordinator.lifecycle.found_cached,
+                self.coordinator.durability.found_cached,
                 lambda: self.coordinator.durability.draining,
                 lambda: self.coordinator.durability.exact.copy(),
                 self.coordinator.durability.forget_cached,
@@ -240,28 +240,8 @@ class Keeper:
         self.executor.connect(self.root_access, self.incarnations)
 
     def _serve_trainers(self) -> None:
-        self.role = HostRole(
-            self.host_id,
-            self.coordinator,
-            self.memory,
-            self.ranks,
-            self.executor,
-            self.incarnations,
-            self.root_access,
-            self.background,
-            self.admission,
-            self._on_run_ended,
-        )
-        self.trainer_api = TrainerApi(
-            self.coordinator,
-            self.memory,
-            self.ranks,
-            self.executor,
-            self.incarnations,
-            self.root_access,
-            self.role,
-            self.admission,
-        )
+        self.role = HostRole(self.host_id, self.executor, self.admission, self._on_run_ended)
+        self.trainer_api = TrainerApi(self.executor, self.role, self.admission)
 
     def _look_for_damage(self, scrub_s: float) -> None:
         self.repairer = Repairer(
@@ -314,7 +294,7 @@ class Keeper:
         root = self.root_access.path
         warnings: list[str] = []
         served = serve_metrics(warnings.append)
-        telemetry = send_telemetry(lambda text: emit(Warned(message=text)))
+        telemetry = send_telemetry(lambda text: warn(text))
         watches = [served[0].take] if served is not None else []
         watches += [telemetry.take] if telemetry is not None else []
 
@@ -328,7 +308,7 @@ class Keeper:
         )
         end_uploads = follow_events(event_place(root), self.root_access.store)
         for warning in warnings:
-            emit(Warned(message=warning))
+            warn(warning)
 
         def close_trace() -> None:
             close()

@@ -12,7 +12,7 @@ import msgspec
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.slots import Slot
 from holdfast.errors import ArenaError, HoldfastError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.protocol import messages as m
@@ -95,7 +95,7 @@ class PublishedImages:
                 generation=generation_name(attempt_id.generation),
             )
         except HoldfastError as error:  # the arena was removed, for example
-            emit(Warned(message=f"an image is not offered to peers: {error}"))
+            warn(f"an image is not offered to peers: {error}")
             return
         self._paths[slot] = path
 
@@ -106,7 +106,7 @@ class PublishedImages:
         try:
             self._server.offer_document(layout_path(hash_), self._memory.layout(hash_))
         except ArenaError as error:
-            emit(Warned(message=f"a layout is not offered to peers: {error}"))
+            warn(f"a layout is not offered to peers: {error}")
             return
         self._layouts.add(hash_)
 

@@ -12,12 +12,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.errors import ArenaError, FormatError, HoldfastError, NotFound
+from holdfast.errors import ArenaError, FormatError, NotFound
 from holdfast.events import DamageFound, emit
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, text
 from holdfast.format.image import BlockTable, header_size, table_offset
@@ -226,7 +226,6 @@ def _pieces(image: memoryview, record: SlotRecord) -> Iterator[tuple[Span, bool]
 # does not suffice, the image or shard is dropped.
 
 
-T = TypeVar("T")
 DAMAGED = "damaged"
 """State of a damaged slot: a later keeper treats the slot as free."""
 
@@ -266,7 +265,8 @@ class Repairer:
         if way is None:
             self._image_settled(damage, {}, "no parity of it is kept here")
             return
-        self._in_thread(
+        self._background.run_beside(
+            "holdfast-repair",
             lambda: _decode_image(damage, *way),
             lambda data, why: self._image_settled(damage, data or {}, why),
         )
@@ -297,7 +297,8 @@ class Repairer:
         if reach is None:
             self._shard_settled(damage, {}, "no other host is in reach")
             return
-        self._in_thread(
+        self._background.run_beside(
+            "holdfast-repair",
             lambda: _encode_shard(damage, self._host, reach),
             lambda data, why: self._shard_settled(damage, data or {}, why),
         )
@@ -313,21 +314,6 @@ class Repairer:
         self._report("parity", record, name, len(damage.numbers) << 20, why)
 
     # ── images and shards ────────────────────────────────────────────────────────────────────────
-
-    def _in_thread(self, work: Callable[[], T], done: Callable[[T | None, str], None]) -> None:
-        """Run ``work`` on a thread; call ``done`` on the loop with the result or the error."""
-
-        def run() -> None:
-            result, why = None, ""
-            try:
-                result = work()
-            except (HoldfastError, OSError) as error:
-                why = str(error)
-            except Exception as error:  # damaged data is not used, whatever the error is
-                why = f"{type(error).__name__}: {error}"
-            self._background.from_thread(lambda: done(result, why))
-
-        threading.Thread(target=run, name="holdfast-repair", daemon=True).start()
 
     def _report(
         self, what: str, of: SlotRecord | ParityRecord, name: str, size_bytes: int, why: str

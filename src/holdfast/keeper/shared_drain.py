@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from holdfast.errors import PersistFailed
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Manifest
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import RemoteImages, write_all
@@ -84,7 +84,7 @@ class SharedDrain:
         reason = "" if failure is None else str(failure)
         if reason and reason != self._absent:
             text = f"{manifest.generation} was drained without the part of a host: {reason}"
-            emit(Warned(message=text))
+            warn(text)
         self._absent = reason
 
 

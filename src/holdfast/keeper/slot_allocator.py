@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast.errors import ArenaError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.facts import Fact, Report, ignore
@@ -132,7 +132,7 @@ class SlotAllocator:
             return await self._loop.run_in_executor(self._helpers, create, *arguments), ""
         except Exception as error:  # a save may wait for them, whatever the error is
             reason = str(error) if isinstance(error, ArenaError) else repr(error)
-            emit(Warned(message=reason))
+            warn(reason)
             return None, reason
 
     def _settle(self, asker: Report, fact: Fact, slot_ids: Iterable[int]) -> None:

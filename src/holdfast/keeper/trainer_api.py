@@ -14,24 +14,24 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import asdict
+
 from holdfast.coordinator.actions import Action, SendMessage
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import RankReport
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
 from holdfast.events import TrainerLost, emit
 from holdfast.keeper import message_limits as limits
-from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import (
     SOCKET,
     AdmissionCounters,
     LocalConnection,
-    Ranks,
     TrainerConnection,
     peer_of,
 )
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
-from holdfast.keeper.incarnations import STEP_DOWN_S, Incarnations, RootAccess
+from holdfast.keeper.incarnations import STEP_DOWN_S
 from holdfast.keeper.published_images import inventory
 from holdfast.keeper.rank_relay import ReportJoiner
 from holdfast.policy.when import Keep
@@ -43,25 +43,11 @@ R = TypeVar("R", bound=RankReport)
 class TrainerApi:
     """Handles the messages of all trainers, of ranks and of other processes."""
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        memory: ArenaFiles,
-        ranks: Ranks,
-        executor: Executor,
-        incarnations: Incarnations,
-        root: RootAccess,
-        part: HostRole,
-        doors: AdmissionCounters,
-    ) -> None:
-        self.role = part
-        self.admission = doors
-        self.coordinator = coordinator
-        self.memory = memory
-        self.ranks = ranks
-        self.executor = executor
-        self.incarnations = incarnations
-        self.root = root
+    def __init__(self, executor: Executor, part: HostRole, doors: AdmissionCounters) -> None:
+        self.executor, self.role, self.admission = executor, part, doors
+        self.coordinator, self.memory = executor.coordinator, executor.memory
+        self.ranks = executor.ranks
+        self.incarnations, self.root = executor.incarnations, executor.root
         self.open: set[TrainerConnection] = set()
         self.goodbyes: dict[TrainerConnection, int] = {}
         """Connections that wait for the end of the run, with the number of their last request."""
@@ -304,25 +290,16 @@ class TrainerApi:
                 raise self._fenced(message.incarnation)
         limits.validate_message(message, self.coordinator.world)
         self._check_host(connection, message.rank)
-        keep = Keep(
-            last=message.keep_last,
-            every=message.keep_every,
-            best=message.keep_best,
-            by=message.keep_by,
-            largest=message.keep_largest,
-        )
+        keep, cache_keep = _keep_of(message.keep), _keep_of(message.cache_keep)
         # The keeper that coordinated before may be on a host that learns of this start just now.
         await self.root.open(STEP_DOWN_S if self.coordinator.host_table else 0.0)
         self.ranks.take_place(connection, message.rank)
         self.persist_at_end = message.persist_at_end
         self.root.keep(keep)
-        self.root.keep_cached(_keep_of(message.cache_keep))
+        self.root.keep_cached(cache_keep)
         self.coordinator.replica_check.wanted = message.compare_replicas
         joined = self.coordinator.join(
-            message.rank,
-            connection.process,
-            is_copying=message.is_copying,
-            order=message.order,
+            message.rank, connection.process, is_copying=message.is_copying, order=message.order
         )
         self.executor.carry_out(joined)
         if self.executor.followers.parity_scheduler is not None:
@@ -451,7 +428,7 @@ class TrainerApi:
 
 
 def _keep_of(terms: m.KeepTerms) -> Keep:
-    return Keep(terms.last, terms.every, terms.best, terms.by, terms.largest)
+    return Keep(**asdict(terms))
 
 
 def _refusal(error: HoldfastError) -> m.Refused:

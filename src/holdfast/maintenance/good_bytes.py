@@ -131,7 +131,7 @@ class GoodFile:
     def release(self) -> None:
         """See ``ImageSource``."""
 
-    def bad_blocks(self, progress: Callable[[int], None] = lambda _: None) -> list[int]:
+    def bad_blocks(self) -> list[int]:
         """Returns the blocks that the first store has not as they must be; all of them are read."""
         step = CHUNK_BYTES // BLOCK_BYTES
 
@@ -140,7 +140,6 @@ class GoodFile:
             start, stop = first * BLOCK_BYTES, self._span(numbers[-1])[1]
             view = self._buffer(stop - start)
             is_read = self._read(self._stores[0], start, view)
-            progress(len(view))
             bad = [n for n in numbers if not (is_read and self._is_good(n, view, start))]
             return bad if is_read else [n for n in bad if not self._has(n, self._stores[:1])]
 

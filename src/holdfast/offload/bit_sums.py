@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from holdfast.accelerator.devices import memory_key
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format import checksum as blocks
 
 #: A checksum on the host, or one that a device is still computing.
@@ -144,11 +144,9 @@ def _kernel(device_type: str) -> Fused | None:
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found:
-        emit(
-            Warned(
-                message=f"Triton's kernel for checksums cannot be used on {device_type} ({found}): "
-                "torch's operators read gradients several times instead, which takes longer."
-            )
+        warn(
+            f"Triton's kernel for checksums cannot be used on {device_type} ({found}): "
+            "torch's operators read gradients several times instead, which takes longer."
         )
     return None if found else fused_sums.fused
 

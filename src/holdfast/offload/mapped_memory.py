@@ -26,7 +26,7 @@ from holdfast.accelerator.pinnable_pages import (
     map_anonymous,
     memory_of,
 )
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.storage.direct import Scratch
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -122,13 +122,10 @@ def pinned(
         pages.unpin = partial(_unpin, pages.address, device, copies)
     else:
         pages.hide_from_children(is_hidden=False)
-        emit(
-            Warned(
-                message=f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned "
-                f"for {device} ({explain(status)}): copies to and from it will be slow. Where the "
-                "driver lacks memory, more of it on this host helps, or fewer parameters per "
-                "process."
-            )
+        warn(
+            f"{pages.size_bytes >> 20} MiB of an optimizer's state could not be pinned for "
+            f"{device} ({explain(status)}): copies to and from it will be slow. Where the driver "
+            "lacks memory, more of it on this host helps, or fewer parameters per process."
         )
     return made
 

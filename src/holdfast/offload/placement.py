@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.accelerator.devices import is_on_device, use_device
 from holdfast.errors import UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.offload.file_state import FileTier, page_aligned
 from holdfast.offload.gradients import Range
 from holdfast.offload.host_state import MASTER, FlatBufferRow, ParamSlot, Subgroup
@@ -166,7 +166,7 @@ class SubgroupPlacement:
         elif self._is_at_odds:
             self._fix()
         if self._is_at_odds and vote.slots:
-            emit(Warned(message=_ODDS))
+            warn(_ODDS)
         if vote.rates is not None or self._share is not None or not vote.slots:
             self._room = vote.slots
 
@@ -329,12 +329,7 @@ class SubgroupPlacement:
         self._set(Schedule(tuple(range(len(self.subgroups))), (), 0.0))
 
     def _warn(self, what: str) -> None:
-        emit(
-            Warned(
-                message=f"{what}: from now on all is updated on the host. Make subgroup_elements "
-                "smaller."
-            )
-        )
+        warn(f"{what}: from now on all is updated on the host. Make subgroup_elements smaller.")
 
 
 def _longest(subgroups: Sequence[Subgroup]) -> int:

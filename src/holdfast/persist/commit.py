@@ -273,15 +273,13 @@ def remove_unpinned(
     return [generation for generation in generations if generation not in held]
 
 
-def unnamed_directories(
-    store: Store, manifests: Iterable[Described], *, with_pins: bool = True
-) -> list[str]:
+def unnamed_directories(store: Store, manifests: Iterable[Described]) -> list[str]:
     """Returns the directories of images and parts that none of ``manifests``, which must be all,
     and no pin names; and in those that are named, what was begun and never finished: nothing waits
     for it. Only names that Holdfast makes: what else a user keeps there stays.
     """
     manifests = list(manifests)
-    alone, unclear = _of_pins(store, manifests, pinned(store) if with_pins else ())
+    alone, unclear = _of_pins(store, manifests, pinned(store))
     named = {path for manifest in (*manifests, *alone) for path in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)

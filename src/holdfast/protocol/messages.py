@@ -7,6 +7,9 @@ notifications.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+from types import GenericAlias
 from typing import Any
 
 import msgspec
@@ -14,7 +17,7 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_FRAME_BYTES = 256 << 20
 LENGTH_BYTES = 4
 """Bytes of a frame before its body."""
@@ -147,11 +150,7 @@ class Join(Message, frozen=True, kw_only=True):
     incarnation: int
     nonce: str
     rank: int
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_best: int | None = None
-    keep_by: str = ""
-    keep_largest: bool = False
+    keep: KeepTerms = KeepTerms()
     cache_keep: KeepTerms = KeepTerms()
     """What stays in the cache of what the root has."""
     persist_at_end: bool = True
@@ -507,54 +506,10 @@ class FencedOff(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    seq: int
-    message: (
-        Hello
-        | Begin
-        | ProbeHost
-        | AssignRole
-        | Join
-        | ListInventory
-        | PinAttempt
-        | Adopt
-        | LeafTable
-        | RequestCapture
-        | Progress
-        | Captured
-        | AbortCapture
-        | CancelRequest
-        | DeclineStep
-        | MakeDurable
-        | Announce
-        | Explain
-        | Goodbye
-        | HostProbed
-        | Welcome
-        | Begun
-        | Done
-        | Refused
-        | Inventory
-        | Grant
-        | RequestTable
-        | Skip
-        | Complete
-        | ReplicaDifferences
-        | Aborted
-        | RingSpaceFreed
-        | Cached
-        | Durable
-        | NotDurable
-        | Protected
-        | Unprotected
-        | Announced
-        | Explanation
-        | FencedOff
-    )
-
-
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Frame)
+_decoder: msgspec.msgpack.Decoder[tuple[int, Message]] = msgspec.msgpack.Decoder(
+    GenericAlias(tuple, (int, reduce(or_, Message.__subclasses__())))
+)
 
 
 def pack(message: Message, seq: int = 0) -> bytes:
@@ -566,7 +521,6 @@ def pack(message: Message, seq: int = 0) -> bytes:
 def unpack(body: bytes) -> tuple[int, Message]:
     """Decode a frame's body into (seq, message); FormatError if it is not a known message."""
     try:
-        frame = _decoder.decode(body)
+        return _decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's own, or not UTF-8
         raise FormatError(f"a message between trainer and keeper is malformed: {error}") from None
-    return frame.seq, frame.message

@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-from holdfast.errors import (
-    PeerError,
-)
+from holdfast.errors import PeerError
 from holdfast.events import SourceDropped, emit
 from holdfast.format.manifest import Generation
 from holdfast.hosts import HostTable

@@ -45,10 +45,7 @@ class Destinations:
     """Destinations of one restore on this rank. ``view``: the checkpoint by the names here."""
 
     def __init__(
-        self,
-        tensors: Sequence[tuple[str, torch.Tensor]],
-        rank: int,
-        view: CheckpointView,
+        self, tensors: Sequence[tuple[str, torch.Tensor]], rank: int, view: CheckpointView
     ) -> None:
         self.wants: list[Want] = []
         self.destinations: dict[int, Destination] = {}

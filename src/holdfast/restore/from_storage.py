@@ -12,8 +12,8 @@ from holdfast.state.objects import State
 from holdfast.storage.base import Store
 from holdfast.world import World
 
-#: Reading may take this many times as long as meeting the other ranks.
-_IO_PATIENCE = 10
+#: Reading and writing may take this many times as long as meeting the other ranks.
+READ_PATIENCE = 10
 
 
 def restore_stored(
@@ -40,7 +40,7 @@ def restore_stored(
             sources.first(world, step, timeout_s=timeout_s),
             sources.open,
             incarnation=incarnation,
-            timeout_s=timeout_s * _IO_PATIENCE,
+            timeout_s=timeout_s * READ_PATIENCE,
             on_poison=on_poison,
             request=request,
             plan_again=sources.plan_again(),

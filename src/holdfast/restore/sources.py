@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from holdfast.catalogue import is_root
 from holdfast.errors import ArenaError, HoldfastError, NotFound, RestoreError, StorageError
-from holdfast.events import SourceDropped, Warned, emit
+from holdfast.events import SourceDropped, emit, warn
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.overview import UNSEEN, Overview
@@ -28,12 +28,7 @@ from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.candidates import Candidate, choose
-from holdfast.restore.planning.holdings import (
-    Recovery,
-    Refusal,
-    decode_choice,
-    encode_choice,
-)
+from holdfast.restore.planning.holdings import Recovery, Refusal, decode_choice, encode_choice
 from holdfast.restore.planning.selection import Inventories, Selection
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
@@ -71,12 +66,7 @@ class RestoreSources:
     """True where this process has read the file of the root when it started."""
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        arena: Path,
-        ask: Ask[m.Message],
-        listed: Overview = UNSEEN,
+        self, store: Store, rank: int, arena: Path, ask: Ask[m.Message], listed: Overview = UNSEEN
     ) -> None:
         self.incarnation = 0
         """The incarnation of this restore: peers refuse any other."""
@@ -267,14 +257,10 @@ class RestoreSources:
 
     def _warn_of_others(self, numbers: set[int]) -> None:
         for n in sorted(numbers - self._told_others):
-            emit(
-                Warned(
-                    message=(
-                        f"incarnation {n} in memory was never recorded in storage, and another "
-                        f"start has taken its number, or that of one it descends from: {n}-STEP "
-                        "names what is in storage, and what is in memory of it is not restored"
-                    )
-                )
+            warn(
+                f"incarnation {n} in memory was never recorded in storage, and another "
+                f"start has taken its number, or that of one it descends from: {n}-STEP "
+                "names what is in storage, and what is in memory of it is not restored"
             )
         self._told_others |= numbers
 

@@ -13,13 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.catalogue import (
-    NEW_LISTS,
-    find_manifest,
-    layout_path,
-    manifest_path,
-    read_bounded,
-)
+from holdfast.catalogue import NEW_LISTS, find_manifest, layout_path, manifest_path, read_bounded
 from holdfast.errors import HoldfastError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.manifest import FRONT_BYTES, Manifest, checksum_in, seal, unseal

@@ -10,12 +10,7 @@ from typing import NamedTuple
 import torch
 from msgspec import Struct
 
-from holdfast.accelerator.devices import (
-    host_address,
-    is_on_device,
-    memory_key,
-    streamed_devices,
-)
+from holdfast.accelerator.devices import host_address, is_on_device, memory_key, streamed_devices
 from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import LeafEntry

@@ -12,7 +12,7 @@ import weakref
 from torch.optim import Optimizer
 
 from holdfast.accelerator import devices
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 
 _captured: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 """True for those whose replays are fenced."""
@@ -53,11 +53,8 @@ def warn_of_replays(key: str, optimizer: Optimizer) -> None:
     """Say once that the state of this optimizer is copied before ``save`` returns."""
     if optimizer not in _warned:
         _warned.add(optimizer)
-        emit(
-            Warned(
-                message=f"a step of {key} was captured into a graph, and replays call no hook: "
-                "what it updates is copied before save returns, which takes as much memory of the "
-                "device again. Call checkpointer.before_update() before each replay, and it is "
-                "copied behind training."
-            )
+        warn(
+            f"a step of {key} was captured into a graph, and replays call no hook: what it updates "
+            "is copied before save returns, which takes as much memory of the device again. Call "
+            "checkpointer.before_update() before each replay, and it is copied behind training."
         )

@@ -138,12 +138,6 @@ _KNOWN: dict[tuple[str, str], Callable[[type], None]] = {
     ("pytorch_optimizer.optimizer.utils.galore", "GaLoreProjector"): _register_by_attributes,
     **{
         ("pytorch_optimizer.optimizer.utils.graft", name): _register_by_attributes
-        for name in (
-            "Graft",
-            "SGDGraft",
-            "SQRTNGraft",
-            "AdaGradGraft",
-            "RMSPropGraft",
-        )
+        for name in ("Graft", "SGDGraft", "SQRTNGraft", "AdaGradGraft", "RMSPropGraft")
     },
 }

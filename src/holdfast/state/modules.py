@@ -130,8 +130,7 @@ def _beside(module: nn.Module) -> list[str]:
     left_out = _declared_derived(module)
     shown = module.state_dict(keep_vars=True)
     return beside(
-        {name: value for name, value in shown.items() if name not in left_out},
-        list(held.values()),
+        {name: value for name, value in shown.items() if name not in left_out}, list(held.values())
     )
 
 

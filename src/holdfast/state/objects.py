@@ -81,13 +81,7 @@ class Objects:
     def has_values(self, key: str) -> bool:
         """True if an object of this key may have values beside its tensors."""
         return any(
-            key in kind
-            for kind in (
-                self.modules,
-                self.optimizers,
-                self.stateful,
-                self.plain,
-            )
+            key in kind for kind in (self.modules, self.optimizers, self.stateful, self.plain)
         )
 
     @cached_property

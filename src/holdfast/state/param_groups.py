@@ -323,15 +323,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 #: Lists of torch's schedulers that have an item for each group.
 _BY_GROUP = frozenset(
-    {
-        "base_lrs",
-        "_last_lr",
-        "lr_lambdas",
-        "min_lrs",
-        "max_lrs",
-        "base_momentums",
-        "max_momentums",
-    }
+    {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
 )
 #: Lists of torch's schedulers that do not, however many items they have.
 _BY_TIME = frozenset({"_milestones", "_schedule_phases"})

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import FormatError, RestoreError, StateMismatch, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format import values as codec
 from holdfast.state import optimizers
 from holdfast.state.identity import ClaimedMemory, made_anew
@@ -114,21 +114,13 @@ class Rewind:
         )
         keys = [] if was_set_again else list(self._keys_of_moving())
         if keys:
-            emit(
-                Warned(
-                    message=(
-                        f"{', '.join(keys)}: torch's default generator was moved between the "
-                        "restore and "
-                        "the next batch, in the middle of an epoch, as a loader does that is "
-                        "iterated. A "
-                        "run that was never stopped draws nothing there, so that dropout and all "
-                        "else that "
-                        "is random differs from now on. Give the loader a generator of its own "
-                        "(generator=sampler.generator with a ResumableSampler), or call "
-                        "restored.rewind() "
-                        "once the first batch is there"
-                    )
-                )
+            warn(
+                f"{', '.join(keys)}: torch's default generator was moved between the restore and "
+                "the next batch, in the middle of an epoch, as a loader does that is iterated. A "
+                "run that was never stopped draws nothing there, so that dropout and all else that "
+                "is random differs from now on. Give the loader a generator of its own "
+                "(generator=sampler.generator with a ResumableSampler), or call restored.rewind() "
+                "once the first batch is there"
             )
 
     def _keys_of_moving(self) -> Iterator[str]:

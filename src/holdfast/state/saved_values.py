@@ -238,10 +238,7 @@ def keys_matched_by_name(objects: Objects) -> frozenset[str]:
 
 
 def gather(
-    objects: Objects,
-    documents: Mapping[int, Document],
-    stored: Mapping[str, Any],
-    names: Names,
+    objects: Objects, documents: Mapping[int, Document], stored: Mapping[str, Any], names: Names
 ) -> SavedValues:
     """Gathers the values of this state from ``documents``, by saved rank, the base first."""
     saved = SavedGroups({rank: document.get("shared", {}) for rank, document in documents.items()})

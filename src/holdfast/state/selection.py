@@ -73,8 +73,7 @@ def choose(only: Sequence[str] | None, allow_missing: Sequence[str]) -> LeafSele
     patterns.
     """
     return LeafSelection(
-        None if only is None else _patterns("only", only),
-        _patterns("allow_missing", allow_missing),
+        None if only is None else _patterns("only", only), _patterns("allow_missing", allow_missing)
     )
 
 

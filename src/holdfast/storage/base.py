@@ -388,11 +388,14 @@ _PERMANENT = frozenset(
     }
 )
 
+_CANNOT = "The file system cannot do this: run `holdfast doctor`, or choose another root."
 _ADVICE = {
     errno.ENOSPC: "Free some space or keep fewer checkpoints.",
     errno.EDQUOT: "Free some of the quota or keep fewer checkpoints.",
     errno.EACCES: "Give this user the right to write there, or choose another root.",
     errno.EPERM: "The file system or its mount does not allow this; choose another root.",
+    errno.EOPNOTSUPP: _CANNOT,
+    errno.ENOSYS: _CANNOT,
     errno.EROFS: "Mount it writable, or choose another root.",
     errno.EFBIG: "Raise the file size limit (ulimit -f), or choose another file system.",
     errno.ENAMETOOLONG: "Choose a shorter root.",

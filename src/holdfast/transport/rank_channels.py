@@ -28,11 +28,7 @@ from holdfast.transport.wire.rank_tree import Join, Place, RankPhases, Word
 
 #: A rank computes for as long as it likes: silence is no sign of its end, its deadline is.
 _BOUNDS = ChannelBounds(
-    frame_bytes=1 << 31,
-    unsent_bytes=1 << 32,
-    alive_s=60.0,
-    silence_s=float("inf"),
-    strangers=64,
+    frame_bytes=1 << 31, unsent_bytes=1 << 32, alive_s=60.0, silence_s=float("inf"), strangers=64
 )
 #: Seconds in which a rank whose line broke may come back, before it counts as ended, and before a
 #: rank turns to the one above its parent.

@@ -15,8 +15,9 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import update_wrapper
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from holdfast.errors import DeadlineExceeded, UsageError
 from holdfast.format.checksum import Buffer
@@ -289,7 +290,20 @@ _CROWDED = render_answer(HttpAnswer(status=refusals.CROWDED.status), is_last=Tru
 
 
 PATIENCE_S = 10.0
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _on_loop(
+    method: Callable[Concatenate[PeerServer, P], T],
+) -> Callable[Concatenate[ThreadSafeServer, P], T]:
+    """Return a method that calls this one on the loop of the server."""
+
+    def call(safe: ThreadSafeServer, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return safe._do(lambda: method(safe._server, *arguments, **options))
+
+    update_wrapper(call, method)
+    return call
 
 
 class ThreadSafeServer:
@@ -300,35 +314,9 @@ class ThreadSafeServer:
     ) -> None:
         self._server, self._loop, self._patience_s = server, loop, patience_s
 
-    def offer_file(
-        self,
-        path: str,
-        file: Path | int,
-        *,
-        offset_bytes: int,
-        length_bytes: int,
-        generation: str,
-        on_confirmed: Callable[[], None] | None = None,
-    ) -> None:
-        """See ``PeerServer.offer_file``."""
-        self._do(
-            lambda: self._server.offer_file(
-                path,
-                file,
-                offset_bytes=offset_bytes,
-                length_bytes=length_bytes,
-                generation=generation,
-                on_confirmed=on_confirmed,
-            )
-        )
-
-    def offer_document(self, path: str, data: Buffer, *, generation: str = NO_GENERATION) -> None:
-        """See ``PeerServer.offer_document``."""
-        self._do(lambda: self._server.offer_document(path, data, generation=generation))
-
-    def withdraw(self, path: str) -> bool:
-        """See ``PeerServer.withdraw``."""
-        return self._do(lambda: self._server.withdraw(path))
+    offer_file = _on_loop(PeerServer.offer_file)
+    offer_document = _on_loop(PeerServer.offer_document)
+    withdraw = _on_loop(PeerServer.withdraw)
 
     def _do(self, act: Callable[[], T]) -> T:
         """Call ``act`` on the loop and pass on its errors. DeadlineExceeded if the loop does not

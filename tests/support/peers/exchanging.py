@@ -56,7 +56,7 @@ def fact_of(rank: int, image: bytes) -> ImageFact:
     """What a rank tells of what it captured."""
     start = header_size(image, "image", len(image))
     header, table = seals(image)
-    return ImageFact(rank, len(image), start, header, table, image[:start])
+    return ImageFact(rank, len(image), start, header, table, memoryview(image)[:start])
 
 
 class Host:

@@ -136,7 +136,7 @@ class Group:
 def _fact(rank: int, image: bytes) -> ImageFact:
     header, table = seals(image)
     start = header_size(image[:8], "image", len(image))
-    return ImageFact(rank, len(image), start, header, table, image[:start])
+    return ImageFact(rank, len(image), start, header, table, memoryview(image)[:start])
 
 
 class Hosts:

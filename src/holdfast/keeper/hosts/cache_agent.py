@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.catalogue import attempt_dir, part_dir
 from holdfast.errors import HoldfastError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Generation, Incarnation, seal, unseal
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.cache_tier import CacheTier
@@ -249,7 +249,7 @@ class CacheAgent:
                     generation=NO_GENERATION,
                 )
             except HoldfastError as error:  # removed meanwhile, for example
-                emit(Warned(message=f"{path} of the cache is not offered: {error}"))
+                warn(f"{path} of the cache is not offered: {error}")
         self._offered = files
         server.offer_document(CACHE, msgspec.msgpack.encode(files))
 
@@ -258,7 +258,7 @@ def _files_of(tier: CacheTier) -> dict[str, int]:
     try:
         return tier.files()
     except HoldfastError as error:
-        emit(Warned(message=f"the cache {tier.store.url} is not offered: {error}"))
+        warn(f"the cache {tier.store.url} is not offered: {error}")
         return {}
 
 
@@ -269,6 +269,6 @@ def _submit(tier: CacheTier, act: Callable[[], None]) -> None:
         try:
             act()
         except HoldfastError as error:
-            emit(Warned(message=f"the cache {tier.store.url}: {error}"))
+            warn(f"the cache {tier.store.url}: {error}")
 
     tier.persister.submit(work)

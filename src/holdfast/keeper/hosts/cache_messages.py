@@ -6,7 +6,7 @@ import zlib
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import MAX_DOCUMENT_BYTES, Manifest, seal, unseal
-from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.facts import ToCoordinator, ToFollower
 
 
 def deflate_manifest(manifest: Manifest) -> bytes:
@@ -27,7 +27,7 @@ def inflate_manifest(deflated: bytes, host: str) -> Manifest:
 # ── coordinator to follower ──────────────────────────────────────────────────────────────────────
 
 
-class PublishCached(Fact, frozen=True, kw_only=True):
+class PublishCached(ToFollower, frozen=True, kw_only=True):
     """Orders the manifest of an attempt, whose images all hosts' caches have, to be published in
     this host's cache; answered by ``WriteEnded``.
     """
@@ -39,7 +39,7 @@ class PublishCached(Fact, frozen=True, kw_only=True):
     """Record of the attempt's incarnation."""
 
 
-class DrainImages(Fact, frozen=True, kw_only=True):
+class DrainImages(ToFollower, frozen=True, kw_only=True):
     """Orders the images of a checkpoint that this host's cache has to be copied to the root:
     answered by one ``ImageWritten`` for each, and by ``WriteEnded``.
     """
@@ -49,19 +49,19 @@ class DrainImages(Fact, frozen=True, kw_only=True):
     manifest: bytes
 
 
-class MarkDrained(Fact, frozen=True, kw_only=True):
+class MarkDrained(ToFollower, frozen=True, kw_only=True):
     """Tells that the root has published these checkpoints: (incarnation, step, attempt)."""
 
     drained: tuple[tuple[int, int, str], ...]
 
 
-class TellCached(Fact, frozen=True, kw_only=True):
+class TellCached(ToFollower, frozen=True, kw_only=True):
     """Asks for the documents of checkpoints that this host's cache has: (incarnation, step)."""
 
     generations: tuple[tuple[int, int], ...]
 
 
-class FillCache(Fact, frozen=True, kw_only=True):
+class FillCache(ToFollower, frozen=True, kw_only=True):
     """Orders the images of these ranks to be copied from the root: they were restored from it."""
 
     generation: tuple[int, int]
@@ -71,7 +71,7 @@ class FillCache(Fact, frozen=True, kw_only=True):
 # ── follower to coordinator ──────────────────────────────────────────────────────────────────────
 
 
-class CacheFound(Fact, frozen=True, kw_only=True):
+class CacheFound(ToCoordinator, frozen=True, kw_only=True):
     """Checkpoints that this host's cache has, and the root had not yet: (incarnation, step,
     attempt).
     """
@@ -79,7 +79,7 @@ class CacheFound(Fact, frozen=True, kw_only=True):
     waiting: tuple[tuple[int, int, str], ...]
 
 
-class CacheDocuments(Fact, frozen=True, kw_only=True):
+class CacheDocuments(ToCoordinator, frozen=True, kw_only=True):
     """The documents of a checkpoint that ``TellCached`` asked for."""
 
     manifest: bytes

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from holdfast.events import ClocksCompared, emit
-from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ToFollower
 from holdfast.protocol.arena import boot_id
 
 #: Exchanges of one comparison, seconds between two comparisons, and for an answer.
@@ -25,13 +25,13 @@ BOOT_DIGITS = 8
 """How many digits of a boot's id stand in records."""
 
 
-class AskTime(Fact, frozen=True, kw_only=True):
+class AskTime(ToCoordinator, frozen=True, kw_only=True):
     """Asks the coordinator for its time; ``sent_s``: the moment, by the clock of who asks."""
 
     sent_s: float
 
 
-class TellTime(Fact, frozen=True, kw_only=True):
+class TellTime(ToFollower, frozen=True, kw_only=True):
     """Answers ``AskTime``: when it was received and answered, by the clock of the coordinator.
 
     ``boot``: what that clock counts from.
@@ -92,10 +92,9 @@ class ClockExchange:
         send: Callable[[Fact], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        every_s: float = EVERY_S,
     ) -> None:
         self._host, self._other, self._incarnation = host, other, incarnation
-        self._send, self._clock, self._every_s = send, clock, every_s
+        self._send, self._clock = send, clock
         self._answered = asyncio.Event()
         self._sent_s = -math.inf
         self._readings: list[ClockReading] = []
@@ -104,7 +103,7 @@ class ClockExchange:
         """Compare the clocks now and then, until cancelled."""
         while True:
             await self.compare()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(EVERY_S)
 
     async def compare(self) -> None:
         """Make a few exchanges, and report the quickest; nothing where none is answered."""

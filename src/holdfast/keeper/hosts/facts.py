@@ -12,6 +12,14 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
     """Base class of all messages between keepers of one run; those of every save are short."""
 
 
+class ToCoordinator(Fact, frozen=True, kw_only=True):
+    """Base class of what a follower tells the coordinator."""
+
+
+class ToFollower(Fact, frozen=True, kw_only=True):
+    """Base class of what the coordinator tells or orders a follower."""
+
+
 #: Receives what an agent reports to its coordinator.
 Report = Callable[[Fact], None]
 

@@ -14,14 +14,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator
 
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.errors import (
-    Fenced,
-    FormatError,
-    HoldfastError,
-    KeeperError,
-    PeerError,
-)
-from holdfast.events import Warned, emit
+from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
+from holdfast.events import warn
 from holdfast.format.manifest import ImageId, Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
@@ -30,7 +24,7 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheOrder
 from holdfast.keeper.hosts.clock_exchange import ClockExchange, TellTime
-from holdfast.keeper.hosts.facts import Fact
+from holdfast.keeper.hosts.facts import Fact, ToFollower
 from holdfast.keeper.hosts.handover import answer_handover, describe
 from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.parity.worker import stored_shards
@@ -267,7 +261,7 @@ class Follower:
 
     # ── orders of the coordinator ────────────────────────────────────────────────────────────────
 
-    async def _do(self, line: SealedChannel, fact: messages.ToFollower) -> None:
+    async def _do(self, line: SealedChannel, fact: ToFollower) -> None:
         match fact:
             case messages.HostAttached():
                 self._attached(line, fact)
@@ -319,4 +313,4 @@ class Follower:
             if fact.is_recorded:
                 self._memory.forget_incarnations(fact.held)
         except (OSError, HoldfastError) as error:  # storage has the record too
-            emit(Warned(message=f"incarnation {fact.n} is not remembered here: {error}"))
+            warn(f"incarnation {fact.n} is not remembered here: {error}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from holdfast.errors import HoldfastError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Generation, Incarnation, Manifest, seal, unseal
 from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.hosts.cache_messages import (
@@ -205,10 +205,7 @@ class FollowerCaches:
         self._reported.add(host)
 
     def _compare(
-        self,
-        tier: CacheTier,
-        send: Callable[[Fact], None],
-        waiting: Sequence[tuple[int, int, str]],
+        self, tier: CacheTier, send: Callable[[Fact], None], waiting: Sequence[tuple[int, int, str]]
     ) -> None:
         """Compare with this host's cache; on its thread."""
         try:
@@ -217,7 +214,7 @@ class FollowerCaches:
             left = [one for one in there if one not in mine]
             drained = [one for one in left if one in self._drained or tier.is_drained(*one)]
         except HoldfastError as error:
-            emit(Warned(message=f"the cache {tier.store.url}: {error}"))
+            warn(f"the cache {tier.store.url}: {error}")
             return
         unknown = tuple(
             (g.incarnation, g.step) for g, attempt in left if (g, attempt) not in drained
@@ -241,7 +238,7 @@ class FollowerCaches:
             record = unseal(Incarnation, told.record, "a record of another host's cache")
             tier.publish(manifest, record, told.layout)
         except HoldfastError as error:
-            emit(Warned(message=f"what another host's cache has is not drained: {error}"))
+            warn(f"what another host's cache has is not drained: {error}")
             return
         found = ((manifest.generation, manifest.attempt),)
         self._background.from_thread(lambda: self._found(found, is_exact))

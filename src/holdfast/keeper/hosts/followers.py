@@ -21,14 +21,14 @@ from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.requests import RankReport
 from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
 from holdfast.errors import FormatError, HoldfastError, PeerError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
 from holdfast.keeper.hosts.clock_exchange import AskTime, tell_time
-from holdfast.keeper.hosts.facts import Fact, ignore
+from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ignore
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
 from holdfast.keeper.hosts.host_reports import decode_reports
 from holdfast.keeper.hosts.open_files import allow_open_files
@@ -382,14 +382,9 @@ class FollowerRegistry:
             return
         follower.line.close("it called again")
         why = follower.line.why_broken
-        emit(
-            Warned(
-                message=(
-                    f"the keeper of {follower.name} is out of reach ({why}): no snapshot is taken "
-                    "until it is "
-                    "back"
-                )
-            )
+        warn(
+            f"the keeper of {follower.name} is out of reach ({why}): no snapshot is taken until it "
+            "is back"
         )
         del self._by_host[follower.host]
         self._carry_out(self._coordinator.detach(follower.host, follower.name))
@@ -405,7 +400,7 @@ class FollowerRegistry:
             self._queue(trainer, None)
         follower.trainers.clear()
 
-    def _handle(self, follower: FollowerSession, fact: messages.ToCoordinator) -> None:
+    def _handle(self, follower: FollowerSession, fact: ToCoordinator) -> None:
         match fact:
             case AskTime():
                 follower.send(tell_time(fact))

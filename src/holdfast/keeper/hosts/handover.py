@@ -12,7 +12,7 @@ from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import FormatError, HoldfastError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import AttemptId, Incarnation, seal, unseal
 from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.arena_files import ArenaFiles
@@ -96,7 +96,7 @@ class StateHandover:
                     if self._incarnations.remembered(incarnation.n) is None:
                         self._memory.store_incarnation(incarnation)
         except OSError as error:
-            emit(Warned(message=f"what host {name} knows is not remembered here: {error}"))
+            warn(f"what host {name} knows is not remembered here: {error}")
 
 
 def answer_handover(memory: ArenaFiles, asked: messages.HostAttached) -> list[Fact]:
@@ -107,7 +107,7 @@ def answer_handover(memory: ArenaFiles, asked: messages.HostAttached) -> list[Fa
             deflated = deflate(memory.layout(hash_))
             known.append(messages.LayoutReply(hash=hash_, deflated=deflated))
         except HoldfastError as error:
-            emit(Warned(message=f"the coordinator does not know layout {hash_}: {error}"))
+            warn(f"the coordinator does not know layout {hash_}: {error}")
     if asked.tell_incarnations:
         known += [
             messages.IncarnationReply(data=seal(one))

@@ -7,13 +7,16 @@ of their connections there.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+from typing import TypeVar
+
 import msgspec
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId, ImageRef
-from holdfast.keeper.hosts.cache_messages import CacheOrder, CacheReport
-from holdfast.keeper.hosts.clock_exchange import AskTime, TellTime
-from holdfast.keeper.hosts.facts import Column, Fact
+from holdfast.keeper.hosts import cache_messages, clock_exchange  # noqa: F401 (messages, too)
+from holdfast.keeper.hosts.facts import Column, Fact, ToCoordinator, ToFollower
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 
@@ -45,7 +48,7 @@ class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
 # ── follower to coordinator ──────────────────────────────────────────────────────────────────────
 
 
-class HostInventory(Fact, frozen=True, kw_only=True):
+class HostInventory(ToCoordinator, frozen=True, kw_only=True):
     """First message of a follower: the content of its memory."""
 
     arena: str
@@ -60,7 +63,7 @@ class HostInventory(Fact, frozen=True, kw_only=True):
     """The standing order of this incarnation, as its arena has it."""
 
 
-class TrainerConnected(Fact, frozen=True, kw_only=True):
+class TrainerConnected(ToCoordinator, frozen=True, kw_only=True):
     """A trainer connected; the follower has verified its process."""
 
     line: int
@@ -68,14 +71,14 @@ class TrainerConnected(Fact, frozen=True, kw_only=True):
     start: int
 
 
-class TrainerMessage(Fact, frozen=True, kw_only=True):
+class TrainerMessage(ToCoordinator, frozen=True, kw_only=True):
     """A message of a trainer, forwarded unchanged."""
 
     line: int
     body: bytes
 
 
-class HostRequests(Fact, frozen=True, kw_only=True, tag="asks"):
+class HostRequests(ToCoordinator, frozen=True, kw_only=True, tag="asks"):
     """Capture requests for one step of several trainers, in columns; see ``host_reports``."""
 
     lines: tuple[int, ...]
@@ -90,7 +93,7 @@ class HostRequests(Fact, frozen=True, kw_only=True, tag="asks"):
     spare_ms: Column[int]
 
 
-class HostCaptured(Fact, frozen=True, kw_only=True, tag="captured"):
+class HostCaptured(ToCoordinator, frozen=True, kw_only=True, tag="captured"):
     """Images of one attempt that several trainers captured, in columns; see ``host_reports``."""
 
     lines: tuple[int, ...]
@@ -102,46 +105,46 @@ class HostCaptured(Fact, frozen=True, kw_only=True, tag="captured"):
     same_since: Column[int]
 
 
-class TrainerGone(Fact, frozen=True, kw_only=True):
+class TrainerGone(ToCoordinator, frozen=True, kw_only=True):
     """A trainer's connection broke."""
 
     line: int
 
 
-class SlotCreated(Fact, frozen=True, kw_only=True):
+class SlotCreated(ToCoordinator, frozen=True, kw_only=True):
     """A slot was created."""
 
     slot: int
 
 
-class SlotFailed(Fact, frozen=True, kw_only=True):
+class SlotFailed(ToCoordinator, frozen=True, kw_only=True):
     """A slot could not be created: not enough memory."""
 
     slot: int
     reason: str
 
 
-class RingsCreated(Fact, frozen=True, kw_only=True):
+class RingsCreated(ToCoordinator, frozen=True, kw_only=True):
     """Rings were created: (capacity, ring bytes) by slot."""
 
     made: dict[int, tuple[int, int]]
 
 
-class RingsFailed(Fact, frozen=True, kw_only=True):
+class RingsFailed(ToCoordinator, frozen=True, kw_only=True):
     """Rings could not be created: not enough memory."""
 
     slots: tuple[int, ...]
     reason: str
 
 
-class WriterGone(Fact, frozen=True, kw_only=True):
+class WriterGone(ToCoordinator, frozen=True, kw_only=True):
     """Nobody writes to a watched slot any more."""
 
     slot: int
     attempt: str
 
 
-class ImagesPlanned(Fact, frozen=True, kw_only=True):
+class ImagesPlanned(ToCoordinator, frozen=True, kw_only=True):
     """The sizes of this host's images, see ``image_plan.ImageSizes``."""
 
     layout: str
@@ -150,20 +153,20 @@ class ImagesPlanned(Fact, frozen=True, kw_only=True):
     is_passing: bool = True
 
 
-class LayoutMissing(Fact, frozen=True, kw_only=True):
+class LayoutMissing(ToCoordinator, frozen=True, kw_only=True):
     """The arena has not the layout that ``RecordLayout`` named: asks for its bytes."""
 
     hash: str
 
 
-class LayoutFailed(Fact, frozen=True, kw_only=True):
+class LayoutFailed(ToCoordinator, frozen=True, kw_only=True):
     """The arena has no room for a layout."""
 
     hash: str
     reason: str
 
 
-class ImageWritten(Fact, frozen=True, kw_only=True):
+class ImageWritten(ToCoordinator, frozen=True, kw_only=True):
     """One image is durable, and equal to what was sealed."""
 
     directory: str
@@ -174,7 +177,7 @@ class ImageWritten(Fact, frozen=True, kw_only=True):
     """Values of the image, if it is that of rank 0."""
 
 
-class WriteEnded(Fact, frozen=True, kw_only=True):
+class WriteEnded(ToCoordinator, frozen=True, kw_only=True):
     """The write of an attempt ended. ``reason``: why it is incomplete, "" if it is complete."""
 
     directory: str
@@ -183,13 +186,13 @@ class WriteEnded(Fact, frozen=True, kw_only=True):
     """The cache has its bytes no more as the manifest names them: no other try can succeed."""
 
 
-class WriteProgressed(Fact, frozen=True, kw_only=True):
+class WriteProgressed(ToCoordinator, frozen=True, kw_only=True):
     """The write into this directory goes on: a part of an image was stored."""
 
     directory: str
 
 
-class RingFreed(Fact, frozen=True, kw_only=True):
+class RingFreed(ToCoordinator, frozen=True, kw_only=True):
     """The beginning of an image that passes through a ring is stored."""
 
     attempt: str
@@ -200,53 +203,53 @@ class RingFreed(Fact, frozen=True, kw_only=True):
 WriteReport = ImageWritten | WriteEnded | WriteProgressed | RingFreed
 
 
-class LayoutReply(Fact, frozen=True, kw_only=True):
+class LayoutReply(ToCoordinator, frozen=True, kw_only=True):
     """A layout that the coordinator requested."""
 
     hash: str
     deflated: bytes
 
 
-class IncarnationReply(Fact, frozen=True, kw_only=True):
+class IncarnationReply(ToCoordinator, frozen=True, kw_only=True):
     """An incarnation record that the coordinator requested."""
 
     data: bytes
 
 
-class Superseded(Fact, frozen=True, kw_only=True):
+class Superseded(ToCoordinator, frozen=True, kw_only=True):
     """A newer incarnation has begun elsewhere: the coordinator must stop."""
 
     incarnation: int
 
 
-class Stopping(Fact, frozen=True, kw_only=True):
+class Stopping(ToCoordinator, frozen=True, kw_only=True):
     """The follower was told to stop: the newest snapshot must be saved before ``StopAllowed``."""
 
 
 # ── coordinator to follower ──────────────────────────────────────────────────────────────────────
 
 
-class HostAttached(Fact, frozen=True, kw_only=True):
+class HostAttached(ToFollower, frozen=True, kw_only=True):
     """The coordinator has accepted the inventory; the follower must send these records first."""
 
     tell_layouts: tuple[str, ...] = ()
     tell_incarnations: tuple[int, ...] = ()
 
 
-class ForwardMessage(Fact, frozen=True, kw_only=True, tag="say"):
+class ForwardMessage(ToFollower, frozen=True, kw_only=True, tag="say"):
     """A packed frame for each of these trainers."""
 
     lines: tuple[int, ...]
     frame: bytes
 
 
-class HangUp(Fact, frozen=True, kw_only=True):
+class HangUp(ToFollower, frozen=True, kw_only=True):
     """Orders to close a trainer's connection."""
 
     line: int
 
 
-class CreateSlot(Fact, frozen=True, kw_only=True):
+class CreateSlot(ToFollower, frozen=True, kw_only=True):
     """Orders a slot to be created, with this much memory left free."""
 
     slot: int
@@ -254,19 +257,19 @@ class CreateSlot(Fact, frozen=True, kw_only=True):
     leave_bytes: int
 
 
-class CreateRings(Fact, frozen=True, kw_only=True):
+class CreateRings(ToFollower, frozen=True, kw_only=True):
     """Orders rings to be created: (slot, header bytes, data bytes) of each."""
 
     needs: tuple[tuple[int, int, int], ...]
 
 
-class DeleteSlot(Fact, frozen=True, kw_only=True):
+class DeleteSlot(ToFollower, frozen=True, kw_only=True):
     """Orders a slot's memory to be freed."""
 
     slot: int
 
 
-class GrantSlots(Fact, frozen=True, kw_only=True, tag="grant"):
+class GrantSlots(ToFollower, frozen=True, kw_only=True, tag="grant"):
     """Orders the records of these slots to be written, then each trainer to be sent its grant."""
 
     record: SlotRecord
@@ -280,7 +283,7 @@ class GrantSlots(Fact, frozen=True, kw_only=True, tag="grant"):
     compare: tuple[int, int | None] | None
 
 
-class RecordLayout(Fact, frozen=True, kw_only=True):
+class RecordLayout(ToFollower, frozen=True, kw_only=True):
     """Orders a layout to be stored, and all not ``used`` to be deleted."""
 
     hash: str
@@ -291,20 +294,20 @@ class RecordLayout(Fact, frozen=True, kw_only=True):
     """Sent only to a host that asked for it with ``LayoutMissing``."""
 
 
-class RecordOrder(Fact, frozen=True, kw_only=True):
+class RecordOrder(ToFollower, frozen=True, kw_only=True):
     """Orders the standing order of this incarnation to be recorded."""
 
     order: m.StandingOrder
 
 
-class SizeImages(Fact, frozen=True, kw_only=True):
+class SizeImages(ToFollower, frozen=True, kw_only=True):
     """Orders the images of these ranks to be planned under a layout recorded before."""
 
     layout: str
     ranks: tuple[int, ...]
 
 
-class RecordIncarnation(Fact, frozen=True, kw_only=True):
+class RecordIncarnation(ToFollower, frozen=True, kw_only=True):
     """Orders an incarnation and its parent to be recorded."""
 
     n: int
@@ -317,7 +320,7 @@ class RecordIncarnation(Fact, frozen=True, kw_only=True):
     """Record of the parent, if known: the host may have another start's of the same number."""
 
 
-class SlotsSealed(Fact, frozen=True, kw_only=True, tag="sealed"):
+class SlotsSealed(ToFollower, frozen=True, kw_only=True, tag="sealed"):
     """The images in these slots, which this host reported, are captured, or have passed through
     their rings.
     """
@@ -328,7 +331,7 @@ class SlotsSealed(Fact, frozen=True, kw_only=True, tag="sealed"):
     attempt_id: AttemptId
 
 
-class WriteImage(Fact, frozen=True, kw_only=True):
+class WriteImage(ToFollower, frozen=True, kw_only=True):
     """Orders images to be written into an attempt's directory."""
 
     directory: str
@@ -338,14 +341,14 @@ class WriteImage(Fact, frozen=True, kw_only=True):
     """Into this host's cache, not into the root."""
 
 
-class CancelWrite(Fact, frozen=True, kw_only=True):
+class CancelWrite(ToFollower, frozen=True, kw_only=True):
     """Cancels the write of an attempt's images."""
 
     directory: str
     reason: str
 
 
-class WatchWriter(Fact, frozen=True, kw_only=True):
+class WatchWriter(ToFollower, frozen=True, kw_only=True):
     """Orders a report when nobody can write to this slot, granted for this attempt, any more."""
 
     slot: int
@@ -354,11 +357,11 @@ class WatchWriter(Fact, frozen=True, kw_only=True):
     start: int
 
 
-class StopAllowed(Fact, frozen=True, kw_only=True):
+class StopAllowed(ToFollower, frozen=True, kw_only=True):
     """Everything that must be saved before a follower stops is saved, or cannot be."""
 
 
-class EndKeeper(Fact, frozen=True, kw_only=True):
+class EndKeeper(ToFollower, frozen=True, kw_only=True):
     """The run has ended. ``keep_arena``: something in memory could not be made durable."""
 
     keep_arena: bool
@@ -380,7 +383,7 @@ class ParityShards(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of these images, by rank."""
 
 
-class ParityReady(Fact, frozen=True, kw_only=True, tag="ready"):
+class ParityReady(ToCoordinator, frozen=True, kw_only=True, tag="ready"):
     """The memory for this host's shards is allocated; it waits for ``BeginParity``."""
 
     round_id: int
@@ -388,33 +391,33 @@ class ParityReady(Fact, frozen=True, kw_only=True, tag="ready"):
     """Checksum of what it read of all members' images: the members of a group must agree."""
 
 
-class ParityComplete(Fact, frozen=True, kw_only=True, tag="made"):
+class ParityComplete(ToCoordinator, frozen=True, kw_only=True, tag="made"):
     """All parity shards of this host are complete and sealed."""
 
     round_id: int
 
 
-class ParityFailed(Fact, frozen=True, kw_only=True):
+class ParityFailed(ToCoordinator, frozen=True, kw_only=True):
     """A parity shard of this host failed."""
 
     round_id: int
     reason: str
 
 
-class ImageLost(Fact, frozen=True, kw_only=True):
+class ImageLost(ToCoordinator, frozen=True, kw_only=True):
     """The image in a slot was damaged, and could not be repaired: it is discarded."""
 
     slot: int
     attempt: str
 
 
-class ShardLost(Fact, frozen=True, kw_only=True):
+class ShardLost(ToCoordinator, frozen=True, kw_only=True):
     """A parity shard was damaged and not made again: the attempt's parity is incomplete."""
 
     attempt: str
 
 
-class RebuildComplete(Fact, frozen=True, kw_only=True):
+class RebuildComplete(ToCoordinator, frozen=True, kw_only=True):
     """A lost image is rebuilt in this slot: decoded, verified, and served."""
 
     slot: int
@@ -422,7 +425,7 @@ class RebuildComplete(Fact, frozen=True, kw_only=True):
     image: ImageId
 
 
-class RebuildFailed(Fact, frozen=True, kw_only=True):
+class RebuildFailed(ToCoordinator, frozen=True, kw_only=True):
     """A lost image could not be decoded; nothing is written to the slot any more."""
 
     slot: int
@@ -430,7 +433,7 @@ class RebuildFailed(Fact, frozen=True, kw_only=True):
     reason: str
 
 
-class ShardsDropped(Fact, frozen=True, kw_only=True):
+class ShardsDropped(ToCoordinator, frozen=True, kw_only=True):
     """This host now serves only this round's shards of the images, and no earlier ones."""
 
     round_id: int
@@ -439,7 +442,7 @@ class ShardsDropped(Fact, frozen=True, kw_only=True):
 # ── parity: coordinator to follower ──────────────────────────────────────────────────────────────
 
 
-class JoinGroup(Fact, frozen=True, kw_only=True):
+class JoinGroup(ToFollower, frozen=True, kw_only=True):
     """Tells a host its parity group: numbers in the table of hosts, in the order of their ids."""
 
     hosts: tuple[int, ...]
@@ -448,7 +451,7 @@ class JoinGroup(Fact, frozen=True, kw_only=True):
     parity: int
 
 
-class MakeParity(Fact, frozen=True, kw_only=True, tag="make"):
+class MakeParity(ToFollower, frozen=True, kw_only=True, tag="make"):
     """Orders parity of an attempt, whose images the members of a group read from each other."""
 
     round_id: int
@@ -464,31 +467,31 @@ class MakeParity(Fact, frozen=True, kw_only=True, tag="make"):
     """The attempt, for a host without an image of it."""
 
 
-class DropParity(Fact, frozen=True, kw_only=True):
+class DropParity(ToFollower, frozen=True, kw_only=True):
     """Orders stored parity to be freed: nothing can be rebuilt from it any more."""
 
 
-class BeginParity(Fact, frozen=True, kw_only=True, tag="begin"):
+class BeginParity(ToFollower, frozen=True, kw_only=True, tag="begin"):
     """All hosts have allocated their memory: orders the shards to be made."""
 
     round_id: int
 
 
-class CancelParity(Fact, frozen=True, kw_only=True):
+class CancelParity(ToFollower, frozen=True, kw_only=True):
     """Cancels the making of parity shards."""
 
     round_id: int
     reason: str
 
 
-class DropShards(Fact, frozen=True, kw_only=True):
+class DropShards(ToFollower, frozen=True, kw_only=True):
     """All hosts have this round's shards in the other buffer: those in this one may be deleted."""
 
     round_id: int
     half: int
 
 
-class RebuildImage(Fact, frozen=True, kw_only=True):
+class RebuildImage(ToFollower, frozen=True, kw_only=True):
     """Orders the image of ``rank`` to be decoded into this slot, which nobody else writes to."""
 
     slot: int
@@ -502,79 +505,20 @@ class RebuildImage(Fact, frozen=True, kw_only=True):
     """Ports where hosts serve images now, if they differ from those agreed on at the start."""
 
 
-class CancelRebuild(Fact, frozen=True, kw_only=True):
+class CancelRebuild(ToFollower, frozen=True, kw_only=True):
     """Cancels all decoding into slots of this host."""
 
     reason: str
 
 
-ToCoordinator = (
-    HostInventory
-    | TrainerConnected
-    | TrainerMessage
-    | HostRequests
-    | HostCaptured
-    | TrainerGone
-    | SlotCreated
-    | SlotFailed
-    | RingsCreated
-    | RingsFailed
-    | WriterGone
-    | LayoutMissing
-    | LayoutFailed
-    | ImagesPlanned
-    | LayoutReply
-    | IncarnationReply
-    | ImageWritten
-    | WriteEnded
-    | WriteProgressed
-    | RingFreed
-    | Superseded
-    | Stopping
-    | ParityReady
-    | ParityComplete
-    | ParityFailed
-    | ShardsDropped
-    | RebuildComplete
-    | RebuildFailed
-    | ImageLost
-    | ShardLost
-    | CacheReport
-    | AskTime
-)
-ToFollower = (
-    HostAttached
-    | ForwardMessage
-    | HangUp
-    | CreateSlot
-    | CreateRings
-    | DeleteSlot
-    | GrantSlots
-    | RecordLayout
-    | RecordOrder
-    | SizeImages
-    | RecordIncarnation
-    | SlotsSealed
-    | WriteImage
-    | CancelWrite
-    | WatchWriter
-    | StopAllowed
-    | EndKeeper
-    | JoinGroup
-    | MakeParity
-    | BeginParity
-    | CancelParity
-    | DropParity
-    | DropShards
-    | RebuildImage
-    | CancelRebuild
-    | CacheOrder
-    | TellTime
-)
-
+T = TypeVar("T", bound=Fact)
 _encoder = msgspec.msgpack.Encoder()
-_to_coordinator = msgspec.msgpack.Decoder(ToCoordinator)
-_to_follower = msgspec.msgpack.Decoder(ToFollower)
+_to_coordinator: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(
+    reduce(or_, ToCoordinator.__subclasses__())
+)
+_to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(
+    reduce(or_, ToFollower.__subclasses__())
+)
 
 
 def pack(fact: Fact) -> bytes:
@@ -584,17 +528,16 @@ def pack(fact: Fact) -> bytes:
 
 def from_follower(body: bytes) -> ToCoordinator:
     """Decode a follower's message. Raises FormatError if it is invalid."""
-    try:
-        fact: ToCoordinator = _to_coordinator.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"what a keeper said makes no sense: {error}") from None
-    return fact
+    return _decode(_to_coordinator, body, "a keeper")
 
 
 def from_coordinator(body: bytes) -> ToFollower:
     """Decode a coordinator's message. Raises FormatError if it is invalid."""
+    return _decode(_to_follower, body, "the coordinator")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], body: bytes, who: str) -> T:
     try:
-        fact: ToFollower = _to_follower.decode(body)
+        return decoder.decode(body)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"what the coordinator said makes no sense: {error}") from None
-    return fact
+        raise FormatError(f"what {who} said makes no sense: {error}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 
 #: Open files that a keeper needs: for itself, its ranks and its peers; and for each other host.
 FILES, FILES_OF_HOST = 4096, 2
@@ -18,11 +18,7 @@ def allow_open_files(hosts: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < needed:
-        emit(
-            Warned(
-                message=(
-                    f"this keeper may open {allowed} files, and with {hosts} hosts needs up to "
-                    f"{needed}: raise the hard limit where training is started (ulimit -Hn)"
-                )
-            )
+        warn(
+            f"this keeper may open {allowed} files, and with {hosts} hosts needs up to "
+            f"{needed}: raise the hard limit where training is started (ulimit -Hn)"
         )

@@ -12,15 +12,11 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import Fenced, KeeperError, UsageError
 from holdfast.keeper import message_limits as limits
-from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.connections import AdmissionCounters, Ranks
+from holdfast.keeper.connections import AdmissionCounters
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.facts import Fact, ignore
-from holdfast.keeper.incarnations import Incarnations, RootAccess
-from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -39,22 +35,15 @@ class HostRole:
     def __init__(
         self,
         host_id: str,
-        coordinator: Coordinator,
-        memory: ArenaFiles,
-        ranks: Ranks,
         executor: Executor,
-        incarnations: Incarnations,
-        root: RootAccess,
-        background: Background,
         doors: AdmissionCounters,
         ended: Callable[[bool], Awaitable[None]],
     ) -> None:
-        self._host_id = host_id
-        self._coordinator, self._memory, self._ranks = coordinator, memory, ranks
-        self._executor, self._incarnations, self._root = executor, incarnations, root
-        self._background, self._admission = background, doors
-        self._ended = ended
-        self._agent = executor.agent
+        self._host_id, self._executor, self._agent = host_id, executor, executor.agent
+        self._coordinator, self._memory = executor.coordinator, executor.memory
+        self._ranks, self._background = executor.ranks, executor.background
+        self._incarnations, self._root = executor.incarnations, executor.root
+        self._admission, self._ended = doors, ended
         self.follower: Follower | None = None
         self.is_bystander = False
         """True if the run continues elsewhere, without this host."""
@@ -256,12 +245,7 @@ class HostRole:
         await self._use(network, message.incarnation)
         from holdfast.keeper.hosts.follower import Follower  # a run on one host does not need it
 
-        self.follower = Follower(
-            message,
-            self._memory,
-            self._agent,
-            self._ended,
-        )
+        self.follower = Follower(message, self._memory, self._agent, self._ended)
         self._root.share_cache(None, is_shared=True)
         await self._root.open_cache()
         return self.follower

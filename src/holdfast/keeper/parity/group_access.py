@@ -68,7 +68,7 @@ def open_group(
     here = {
         (row.record.stripe, row.record.row): (row, ranges)
         for row, ranges in reach.rows
-        if row.record.attempt == attempt and row.record.members == record.members
+        if row.record.attempt == attempt and shard_of(row.record).coding == coding
     }
 
     def image(member: GroupMember, image: ImageId) -> ImageFile | None:

@@ -176,10 +176,7 @@ class RebuildCoordinator:
         return attempt.is_whole
 
     def _is_of(
-        self,
-        one: _LostImage,
-        host: int,
-        fact: messages.RebuildComplete | messages.RebuildFailed,
+        self, one: _LostImage, host: int, fact: messages.RebuildComplete | messages.RebuildFailed
     ) -> bool:
         return (
             one.host == host
@@ -283,9 +280,9 @@ class RebuildWorker:
         except (HoldfastError, KeyError, OSError) as error:
             self._settle(run, f"there is no such slot: {error}")
             return
-        threading.Thread(
-            target=self._work, args=(run,), name="holdfast-rebuild", daemon=True
-        ).start()
+        self._background.run_beside(
+            "holdfast-rebuild", run.decode, lambda _, failure: self._ended(run, failure)
+        )
 
     def _stamp(self, run: _RebuildRun, state: str) -> None:
         """Write the slot's record like those of the attempt's other slots here."""
@@ -316,17 +313,6 @@ class RebuildWorker:
                 root_id=self._memory.root_id,
             )
         )
-
-    def _work(self, run: _RebuildRun) -> None:
-        """Decode the image and report the result, on the thread."""
-        failure = ""
-        try:
-            run.decode()
-        except (HoldfastError, OSError) as error:
-            failure = str(error)
-        except Exception as error:  # the coordinator waits for a report, whatever the error is
-            failure = f"{type(error).__name__}: {error}"
-        self._background.from_thread(lambda: self._ended(run, failure))
 
     def _ended(self, run: _RebuildRun, failure: str) -> None:
         failure = run.why or failure

@@ -16,12 +16,7 @@ from holdfast.coordinator.slots import Slot, host_of
 from holdfast.format.manifest import Generation, ImageId
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import ParityShards
-from holdfast.parity.planning.groups import (
-    Division,
-    GroupHost,
-    divide,
-    preferred_group_size,
-)
+from holdfast.parity.planning.groups import Division, GroupHost, divide, preferred_group_size
 from holdfast.parity.planning.protection import (
     CaptureDone,
     HeldSnapshot,

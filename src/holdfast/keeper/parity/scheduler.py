@@ -16,12 +16,7 @@ from msgspec import Struct
 
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.events import (
-    ProtectionPlanned,
-    SnapshotNotProtected,
-    SnapshotProtected,
-    emit,
-)
+from holdfast.events import ProtectionPlanned, SnapshotNotProtected, SnapshotProtected, emit
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.facts import Fact

@@ -11,12 +11,11 @@ import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.errors import ArenaError, FormatError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.checksum import Buffer
 from holdfast.keeper.arena_files import ArenaFiles, write_whole
 from holdfast.parity.planning.budget import capacity, check_room
@@ -95,7 +94,7 @@ class ShardFiles:
             try:
                 if path.lstat().st_size > MAX_RECORD_BYTES:
                     raise FormatError(f"{path} is no record of parity")
-                row = _stored(path, int(half), int(offset), found)
+                row = _stored(path, int(half), int(offset))
                 if self._is_there(row):
                     found.append(row)
                     continue
@@ -200,25 +199,17 @@ class ShardFiles:
         for offset, data in rows:
             path = self._record_path(half, offset)
             write_whole(path, data)
-            found.append(_stored(path, half, offset, found))
+            found.append(_stored(path, half, offset))
         return found
 
 
-def _stored(
-    path: Path, half: int, offset_bytes: int, others: Iterable[StoredParity]
-) -> StoredParity:
-    """Read the record of a shard; what it says of the group is taken of another that says the same.
-
-    The headers of a group's images may take 64 MB a record: the sealed record stays in the arena.
+def _stored(path: Path, half: int, offset_bytes: int) -> StoredParity:
+    """Read the record of a shard. The headers of a group's images may take 64 MB a record: they
+    stay in the arena, from which the record is mapped.
     """
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    record = unseal(data, str(path))
-    for other in others:
-        if other.record.members == record.members:
-            record = msgspec.structs.replace(record, members=other.record.members)
-            break
-    return StoredParity(half, offset_bytes, record, data)
+    return StoredParity(half, offset_bytes, unseal(data, str(path)), data)
 
 
 def division_of(terms: RecordTerms) -> Division:
@@ -347,7 +338,7 @@ class ShardStore:
                 )
             self._server.offer_document(record_path(*at), row.data, generation=generation)
         except ArenaError as error:  # the arena was removed, for example
-            emit(Warned(message=f"parity is not offered to peers: {error}"))
+            warn(f"parity is not offered to peers: {error}")
 
 
 def name_of(record: ParityRecord) -> tuple[str, int, int]:

@@ -38,8 +38,7 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
-from holdfast.transport.server import PeerServer
-from holdfast.transport.server import ThreadSafeServer as ThreadOffering
+from holdfast.transport.server import PeerServer, ThreadSafeServer
 from holdfast.transport.wire.http import generation_name, members_path
 
 if TYPE_CHECKING:  # needed only after a loss
@@ -127,7 +126,7 @@ class ParityWorker:
             slot = there[rank]
             image = self._memory.files[slot.id].image
             start = header_size(bytes(image[:8]), f"rank {rank}", slot.image_bytes)
-            head = bytes(image[:start])
+            head = memoryview(bytes(image[:start]))  # the slot may get another image
             images.append(
                 ImageFact(rank, slot.image_bytes, start, slot.header_xxh3, slot.table_xxh3, head)
             )
@@ -268,7 +267,7 @@ class ParityWorker:
             return
         self._run, self._next = run, None
         self._set_rate(run.order.rate_bytes_s)
-        self._in_thread(run, lambda: self._agree(run), self._agreed)
+        self._in_thread(run, self._agree, self._agreed)
 
     def _set_rate(self, rate_bytes_s: int | None) -> None:
         """Set the rate limit for pulling parity data, and for serving others meanwhile."""
@@ -277,22 +276,14 @@ class ParityWorker:
             self._server.set_rate(rate_bytes_s)
 
     def _in_thread(
-        self, run: _ParityRun, work: Callable[[], T], done: Callable[[_ParityRun, T | str], None]
+        self,
+        run: _ParityRun,
+        work: Callable[[_ParityRun], T],
+        done: Callable[[_ParityRun, T | None, str], None],
     ) -> None:
-        """Run ``work`` on a thread; call ``done`` on the loop with the result, or the reason of its
-        failure.
-        """
-
-        def body() -> None:
-            try:
-                result: T | str = work()
-            except (HoldfastError, OSError) as error:
-                result = str(error)
-            except Exception as error:  # the other hosts wait for this one, whatever the error is
-                result = f"{type(error).__name__}: {error}"
-            self._background.from_thread(lambda: done(run, result))
-
-        threading.Thread(target=body, name="holdfast-parity", daemon=True).start()
+        self._background.run_beside(
+            "holdfast-parity", lambda: work(run), lambda result, why: done(run, result, why)
+        )
 
     def _agree(self, run: _ParityRun) -> RecordTerms:
         """Read on the thread of which images the members make parity; nothing is written yet."""
@@ -327,12 +318,12 @@ class ParityWorker:
         terms.number_of(self._own)
         return terms
 
-    def _agreed(self, run: _ParityRun, terms: RecordTerms | str) -> None:
-        if isinstance(terms, str) or run.why:
-            self._ended(run, terms if isinstance(terms, str) else run.why)
+    def _agreed(self, run: _ParityRun, terms: RecordTerms | None, failure: str) -> None:
+        if terms is None or run.why:
+            self._ended(run, None, failure or run.why)
             return
         self.store.forget(run.order.half)
-        self._in_thread(run, lambda: self._exchange(run, terms), self._ended)
+        self._in_thread(run, lambda run: self._exchange(run, terms), self._ended)
 
     def _exchange(self, run: _ParityRun, terms: RecordTerms) -> list[StoredParity]:
         """Run the exchange on the thread; return all shards, with their records written."""
@@ -347,7 +338,7 @@ class ParityWorker:
             self._own,
             peers={peer.name: peer for peer in run.group.members if peer.name != self._own},
             room=self._room(terms, {(k.stripe, k.row): m for k, (_, m) in places.items()}),
-            offers=ThreadOffering(server, self._loop),
+            offers=ThreadSafeServer(server, self._loop),
             puller=puller,
             budget=self._budget,
         )
@@ -375,14 +366,14 @@ class ParityWorker:
         if self._server is not None:
             self._server.withdraw(run.path)
 
-    def _ended(self, run: _ParityRun, made: list[StoredParity] | str) -> None:
-        """Handle the end of a round, on the loop. ``made``: its shards, or why there are none."""
+    def _ended(self, run: _ParityRun, made: list[StoredParity] | None, failure: str) -> None:
+        """Handle the end of a round, on the loop. ``made``: its shards; ``failure``: why there are
+        none.
+        """
         self._run = None
         self._withdraw(run)
         self._set_rate(None)  # a restore reads as fast as it can
-        failure = made if isinstance(made, str) else ""
-        if not isinstance(made, str):
-            self.store.add(made)
+        self.store.add(made or ())
         if failure or run.why:
             reason = run.why or failure
             run.tell(messages.ParityFailed(round_id=run.order.round_id, reason=reason))
@@ -448,7 +439,7 @@ class _ParityRun:
         group: ParityGroup,
         attempt_id: AttemptId,
         member: MemberFact,
-        heads: Mapping[str, bytes],
+        heads: Mapping[str, memoryview],
         tell: Report,
     ) -> None:
         self.order, self.group, self.attempt_id, self.member = order, group, attempt_id, member

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -27,7 +28,6 @@ from holdfast.parity.exchange.windows import (
     Inbox,
     Outbox,
     RateBudget,
-    WindowOffers,
     block_sums,
 )
 from holdfast.parity.planning.budget import PIECE_BYTES, WINDOW_BYTES, passing_bytes, staging_bytes
@@ -44,6 +44,9 @@ from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer, failed
 from holdfast.transport.pull import PeerDownload
 from holdfast.transport.wire.http import generation_name, image_path
+
+if TYPE_CHECKING:
+    from holdfast.transport.server import ThreadSafeServer
 
 PATIENCE_S = 30.0
 """Timeout for anything one member waits for from another, beside the waits of its rate budget."""
@@ -85,7 +88,7 @@ class ShardExchange:
         *,
         peers: Mapping[str, Peer],
         room: ShardMemory,
-        offers: WindowOffers,
+        offers: ThreadSafeServer,
         puller: Puller,
         budget: RateBudget,
         patience_s: float = PATIENCE_S,

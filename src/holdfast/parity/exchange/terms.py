@@ -59,7 +59,7 @@ def _listed(image: ImageFact, earlier: ImageFact | None) -> ListedImage:
     )
     if earlier is None:
         return listed
-    head, base = image.head, earlier.head
+    head, base = bytes(image.head), bytes(earlier.head)
     before = _same(head, base)
     after = _same(head[before:][::-1], base[before:][::-1])
     if before + after < len(head) // 2:  # it is another layout's
@@ -79,7 +79,7 @@ def _same(a: bytes, b: bytes) -> int:
     return low
 
 
-def heads_of(records: Iterable[ParityRecord]) -> dict[str, bytes]:
+def heads_of(records: Iterable[ParityRecord]) -> dict[str, memoryview]:
     """Return all headers in these records, by their checksums."""
     return {
         image.header_xxh3: image.head
@@ -104,7 +104,7 @@ class TermsReader:
         attempt: str,
         round_id: int,
         generation: str,
-        heads: Mapping[str, bytes],
+        heads: Mapping[str, memoryview],
         budgeted: BudgetedPuller,
         scope: CancelScope,
         patience: Callable[[], float],
@@ -139,18 +139,18 @@ class TermsReader:
             if (listed.host, image.rank) not in heads
         }
         self._budgeted.pull(list(missing.values()))
-        heads |= {at: bytes(wanted.into) for at, wanted in missing.items()}
+        heads |= {at: wanted.into for at, wanted in missing.items()}
         others = (MemberFact(one.host, tuple(_facts(one, heads))) for _, one in lists)
         return tuple(sorted([self._own, *others], key=lambda member: member.host))
 
-    def _known(self, image: ListedImage) -> bytes | None:
+    def _known(self, image: ListedImage) -> memoryview | None:
         """Return the header of an image, if this host has what it differs from."""
         base = self._heads.get(image.base)
         if base is None or not 0 <= image.same_after <= len(base) - image.same_before:
             return None
         end = len(base) - image.same_after
-        head = base[: image.same_before] + image.middle + base[end:]
-        return head if text(checksum(head)) == image.header_xxh3 else None
+        head = b"".join((base[: image.same_before], image.middle, base[end:]))
+        return memoryview(head) if text(checksum(head)) == image.header_xxh3 else None
 
     def _list(self, peer: Peer) -> MemberList:
         """Return the list of one host, as soon as that host has begun the round."""
@@ -189,7 +189,7 @@ class TermsReader:
         return failed(peer, self._task, "body", f"its list of images makes no sense: {what}")
 
 
-def _facts(listed: MemberList, heads: Mapping[tuple[str, int], bytes]) -> Iterator[ImageFact]:
+def _facts(listed: MemberList, heads: Mapping[tuple[str, int], memoryview]) -> Iterator[ImageFact]:
     for one in listed.images:
         yield ImageFact(
             one.rank,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,10 +23,13 @@ from holdfast.parity.planning.placement import StoredShard
 from holdfast.parity.planning.record import RecordTerms
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer, SignedRequest, failed
-from holdfast.transport.pull import PeerDownload
+from holdfast.transport.pull import PeerDownload, PullOperation
 from holdfast.transport.wire import admission as refusals
 from holdfast.transport.wire.admission import TokenBucket
 from holdfast.transport.wire.http import generation_name, manifest_path, window_path
+
+if TYPE_CHECKING:
+    from holdfast.transport.server import ThreadSafeServer
 
 MOST_PIECE_BYTES = 16 << 20
 _NAP_S = 0.1
@@ -74,21 +77,13 @@ class RateBudget:
         return 0.0 if rate is None else count / rate
 
 
-class ExchangeCancelled(Protocol):
-    """An operation that can be cancelled from any thread."""
-
-    def cancel(self) -> None:
-        """End the operation: every thread that waits for it wakes up with an error."""
-        ...
-
-
 class CancelScope:
     """Cancellation state of one exchange; the condition ``changed`` wakes its waiting threads."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.reason: BaseException | None = None
-        self._pulls: set[ExchangeCancelled] = set()
+        self._pulls: set[PullOperation | PeerDownload] = set()
 
     def stop(self, reason: BaseException) -> None:
         """End the exchange, from any thread. The first reason counts."""
@@ -127,7 +122,7 @@ class CancelScope:
             self.changed.wait_for(lambda: self.reason is not None, seconds)
         self.check()
 
-    def add(self, pull: ExchangeCancelled) -> None:
+    def add(self, pull: PullOperation | PeerDownload) -> None:
         """Cancel this operation when the exchange ends."""
         with self.changed:
             self._pulls.add(pull)
@@ -135,7 +130,7 @@ class CancelScope:
         if is_over:
             pull.cancel()
 
-    def remove(self, pull: ExchangeCancelled) -> None:
+    def remove(self, pull: PullOperation | PeerDownload) -> None:
         """Forget this operation, which has ended."""
         with self.changed:
             self._pulls.discard(pull)
@@ -216,31 +211,6 @@ _SOON_S, _LATER_S = 0.001, 0.05
 """Delay between two polls of a manifest: longer each time that nothing is new."""
 
 
-class WindowOffers(Protocol):
-    """The offers of this host to its peers. Thread-safe; see ``holdfast.transport.server``."""
-
-    def offer_file(
-        self,
-        path: str,
-        file: Path | int,
-        *,
-        offset_bytes: int,
-        length_bytes: int,
-        generation: str,
-        on_confirmed: Callable[[], None] | None = None,
-    ) -> None:
-        """Offer bytes of a file; call ``on_confirmed`` when a peer has them."""
-        ...
-
-    def offer_document(self, path: str, data: bytes, *, generation: str) -> None:
-        """Offer bytes from memory."""
-        ...
-
-    def withdraw(self, path: str) -> bool:
-        """End an offer."""
-        ...
-
-
 class WindowManifest(msgspec.Struct, frozen=True, array_like=True):
     """Lists the windows that can be fetched now: ``first`` and its successors, one entry each."""
 
@@ -273,7 +243,7 @@ class Outbox:
         memory: memoryview,
         file: Path | int,
         offset_bytes: int,
-        offers: WindowOffers,
+        offers: ThreadSafeServer,
         scope: CancelScope,
         patience: Callable[[], float],
     ) -> None:

@@ -21,13 +21,7 @@ import msgspec
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count, checksum, text
 from holdfast.format.image import MAX_HEADER_BYTES, PAGE_BYTES, table_offset
-from holdfast.format.manifest import (
-    MAX_IMAGE_BYTES,
-    MAX_NUMBER,
-    AttemptId,
-    Generation,
-    ImageId,
-)
+from holdfast.format.manifest import MAX_IMAGE_BYTES, MAX_NUMBER, AttemptId, Generation, ImageId
 from holdfast.geometry.mesh import MAX_RANKS
 from holdfast.parity.planning.groups import MAX_GROUP
 from holdfast.parity.planning.placement import StoredShard, StripePlacement, stored_by
@@ -68,8 +62,10 @@ class MemberImage(msgspec.Struct, frozen=True):
 class ImageFact(MemberImage, frozen=True):
     """One image of a member."""
 
-    head: bytes
-    """The header itself. It keeps the metadata wherever the data can be rebuilt."""
+    head: memoryview
+    """The header itself. It keeps the metadata wherever the data can be rebuilt. Of a record that
+    was read it is a part of that record's bytes, which are mapped where they lie in an arena.
+    """
 
 
 class MemberFact(msgspec.Struct, frozen=True):
@@ -332,8 +328,4 @@ def _row_faults(record: ParityRecord) -> Iterator[str]:
             yield f"{len(record.sums)} bytes of checksums are not one for each block of its row"
 
 
-_ALL_FAULTS = (
-    _own_faults,
-    _group_faults,
-    _row_faults,
-)  # in this order
+_ALL_FAULTS = (_own_faults, _group_faults, _row_faults)  # in this order

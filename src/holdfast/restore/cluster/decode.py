@@ -40,11 +40,7 @@ from holdfast.parity.planning.placement import (
 )
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.peer_images import PeerRanges, Ranges, staged
-from holdfast.restore.planning.holdings import (
-    CodedGroup,
-    GroupCoding,
-    GroupMember,
-)
+from holdfast.restore.planning.holdings import CodedGroup, GroupCoding, GroupMember
 from holdfast.restore.planning.plan import BATCH_BYTES
 from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
 from holdfast.storage.direct import aligned_memory
@@ -481,7 +477,7 @@ def decode_image(group: GroupAccess, record: ParityRecord, rank: int) -> Degrade
     member, n = group.place_of(rank)
     fact = record.members[member].images[n]
     name = f"the image of rank {rank} in {record.attempt}"
-    image = group.lost_image(rank, lambda: fact.head, name)
+    image = group.lost_image(rank, lambda: bytes(fact.head), name)
     image.open(group.identity(rank))
     return image
 

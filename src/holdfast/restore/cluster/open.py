@@ -21,12 +21,7 @@ from holdfast.geometry.layout import Layout, table_hash
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.protocol.arena import layout_file
 from holdfast.restore.cluster.collect import decode_inventory, read_record
-from holdfast.restore.cluster.decode import (
-    BROKEN,
-    GroupAccess,
-    ParityRow,
-    peer_shard,
-)
+from holdfast.restore.cluster.decode import BROKEN, GroupAccess, ParityRow, peer_shard
 from holdfast.restore.cluster.peer_images import PeerImage
 from holdfast.restore.planning.holdings import (
     Decoding,
@@ -41,11 +36,7 @@ from holdfast.restore.planning.holdings import (
 from holdfast.restore.reading.images import Checkpoint, ImageFile, SlotImage
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
-from holdfast.transport.wire.http import (
-    INVENTORY,
-    generation_name,
-    layout_path,
-)
+from holdfast.transport.wire.http import INVENTORY, generation_name, layout_path
 
 
 class LocalSlot(NamedTuple):
@@ -284,7 +275,7 @@ class ImageOpener:
             except BROKEN as error:
                 failure = error
             else:
-                return record.members[way.member].images[way.image].head
+                return bytes(record.members[way.member].images[way.image].head)
         raise failure
 
     def _record(self, coding: GroupCoding, host: str, stripe: int, row: int) -> ParityRecord:

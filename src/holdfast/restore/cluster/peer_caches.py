@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from holdfast.errors import HoldfastError, NotFound, PeerError, StorageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.storage.base import short_read
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
@@ -58,7 +58,7 @@ class CacheListings:
         try:
             return _files.decode(self.puller().document(peer, CACHE))
         except (HoldfastError, msgspec.MsgspecError) as error:
-            emit(Warned(message=f"the cache of {peer.name} cannot be read: {error}"))
+            warn(f"the cache of {peer.name} cannot be read: {error}")
             return {}
 
 

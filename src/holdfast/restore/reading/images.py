@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.catalogue import damage_note, layout_path, manifest_path, read_bounded
-from holdfast.errors import (
-    AlreadyPublished,
-    ChecksumMismatch,
-    FormatError,
-    HoldfastError,
-)
+from holdfast.errors import AlreadyPublished, ChecksumMismatch, FormatError, HoldfastError
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text, unpack_table
 from holdfast.format.image import (
     PART_METADATA,

@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,13 @@ class PowerRecorder:
         return frozenset(self._directories)
 
     def __enter__(self) -> PowerRecorder:
-        for name in ("open", "mkdir", "link", "replace", "rename", "unlink", "rmdir"):
+        for name in ("open", "mkdir", "link", "pwrite", "pwritev", "write", "fsync", "ftruncate"):
             self._install(name, getattr(self, f"_{name}"))
-        for name in ("pwrite", "pwritev", "write", "fsync", "fdatasync", "ftruncate"):
-            self._install(name, getattr(self, f"_{name}"))
+        self._install("fdatasync", self._fsync)
+        for name in ("replace", "rename"):
+            self._install(name, partial(self._replace_name, name))
+        for name in ("unlink", "rmdir"):
+            self._install(name, partial(self._remove_name, name))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,18 +144,8 @@ class PowerRecorder:
         self._name(target, number)
         self._name(source, None)
 
-    def _rename(self, source: Any, target: Any, **options: Any) -> None:
-        self._replace_name("rename", source, target, **options)
-
-    def _replace(self, source: Any, target: Any, **options: Any) -> None:
-        self._replace_name("replace", source, target, **options)
-
-    def _unlink(self, path: Any, **options: Any) -> None:
-        self._real["unlink"](path, **options)
-        self._name(path, None)
-
-    def _rmdir(self, path: Any, **options: Any) -> None:
-        self._real["rmdir"](path, **options)
+    def _remove_name(self, call: str, path: Any, **options: Any) -> None:
+        self._real[call](path, **options)
         self._name(path, None)
 
     # ── calls with descriptors ───────────────────────────────────────────────────────────────────
@@ -204,9 +198,6 @@ class PowerRecorder:
         self._real["fsync"](descriptor)
         if self._knows(descriptor):
             self.operations.append(SyncObject(self._number(descriptor)))
-
-    def _fdatasync(self, descriptor: int) -> None:
-        self._fsync(descriptor)
 
     # ── files by number ──────────────────────────────────────────────────────────────────────────
 

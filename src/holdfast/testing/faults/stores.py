@@ -116,12 +116,7 @@ class FaultyStore(PassingStore):
     """
 
     def __init__(
-        self,
-        inner: Store,
-        *,
-        fail_at: int | None = None,
-        mode: Mode = "stop",
-        late_by: int = 1,
+        self, inner: Store, *, fail_at: int | None = None, mode: Mode = "stop", late_by: int = 1
     ) -> None:
         super().__init__(inner)
         self._late: Callable[[], object] | None = None
