@@ -40,7 +40,7 @@ from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, Lease, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch, leased_paths
-from holdfast.overview import indexed_records
+from holdfast.overview import Summary, indexed_records
 from holdfast.persist.pins import manifests_in_pins, pinned, pinned_alone
 from holdfast.storage.base import Store, remove_all, settle_s, unfinished
 from holdfast.storage.files import may_be_same
@@ -299,13 +299,15 @@ def _is_there(store: Store, path: str) -> bool:
     return any(_is_there(store, f"{path}/{name}") for name in store.list(path))
 
 
-def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
+def unnamed_layouts(store: Store, manifests: Iterable[Manifest | Summary]) -> list[str]:
     """Returns the layouts that none of ``manifests``, which must be all, and no pin uses; no
-    foreign files.
+    foreign files. None while a pin cannot be read, which may use any.
     """
     manifests = list(manifests)
-    manifests += pinned_alone(store, manifests)
-    named = {layout_path(manifest.layout) for manifest in manifests}
+    alone, unclear = _of_pins(store, manifests, pinned(store))
+    if unclear:
+        return []
+    named = {layout_path(manifest.layout) for manifest in (*manifests, *alone)}
     below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS) if _IS_LAYOUT(name))
     return [path for path in below if path not in named]
 

@@ -161,12 +161,11 @@ def mendable(store: Store, found: RootContents[Described]) -> list[tuple[Manifes
 
 
 def pinned_alone(
-    store: Store, manifests: Iterable[Described], pins: Collection[Generation] | None = None
+    store: Store, manifests: Iterable[Described], pins: Collection[Generation]
 ) -> list[Manifest]:
     """Returns the manifests that pins hold of checkpoints that are not among ``manifests``: what
     they name stays, so that a repair can bring the rest back. ``pins``: those there are now.
     """
-    pins = pinned(store) if pins is None else pins
     alone = set(pins) - {manifest.generation for manifest in manifests}
     return [manifest for manifest, _ in manifests_in_pins(store, alone)]
 
