@@ -73,7 +73,7 @@ Call = Callable[[], None]
 _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
-_UNINDEXED, _INDEXED_FROM = 16, 32
+_UNINDEXED, _INDEXED_FROM = 16, 10
 #: So many manifests are read with a publication, of those of which only the names are known; and
 #: with the one that has seen all names first.
 _READ_AT_ONCE, _READ_FIRST = 8, 4
@@ -195,7 +195,7 @@ class Persister:
             return
         started_s = time.monotonic()
         self._resume(job)
-        self._sweeper.know(place(job.generation, job.directory) for place in _PLACES)
+        self._sweeper.begin(place(job.generation, job.directory) for place in _PLACES)
         self._record(job.incarnation)
         parent = job.incarnation.parent
         self._images.parts.base = max(self._mine, default=parent and Generation(*parent))
