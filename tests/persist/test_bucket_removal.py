@@ -14,7 +14,7 @@ from holdfast.geometry.layout import Layout
 from holdfast.keeper import persister as persister_module
 from holdfast.keeper.persister import Persister
 from holdfast.leases import LeaseWatch
-from holdfast.persist import commit
+from holdfast.persist import commit, pins
 from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
@@ -416,3 +416,53 @@ def test_an_announcement_that_lands_when_another_has_the_lock_is_carried_out_by_
     with third.lock("writer", "the third"):
         assert third.read(path) == b"frozen"
     assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+def test_a_pin_is_not_promised_while_a_request_to_remove_it_may_land(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store, generation = opened(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(opened(), generation)
+    world.fault = lambda kind, key: "late" if kind == "DELETE" and "/pins/" in key else ""
+    with pytest.raises(StorageError):
+        pins.unpin(opened(), generation)
+    world.fault = lambda kind, key: ""
+    with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
+        pins.pin(opened(), generation)
+    assert pins.pinned(store) == {generation}
+    world.land()
+    assert not pins.pinned(store)
+    world.now_s += settle_s(store)
+    pins.pin(opened(), generation)
+    pins.pin(opened(), generation, "again")
+    assert pins.pinned(store) == {generation}
+
+
+@pytest.mark.promise
+def test_a_layout_that_an_earlier_holders_request_removes_late_is_written_again(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store = opened()
+    commit.open_root(store, "r")
+    with store.lock("writer", "a run that ends before its first checkpoint"):
+        commit.write_layout(store, SPLIT.hash, SPLIT.to_json())
+    world.now_s += settle_s(store)
+    world.fault = lambda kind, key: "late" if kind == "DELETE" and "/layouts/" in key else ""
+    with pytest.raises(StorageError):
+        pruned(opened())
+    world.fault = lambda kind, key: ""
+    store, outcomes = opened(), list[str | None]()
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    with store.lock("writer", "the next run"):
+        for step in (1, 2):
+            persister.work_one(job_of(Generation(1, step), RECORD, layout=SPLIT))
+            if step == 1:
+                require_whole(store, [1])
+                world.land()
+                assert not store.list("layouts")
+    persister.stop()
+    assert outcomes == [None, None]
+    require_whole(store, [1, 2])

@@ -66,7 +66,7 @@ from holdfast.overview import (
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, free_bytes, holding, resume, settle_s
+from holdfast.storage.base import Store, free_bytes, holding, resume, settle_s, unsettled_s
 
 Outcome = Callable[[str, str | None], None]
 Call = Callable[[], None]
@@ -340,9 +340,9 @@ class Persister:
 
     def _write_layout(self, layout: str, data: bytes) -> None:
         """Make the layout durable; it is looked at once under one holding of a bucket's lock, in
-        which nobody removes it.
+        which nobody removes it, from when no removal of an earlier holder can land.
         """
-        if not self._is_written(layout):
+        if not self._is_written(layout) or unsettled_s(self.store):
             commit.write_layout(self.store, layout, data)
             self._written.add((layout, holding(self.store)))
 

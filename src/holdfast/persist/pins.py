@@ -28,6 +28,7 @@ interleaves both sides at every step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,9 +46,16 @@ from holdfast.catalogue import (
     pin_path,
     read_document,
 )
-from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, RootBusy
+from holdfast.errors import (
+    AlreadyPublished,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    RootBusy,
+    StorageError,
+)
 from holdfast.format.manifest import Generation, Manifest, Pin, seal, unseal
-from holdfast.storage.base import Store
+from holdfast.storage.base import Lock, Store
 
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.02
@@ -97,9 +105,10 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
     """Keep the checkpoint of ``generation`` from now on. Raises NotFound when there is none (any
     more).
 
-    A second pin only renews the note. RootBusy when other calls hold pins for ten seconds.
+    A second pin only renews the note. RootBusy when other calls hold pins for ten seconds;
+    StorageError where a removal of this pin may still land that nobody answered.
     """
-    with _turn(store):
+    with _turn(store) as lock:
         data = _manifest(store, generation)
         made = Pin(
             run_id=unseal(Manifest, data, manifest_path(generation)).run_id,
@@ -112,6 +121,17 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
         if _publish(store, made) and not store.exists(manifest_path(generation)):
             store.remove(pin_path(generation))
             raise _gone(store, generation)
+        # A pin comes back under the name that such a request removes.
+        if waits_s := getattr(lock, "unsettled_s", 0.0):
+            raise StorageError(
+                f"{generation} in {store.url} is pinned now, but a request of an earlier call that "
+                "nobody answered may still remove this pin. Pin it again in "
+                f"{math.ceil(waits_s / 60)} minutes to be sure of it.",
+                operation="pin",
+                path=pin_path(generation),
+                url=store.url,
+                errno=0,
+            )
         return made
 
 
@@ -244,7 +264,7 @@ def _is_whole(store: Store, manifest: Manifest) -> bool:
 
 
 @contextmanager
-def _turn(store: Store) -> Iterator[None]:
+def _turn(store: Store) -> Iterator[Lock]:
     """Admits one call at a time; each takes milliseconds."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
@@ -256,4 +276,4 @@ def _turn(store: Store) -> Iterator[None]:
                 raise
             time.sleep(_PAUSE_S)
     with lock:
-        yield
+        yield lock
