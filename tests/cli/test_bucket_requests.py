@@ -78,7 +78,7 @@ def test_a_command_reads_the_manifests_that_it_shows_and_says_the_same_without_a
     del world.objects[f"root/.{INDEX}"]
     read_by(world, [command, ROOT, *rest, "--json"])
     assert _without_times(capsys.readouterr().out) == _without_times(said)
-    assert len(world.log) >= requests + 30 or command == "pin" and "--list" in rest
+    assert len(world.log) >= requests + 30 or (command == "pin" and "--list" in rest)
     kept = {key for key in after if "/manifests/" in key or "/steps/" in key}
     assert kept == {key for key in world.objects if "/manifests/" in key or "/steps/" in key}
 

@@ -167,9 +167,7 @@ def go_on(world: World, patch: pytest.MonkeyPatch, root: Root, durable: int) -> 
     return is_resumed
 
 
-def clean(
-    world: World, patch: pytest.MonkeyPatch, root: Root
-) -> tuple[ObjectStore, Catalogue]:
+def clean(world: World, patch: pytest.MonkeyPatch, root: Root) -> tuple[ObjectStore, Catalogue]:
     """What `holdfast prune` does, in a process of its own."""
     store = store_of(world, patch)
     lease, leases = store.lock("writer", "pruner"), LeaseWatch(store)

@@ -439,9 +439,7 @@ class Persister:
         elif (found := self._check.look(before)) is not None:
             self._known = replace(found, lacking=0)
             return self._known
-        found = overview(
-            self.store, before, has_records=has_records, is_brief=True, listed=listed
-        )
+        found = overview(self.store, before, has_records=has_records, is_brief=True, listed=listed)
         self._unindexed += found.lacking  # now: this keeper may end with its first publication
         self._known = replace(found, lacking=0)
         return self._known

@@ -24,7 +24,6 @@ from holdfast.catalogue import (
     MANIFESTS,
     PARTS,
     STEPS,
-    Described,
     M,
     RootContents,
 )
