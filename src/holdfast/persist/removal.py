@@ -26,6 +26,7 @@ from holdfast.catalogue import (
     STEPS,
     M,
     RootContents,
+    manifest_path,
 )
 from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation, Manifest
@@ -35,7 +36,7 @@ from holdfast.persist import commit
 from holdfast.persist.drain_order import unmarked
 from holdfast.persist.pins import mend, mendable, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, is_link, settle_s, unfinished, unsettled_s
+from holdfast.storage.base import Store, is_link, unfinished, unsettled_s
 
 _NUMBER = "(?:0|[1-9][0-9]{0,15})"
 _GENERATION = f"{_NUMBER}-{_NUMBER}"
@@ -213,9 +214,9 @@ def _files_below(store: Store, directory: str) -> Iterator[str]:
 
 def _readable(store: Store, known: Overview = UNSEEN) -> Overview:
     found = overview(store, known)
-    if settle_s(store):  # a list may lag: what has images may have a manifest that none shows yet
-        said = commit.generations_of(commit.directories_there(store))
-        found = confirmed(store, found, said.difference(found.generations))
+    # A list may lag: what has images may have a manifest that it does not show yet.
+    said = commit.generations_of(commit.directories_there(store))
+    found = confirmed(store, found, (g for g in said if manifest_path(g) not in found.tags))
     # An earlier version's index does not say which layouts are named.
     found = confirmed(store, found, [m.generation for m in found.manifests if not m.layout])
     if found.broken:
