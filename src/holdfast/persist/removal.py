@@ -164,7 +164,7 @@ def remove(
         if m.generation not in leases.generations() and commit.withdraw(store, m.generation)
     )
     # Read again: only files that are unnamed now, and were in the plan, are swept.
-    left = _readable(store, found).manifests
+    left = _readable(store, found, {m.generation for m in gone}).manifests
     planned = {one.path for one in (*removal.directories, *removal.layouts)} | _directories(gone)
     planned = set() if waits_s else planned
     held = leases.paths()  # after the manifests were removed: see holdfast.leases
@@ -212,10 +212,13 @@ def _files_below(store: Store, directory: str) -> Iterator[str]:
             yield from _files_below(store, path)
 
 
-def _readable(store: Store, known: Overview = UNSEEN) -> Overview:
+def _readable(
+    store: Store, known: Overview = UNSEEN, removed: Collection[Generation] = ()
+) -> Overview:
+    """Lists a root of which all can be read. ``removed``: what is known to be gone."""
     found = overview(store, known)
     # A list may lag: what has images may have a manifest that it does not show yet.
-    said = commit.generations_of(commit.directories_there(store))
+    said = commit.generations_of(commit.directories_there(store)).difference(removed)
     found = confirmed(store, found, (g for g in said if manifest_path(g) not in found.tags))
     # An earlier version's index does not say which layouts are named.
     found = confirmed(store, found, [m.generation for m in found.manifests if not m.layout])
