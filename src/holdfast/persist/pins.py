@@ -20,6 +20,9 @@ Then a checkpoint whose ``pin`` succeeded stays:
   pruner publishes them (``mend``) before it removes anything else. The images are still there:
   only pruners remove them, and a pruner mends first.
 
+In a bucket a request to remove the pin, of an earlier call, may land after P if nobody answered it:
+while one may, ``pin`` fails, although it has set the pin.
+
 U can only remove the pin that P of the same call made: calls of ``pin`` take turns, and a call
 that finds an existing pin leaves it there, whatever C finds. Nobody reads images between W and B:
 they are removed later, by the manifests that are published then. tests/persist/test_pins.py
