@@ -96,14 +96,12 @@ def test_no_more_stay_where_each_start_ends_with_its_first_publications_and_a_st
         store = model_store(world, monkeypatch, tries_s=0.1)
         if n == 1:
             commit.open_root(store, "r")
-        begun = len(world.log)
-        found = read_newest(store)
-        most["start"] = max(most["start"], len(world.log) - begun)
-        latest = found.latest
+        begun, latest = len(world.log), read_newest(store).latest
         one = start(n, latest, float(n)) if latest else RECORD
         keeper = Keeper(store, Keep(last=keep))
         with store.lock("writer", "me"):
             keeper.record(one)
+            most["start"] = max(most["start"], len(world.log) - begun)
             for _ in range(life):
                 begun, step = len(world.log), step + 1
                 keeper.persister.work_one(job_of(Generation(n, step), one))
