@@ -101,14 +101,18 @@ def test_prune_leaves_what_a_save_that_was_taken_over_is_about_to_name(
 
 
 @pytest.mark.promise
-@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize(
+    ("is_damaged", "is_pinned"), [(False, False), (True, False), (False, True)]
+)
 def test_prune_leaves_what_a_manifest_names_that_no_list_shows_yet(
-    world: World, opened: Callable[[], ObjectStore], is_damaged: bool
+    world: World, opened: Callable[[], ObjectStore], is_damaged: bool, is_pinned: bool
 ) -> None:
     store = opened()
     commit.open_root(store, "r")
     with store.lock("writer", "the run"):
         assert saved(store, 1, SPLIT) is None and saved(store, 2) is None
+    if is_pinned:
+        pins.pin(opened(), Generation(1, 2))
     newest = f"root/{manifest_path(Generation(1, 2))}"
     whole = world.objects[newest]
     world.listed = sorted(world.objects.keys() - {newest})

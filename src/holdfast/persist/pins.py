@@ -217,7 +217,8 @@ def mend(store: Store, found: RootContents[Described]) -> bool:
     """
     mended = mendable(store, found)
     for manifest, data in mended:
-        store.publish(manifest_path(manifest.generation), data)
+        with suppress(AlreadyPublished):  # a list lags
+            store.publish(manifest_path(manifest.generation), data)
     return bool(mended)
 
 
