@@ -44,7 +44,7 @@ def store(world: World, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
 def read_by(world: World, argv: Sequence[str]) -> set[str]:
     """Returns the manifests whose content a command asks for."""
     world.log.clear()
-    assert main(argv) == 0
+    assert main(argv) == (argv[0] == "diff")  # which tells a difference
     return {key for kind, key in world.log if kind == "GET" and "/manifests/" in key}
 
 
@@ -64,7 +64,7 @@ def read_by(world: World, argv: Sequence[str]) -> set[str]:
         (["prune", "--last", "30", "--dry-run"], 0),
         (["prune", "--last", "30", "--yes"], 10),
     ],
-    ids=" ".join,
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
 )
 def test_a_command_reads_the_manifests_that_it_shows_and_says_the_same_without_an_index(
     words: list[str], most: int, world: World, store: ObjectStore, capsys: Out

@@ -123,7 +123,7 @@ class Persister:
         self._resumed: PersistJob | None = None
         self._sweeper = commit.Sweeper(store)
         self._known = UNSEEN
-        self._unindexed = 0
+        self._unindexed = _UNINDEXED // 2  # sooner than later ones: this keeper may end soon
         self._is_read = False
         """The last publication read manifests, and so removed nothing."""
         self._check = PagedCheck(store)

@@ -397,11 +397,11 @@ def _refuse_another(
 def _refuse_another_run(store: Store, found: Overview, run_id: str) -> None:
     """Refuses a root with documents of another run, and one of which that cannot be told."""
     pins = read_pins(store)
-    held = (*found.manifests, *found.incarnations, *(p.pin for p in pins.values() if p.pin))
-    other = next((one.run_id for one in held if one.run_id != run_id), None)
-    if other is not None:
+    said = {one.run_id for one in found.manifests} | {one.run_id for one in found.incarnations}
+    said |= {one.pin.run_id for one in pins.values() if one.pin is not None}
+    if others := sorted(said - {run_id}):
         raise UsageError(
-            f"{store.url} has checkpoints or records of run {other}, and the copy is of run "
+            f"{store.url} has checkpoints or records of run {others[0]}, and the copy is of run "
             f"{run_id}: two runs never share a root. Copy to an empty one."
         )
     broken = [*dict(found.broken), *(pin_path(g) for g, p in pins.items() if p.pin is None)]

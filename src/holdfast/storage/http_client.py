@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -485,25 +486,30 @@ def _exchange(
     assert sock is not None
     cut_by = send_request(sock, [head, *body])
     response = _Response(sock, method=method)
-    response.begin()
-    if cut_by is not None and response.status < 300:
-        raise cut_by  # no success of a body that it does not have
-    found = dict(response.getheaders())
-    has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
-    if not has_none and not found.keys() & _LENGTHS:
-        # A head that was cut off looks whole, and its body empty.
-        raise http.client.HTTPException("an answer that does not say how long it is")
-    size_bytes, data = 0, b""
-    if into is not None and response.status in (200, 206) and (response.length or 0) <= len(into):
-        while size_bytes < len(into) and (count := response.readinto(into[size_bytes:])):
-            size_bytes += count
-        if response.length:  # cut off in the middle
-            raise http.client.IncompleteRead(b"", response.length)
-    elif into is None or response.status not in (200, 206):
-        data = response.read(MAX_ANSWER_BYTES + 1)
-        if len(data) > MAX_ANSWER_BYTES:
-            raise http.client.HTTPException("an answer longer than any of a store")
-        if response.length:
-            raise http.client.IncompleteRead(b"", response.length)
-    is_reusable = cut_by is None and response.isclosed() and not response.will_close
+    with closing(response):
+        response.begin()
+        if cut_by is not None and response.status < 300:
+            raise cut_by  # no success of a body that it does not have
+        found = dict(response.getheaders())
+        has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
+        if not has_none and not found.keys() & _LENGTHS:
+            # A head that was cut off looks whole, and its body empty.
+            raise http.client.HTTPException("an answer that does not say how long it is")
+        size_bytes, data = 0, b""
+        if (
+            into is not None
+            and response.status in (200, 206)
+            and (response.length or 0) <= len(into)
+        ):
+            while size_bytes < len(into) and (count := response.readinto(into[size_bytes:])):
+                size_bytes += count
+            if response.length:  # cut off in the middle
+                raise http.client.IncompleteRead(b"", response.length)
+        elif into is None or response.status not in (200, 206):
+            data = response.read(MAX_ANSWER_BYTES + 1)
+            if len(data) > MAX_ANSWER_BYTES:
+                raise http.client.HTTPException("an answer longer than any of a store")
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+        is_reusable = cut_by is None and response.isclosed() and not response.will_close
     return Answer(response.status, found, data, size_bytes), is_reusable
