@@ -42,7 +42,7 @@ INDEX, _FORMAT = "index", b"holdfast index 1 "
 _MOST_INDEX_BYTES = 64 << 20
 _MOST_UNPACKED_BYTES = 512 << 20
 #: So many manifests are read rather than looked up in the index.
-FEW = 8
+FEW = 4
 #: A brief look reads as many manifests as this: in a bucket each is a request.
 _MOST_READ, _MOST_READ_OF_BUCKET = 64, 1
 

@@ -73,7 +73,7 @@ Call = Callable[[], None]
 _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
-_UNINDEXED, _INDEXED_FROM = 16, 10
+_UNINDEXED, _INDEXED_FROM = 16, 5
 #: So many manifests are read with a publication, of those of which only the names are known; and
 #: with the one that has seen all names first.
 _READ_AT_ONCE, _READ_FIRST = 8, 4
@@ -489,7 +489,7 @@ class Persister:
             found = self._overview(published, is_known=False)
         # A keeper may end with its first publication: of few checkpoints no index is left to the
         # next, so all are known at once.
-        if first is not None and len(found.unread) <= _READ_AT_ONCE:
+        if first is not None and len(found.unread) <= _READ_FIRST:
             found = read_more(self.store, found, found.unread)
         self._sweeper.know(path for one in found.manifests for path in one.directories)
         held = self._sweeper.leases.held()
