@@ -35,6 +35,7 @@ from support.servers.bucket_model import World, model_store
 PART = 4096
 RECORD = Incarnation(run_id="r", n=1, nonce="n", parent=None, world=2, created_s=1.0)
 LONG = LeaseTimes(renew_s=100, stop_s=200, take_over_s=300)
+LONG_LASTING = pytest.mark.slow, pytest.mark.timeout(900)
 DEAD = 4_999_999
 """No process has this number."""
 
@@ -89,8 +90,6 @@ def stopped_at(
 
     Returns the newest step that was told durable, -1 for none, and how many requests there were.
     """
-    if root.has_history:
-        grow(world, patch)
     parts = lease_lock.process_name().split("/")
     store = store_of(world, patch)
     with pytest.MonkeyPatch.context() as dying:
@@ -183,18 +182,20 @@ def clean(world: World, patch: pytest.MonkeyPatch, root: Root) -> tuple[ObjectSt
         (YOUNG, "lost"),
         pytest.param(YOUNG, "late", marks=pytest.mark.slow),
         pytest.param(YOUNG, "dropped", marks=pytest.mark.slow),
-        pytest.param(GROWN, "lost", marks=pytest.mark.slow),
-        pytest.param(GROWN, "late", marks=pytest.mark.slow),
-        pytest.param(GROWN, "dropped", marks=pytest.mark.slow),
+        pytest.param(GROWN, "lost", marks=LONG_LASTING),
+        pytest.param(GROWN, "late", marks=LONG_LASTING),
+        pytest.param(GROWN, "dropped", marks=LONG_LASTING),
     ],
 )
 def test_old_or_new_checkpoint_survives_a_stop_at_any_request(
     root: Root, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     k, points, resumed = 0, 0, 0
-    kinds = set[str]()
+    kinds, before = set[str](), World()
+    if root.has_history:
+        grow(before, monkeypatch)
     while True:
-        world = World()
+        world = World(dict(before.objects), made_s=dict(before.made_s), page=before.page)
         durable, requests = stopped_at(world, monkeypatch, root, k, mode)
         kinds |= {f"{kind} {key}" for kind, key in world.log if root.has_history}
         try:
