@@ -85,8 +85,10 @@ def test_retention_goes_on_however_short_the_lives_of_keepers_are(
 @pytest.mark.promise
 @pytest.mark.parametrize(
     ("keep", "life", "is_one_start"),
-    [(2, 1, False), (5, 2, False), (9, 1, False), (12, 3, False), (31, 1, False)]
-    + [(5, 1, True), (8, 1, True), (20, 1, True)],
+    [
+        *[(2, 1, False), (5, 2, False), (9, 1, False), (12, 3, False), (31, 1, False)],
+        *[(5, 1, True), (8, 1, True), (20, 1, True)],
+    ],
 )
 def test_no_more_stay_where_each_start_ends_with_its_first_publications_and_a_start_asks_little(
     keep: int, life: int, is_one_start: bool, monkeypatch: Patch
