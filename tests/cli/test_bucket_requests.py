@@ -64,7 +64,7 @@ def read_by(world: World, argv: Sequence[str]) -> set[str]:
         (["prune", "--last", "30", "--dry-run"], 0),
         (["prune", "--last", "30", "--yes"], 10),
     ],
-    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+    ids=lambda one: " ".join(one) if isinstance(one, list) else str(one),
 )
 def test_a_command_reads_the_manifests_that_it_shows_and_says_the_same_without_an_index(
     words: list[str], most: int, world: World, store: ObjectStore, capsys: Out
