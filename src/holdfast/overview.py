@@ -21,6 +21,7 @@ from holdfast.catalogue import (
     MANIFESTS,
     NEW_LISTS,
     RootContents,
+    find_manifest,
     generation_of,
     is_attempt_dir,
     is_only_listed,
@@ -41,7 +42,7 @@ INDEX, _FORMAT = "index", b"holdfast index 1 "
 _MOST_INDEX_BYTES = 64 << 20
 _MOST_UNPACKED_BYTES = 512 << 20
 #: So many manifests are read rather than looked up in the index.
-FEW = 8
+FEW = 4
 #: A brief look reads as many manifests as this: in a bucket each is a request.
 _MOST_READ, _MOST_READ_OF_BUCKET = 64, 1
 
@@ -66,11 +67,18 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     directories: tuple[str, ...]
     values: dict[str, Any]
     parts: tuple[ImageRef, ...] = ()
+    layout: str = ""
+    """"" where an earlier version wrote the index."""
 
     @property
     def generation(self) -> Generation:
         """(incarnation, step)."""
         return Generation(self.incarnation, self.step)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of all images, which belong to this checkpoint alone."""
+        return self.size_bytes - sum(one.size_bytes for one in self.parts)
 
 
 def summary_of(manifest: Manifest, sealed: str) -> Summary:
@@ -90,6 +98,7 @@ def summary_of(manifest: Manifest, sealed: str) -> Summary:
         tuple(sorted(manifest.directories)),
         _numbers(manifest.values),
         manifest.parts,
+        manifest.layout,
     )
 
 
@@ -255,11 +264,22 @@ def read_newest(store: Store) -> Overview:
     return found
 
 
-def confirmed(store: Store, found: Overview, generation: Generation) -> Overview:
-    """Reads a manifest of which only a summary is known."""
-    left = tuple(one for one in found.manifests if one.generation != generation)
-    unread = tuple(sorted({*found.unread, generation}))
-    return read_more(store, replace(found, manifests=left, unread=unread), [generation])
+def confirmed(store: Store, found: Overview, generations: Iterable[Generation]) -> Overview:
+    """Reads manifests of which no more than summaries are known."""
+    wanted = set(generations)
+    left = tuple(one for one in found.manifests if one.generation not in wanted)
+    unread = tuple(sorted(wanted.union(found.unread)))
+    return read_more(store, replace(found, manifests=left, unread=unread), wanted)
+
+
+def manifest_of(store: Store, found: Overview, generation: Generation) -> Manifest | None:
+    """Returns a manifest, which is read where only the index has told of it; None where it is not
+    there any more, or cannot be read.
+    """
+    if generation in found.read:
+        return found.read[generation]
+    there = find_manifest(store, generation)
+    return None if there is None else there[0]
 
 
 class PagedList:

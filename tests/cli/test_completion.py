@@ -154,7 +154,7 @@ def test_steps_of_a_bucket_are_completed_by_names_alone(monkeypatch: pytest.Monk
     store = model_store(world, monkeypatch, tries_s=0.1)
     fill(store)
     expected = [str(one) for one in catalogue(store).generations]
-    monkeypatch.setattr(checkpoints, "_source", lambda _: store)
+    monkeypatch.setattr(checkpoints, "open_source", lambda _: store)
     world.log.clear()
     found = complete(["show", "s3://model/root", "--step", ""])
     assert len(found) == len(expected) > 2

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from holdfast.catalogue import catalogue, manifest_path, pin_path
-from holdfast.errors import StorageError
+from holdfast.errors import FormatError, StorageError
 from holdfast.events import Event, PersistBroke, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Pin, seal
 from holdfast.geometry.layout import Layout
+from holdfast.keeper import persister as persister_module
 from holdfast.keeper.persister import Persister
 from holdfast.leases import LeaseWatch
-from holdfast.persist import commit
+from holdfast.persist import commit, pins
 from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
+from holdfast.storage import objects
 from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease
 from holdfast.storage.objects import ObjectStore
@@ -96,6 +98,74 @@ def test_prune_leaves_what_a_save_that_was_taken_over_is_about_to_name(
     assert again.waits_s > 0 and not again.directories
     world.land()
     require_whole(opened(), [1, 2])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("is_damaged", "is_pinned"), [(False, False), (True, False), (False, True)]
+)
+def test_prune_leaves_what_a_manifest_names_that_no_list_shows_yet(
+    world: World, opened: Callable[[], ObjectStore], is_damaged: bool, is_pinned: bool
+) -> None:
+    store = opened()
+    commit.open_root(store, "r")
+    with store.lock("writer", "the run"):
+        assert saved(store, 1, SPLIT) is None and saved(store, 2) is None
+    if is_pinned:
+        pins.pin(opened(), Generation(1, 2))
+    newest = f"root/{manifest_path(Generation(1, 2))}"
+    whole = world.objects[newest]
+    world.listed = sorted(world.objects.keys() - {newest})
+    if is_damaged:
+        world.objects[newest] = whole[:-9]
+        with pytest.raises(FormatError, match="nothing is removed"):
+            pruned(opened())
+        world.objects[newest] = whole
+    else:
+        removal = pruned(opened())
+        assert (removal.directories, removal.layouts) == ((), ())
+    world.listed = None
+    require_whole(store, [1, 2])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_manifest_that_landed_when_the_names_were_listed_already_keeps_its_images(
+    world: World,
+    opened: Callable[[], ObjectStore],
+    is_damaged: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(persister_module, "_PAGED_FROM", 9)
+    monkeypatch.setattr(objects, "_PAGE", 10)
+    world.page = 10
+    store, outcomes, now = opened(), list[str | None](), [0.0]
+    commit.open_root(store, "r")
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    persister._sweeper.clock = lambda: now[0]
+
+    def save(step: int) -> None:
+        now[0] += settle_s(store)
+        persister.work_one(job_of(Generation(1, step), RECORD, layout=SPLIT))
+
+    late = f"root/{manifest_path(Generation(1, 199))}"  # the last of all that are listed
+    with store.lock("writer", "the run"):
+        for step in range(100, 160):
+            save(step)
+        world.fault = lambda kind, key: "late" if (kind, key) == ("PUT", late) else ""
+        save(199)
+        world.fault = lambda kind, key: ""
+        save(200)  # all are listed once more, then a page with each
+        world.late = world.late[:1]
+        world.land()
+        whole = world.objects[late]
+        world.objects[late] = whole[: -9 if is_damaged else None]
+        for step in range(201, 206):
+            save(step)
+        world.objects[late] = whole
+    persister.stop()
+    assert [reason is None for reason in outcomes].count(False) == 1
+    require_whole(store, [*range(100, 160), 199, *range(200, 206)])
 
 
 @pytest.mark.promise
@@ -322,3 +392,80 @@ def test_what_was_announced_once_takes_nothing_that_has_the_name_since(
     lease.release()
     opened().lock("writer", "the next").release()
     assert store.read(path) == b"frozen"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_released", [True, False])
+def test_an_announcement_that_lands_when_another_has_the_lock_is_carried_out_by_none(
+    world: World, opened: Callable[[], ObjectStore], is_released: bool
+) -> None:
+    store, path = opened(), "parts/1-1-a/frozen-00000.safetensors"
+    lease = store.lock("writer", "the run")
+    store.publish(path, b"frozen")
+    world.fault = lambda kind, key: "late" if kind == "PUT" and "/.removals/" in key else ""
+    with pytest.raises(StorageError):
+        store.remove_tree("parts/1-1-a")
+    world.fault = lambda kind, key: ""
+    if is_released:
+        lease.release()
+    else:
+        silent(store)
+    second = opened()
+    with second.lock("writer", "the second"):
+        world.land()
+        assert any("/.removals/" in key for key in world.objects)
+        second.publish("manifests/1-2.json", b"{}")  # names it
+    third = opened()
+    with third.lock("writer", "the third"):
+        assert third.read(path) == b"frozen"
+    assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+def test_a_pin_is_not_promised_while_a_request_to_remove_it_may_land(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store, generation = opened(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(opened(), generation)
+    world.fault = lambda kind, key: "late" if kind == "DELETE" and "/pins/" in key else ""
+    with pytest.raises(StorageError):
+        pins.unpin(opened(), generation)
+    world.fault = lambda kind, key: ""
+    with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
+        pins.pin(opened(), generation)
+    assert pins.pinned(store) == {generation}
+    world.land()
+    assert not pins.pinned(store)
+    world.now_s += settle_s(store)
+    pins.pin(opened(), generation)
+    pins.pin(opened(), generation, "again")
+    assert pins.pinned(store) == {generation}
+
+
+@pytest.mark.promise
+def test_a_layout_that_an_earlier_holders_request_removes_late_is_written_again(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store = opened()
+    commit.open_root(store, "r")
+    with store.lock("writer", "a run that ends before its first checkpoint"):
+        commit.write_layout(store, SPLIT.hash, SPLIT.to_json())
+    world.now_s += settle_s(store)
+    world.fault = lambda kind, key: "late" if kind == "DELETE" and "/layouts/" in key else ""
+    with pytest.raises(StorageError):
+        pruned(opened())
+    world.fault = lambda kind, key: ""
+    store, outcomes = opened(), list[str | None]()
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    with store.lock("writer", "the next run"):
+        for step in (1, 2):
+            persister.work_one(job_of(Generation(1, step), RECORD, layout=SPLIT))
+            if step == 1:
+                require_whole(store, [1])
+                world.land()
+                assert not store.list("layouts")
+    persister.stop()
+    assert outcomes == [None, None]
+    require_whole(store, [1, 2])

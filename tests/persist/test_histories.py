@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.catalogue import Catalogue, catalogue
-from holdfast.cli.checkpoints import ListedRoot
+from holdfast.cli.checkpoints import OpenedRoot
 from holdfast.cli.ls import records
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.errors import UsageError
@@ -152,7 +152,7 @@ class History:
             gone = {m.generation for m in removable(found, (), Keep(last=last), abandoned=False)}
             assert gone == set(durable[:-last])
         rows: list[dict[str, Any]] = records(
-            ListedRoot(
+            OpenedRoot(
                 "r", self.store, overview(self.store), frozenset(found.lineage), found.latest
             )
         )

@@ -11,7 +11,7 @@ import pytest
 from holdfast.catalogue import Catalogue, catalogue, pin_path
 from holdfast.errors import FormatError, StorageError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
-from holdfast.persist.commit import unnamed_directories
+from holdfast.persist.commit import unnamed_directories, unnamed_layouts
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, removable, remove
 from holdfast.policy.when import Keep
@@ -36,8 +36,11 @@ def test_what_a_pin_that_cannot_be_read_may_name_stays() -> None:
     store = filled()
     manifests = catalogue(store).manifests
     assert LEFT in unnamed_directories(store, manifests)
+    unnamed = "layouts/0123456789abcdef.json"
+    store.publish(unnamed, b"{}")
+    assert unnamed_layouts(store, manifests) == [unnamed]
     store.publish(pin_path(Generation(2, 50)), b"of a version that is not there yet")
-    assert unnamed_directories(store, manifests) == []
+    assert unnamed_directories(store, manifests) == unnamed_layouts(store, manifests) == []
 
 
 # ── which ──────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -12,7 +13,7 @@ from holdfast.errors import StorageError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper import persister as persister_module
 from holdfast.keeper.persister import Persister
-from holdfast.overview import PagedList
+from holdfast.overview import PagedList, read_newest
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.storage import objects
@@ -82,19 +83,40 @@ def test_retention_goes_on_however_short_the_lives_of_keepers_are(
 
 
 @pytest.mark.promise
-@pytest.mark.parametrize(("keep", "life"), [(2, 1), (5, 1), (5, 2)])
-def test_of_few_checkpoints_no_more_stay_where_keepers_end_with_their_first_publication(
-    keep: int, life: int, monkeypatch: Patch
+@pytest.mark.parametrize(
+    ("keep", "life", "is_one_start"),
+    [
+        *[(2, 1, False), (5, 2, False), (9, 1, False), (12, 3, False), (31, 1, False)],
+        *[(5, 1, True), (8, 1, True), (20, 1, True)],
+    ],
+)
+def test_no_more_stay_where_each_start_ends_with_its_first_publications_and_a_start_asks_little(
+    keep: int, life: int, is_one_start: bool, monkeypatch: Patch
 ) -> None:
-    world = World()
-    for number in range(12):
+    """``is_one_start``: keepers alone end, and its trainers go on."""
+    world, step = World(), 0
+    most = Counter[str]()
+    for n in range(1, keep + 41):
         store = model_store(world, monkeypatch, tries_s=0.1)
-        if not number:
+        if n == 1:
             commit.open_root(store, "r")
+        begun, latest = len(world.log), read_newest(store).latest
+        one = start(n, latest, float(n)) if latest and not is_one_start else RECORD
         keeper = Keeper(store, Keep(last=keep))
         with store.lock("writer", "me"):
-            assert keeper.publish(range(number * life, (number + 1) * life)) <= keep
+            keeper.record(one)
+            most["start"] = max(most["start"], len(world.log) - begun)
+            for _ in range(life):
+                begun, step = len(world.log), step + 1
+                keeper.persister.work_one(job_of(Generation(one.n, step), one))
+                asked = [key for _, key in world.log[begun:] if "/live-" not in key]
+                most["publication"] = max(most["publication"], len(asked))
             keeper.end()
+        count = sum("/manifests/" in key for key in world.objects)
+        most["over"] = max(most["over"], count - keep)
+    print(dict(most))
+    assert most["start"] <= 30 and most["over"] <= life
+    assert most["publication"] <= 28  # the first looks at what its keeper has not seen
 
 
 @pytest.mark.promise

@@ -8,26 +8,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from holdfast.catalogue import (
-    LOCK,
-    NEW_LISTS,
-    Catalogue,
-    Described,
-    RootContents,
-    catalogue,
-    is_root,
-)
+from holdfast.catalogue import LOCK, NEW_LISTS, is_root
 from holdfast.errors import NotFound, UsageError
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.interop.opening import open_source
 from holdfast.leases import ReadLease
-from holdfast.overview import Overview, overview
-from holdfast.restore.planning.candidates import Candidate
+from holdfast.overview import Overview, confirmed, overview
 from holdfast.restore.planning.candidates import choose as choose_candidates
 from holdfast.restore.reading.images import Checkpoint, from_manifest
-from holdfast.restore.reading.stored import require_whole_line
+from holdfast.restore.reading.stored import require_whole_line, stored
 from holdfast.storage.base import Store
 from holdfast.storage.open import is_place, normal_root, open_lock, open_store
 
@@ -38,16 +29,13 @@ MAX_DIGITS = 20
 MAX_LISTED = 10
 
 
-C = TypeVar("C", bound=RootContents[Described], covariant=True)
-
-
 @dataclass(frozen=True, slots=True)
-class _Opened(Generic[C]):
-    """A root and its content."""
+class OpenedRoot:
+    """A root and its content in short."""
 
     root: str
     store: Store
-    catalogue: C
+    catalogue: Overview
     lineage: frozenset[Generation]
     latest: Generation | None
 
@@ -73,51 +61,28 @@ class _Opened(Generic[C]):
         return "undecided" if self.catalogue.line.is_undecided(generation) else "abandoned"
 
 
-class OpenedRoot(_Opened[Catalogue]):
-    """A root and its catalogue."""
-
-
-class ListedRoot(_Opened[Overview]):
-    """A root and its content in short."""
-
-
-def open_root(root: str) -> OpenedRoot:
-    """Reads the catalogue of ``root``; raises NotFound when it is no directory of checkpoints."""
+def open_root(root: str, *, is_brief: bool = False) -> OpenedRoot:
+    """Lists ``root``; raises NotFound when it is no directory of checkpoints. In a bucket with an
+    index few manifests are read. ``is_brief``: names are enough.
+    """
     if not is_place(root):
         raise NotFound(f"{root} is not a directory", root=root)
-    return _opened(root, open_store(root))
+    return _opened(root, open_store(root), is_brief=is_brief)
 
 
-def open_readable(root: str) -> OpenedRoot:
+def open_readable(root: str, *, is_brief: bool = False) -> OpenedRoot:
     """Opens as ``open_root``, and checkpoints of other writers too, for commands that only read."""
-    return _opened(root, _source(root))
-
-
-def open_listed(root: str, *, is_brief: bool = False) -> ListedRoot:
-    """Opens as ``open_readable``, where a list in short is enough. ``is_brief``: names are."""
-    store = _source(root)
-    found = overview(store, is_brief=is_brief)
-    _require_any(root, store, found)
-    lineage = found.lineage
-    return ListedRoot(root, store, found, frozenset(lineage), lineage[-1] if lineage else None)
-
-
-def _source(root: str) -> Store:
     if not is_place(root) and not Path(normal_root(root)).is_file():
         raise NotFound(f"{root} is not a directory", root=root)
-    return open_source(root)
+    return _opened(root, open_source(root), is_brief=is_brief)
 
 
-def _opened(root: str, store: Store) -> OpenedRoot:
-    found = catalogue(store)
-    _require_any(root, store, found)
+def _opened(root: str, store: Store, *, is_brief: bool = False) -> OpenedRoot:
+    found = overview(store, is_brief=is_brief)
+    if not (found.generations or found.broken or is_root(store)):
+        raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)
     lineage = found.lineage
     return OpenedRoot(root, store, found, frozenset(lineage), lineage[-1] if lineage else None)
-
-
-def _require_any(root: str, store: Store, found: RootContents[Described]) -> None:
-    if not (found.manifests or found.broken or is_root(store)):
-        raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)
 
 
 def choose(opened: OpenedRoot, name: str | None) -> Manifest:
@@ -125,15 +90,17 @@ def choose(opened: OpenedRoot, name: str | None) -> Manifest:
 
     NotFound lists the existing ones, RestoreError names the lost record that leaves it open.
     """
-    found = opened.catalogue
-    stored = [Candidate(*each.generation, "storage", each.attempt) for each in found.manifests]
-    wanted = _wanted(name)
-    fit = choose_candidates(stored, found.parents, wanted, found.unreadable)
-    manifest = found.find(fit[0].generation) if fit else None
-    if manifest is None:
-        require_whole_line(opened.store, stored, found.line, wanted)
-        raise NotFound(_absent(opened, name), root=opened.root, step=name)
-    return manifest
+    found, wanted = opened.catalogue, _wanted(name)
+    while True:
+        there = stored(found)
+        fit = choose_candidates(there, found.parents, wanted, found.unreadable)
+        if not fit:
+            require_whole_line(opened.store, there, found.line, wanted)
+            raise NotFound(_absent(opened, found, name), root=opened.root, step=name)
+        if (manifest := found.read.get(fit[0].generation)) is not None:
+            return manifest
+        # Only the index has told of it. One that is gone or cannot be read leaves its place.
+        found = confirmed(opened.store, found, [fit[0].generation])
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +135,11 @@ def hold_checkpoint(opened: OpenedRoot, name: str | None) -> ChosenCheckpoint:
     lease = ReadLease(opened.store)
     try:
         for _ in range(NEW_LISTS):
-            if lease.take(choose(opened, name)):
+            manifest = choose(opened, name)
+            if lease.take(manifest):
                 break
             opened = open_readable(opened.root)  # retention was faster
-        chosen = open_checkpoint(opened, name)
+        chosen = _open(opened, manifest)
     except BaseException:
         lease.end()
         raise
@@ -181,7 +149,10 @@ def hold_checkpoint(opened: OpenedRoot, name: str | None) -> ChosenCheckpoint:
 
 def open_checkpoint(opened: OpenedRoot, name: str | None) -> ChosenCheckpoint:
     """Opens the checkpoint that ``choose`` takes; its layout is read and checked."""
-    manifest = choose(opened, name)
+    return _open(opened, choose(opened, name))
+
+
+def _open(opened: OpenedRoot, manifest: Manifest) -> ChosenCheckpoint:
     checkpoint = from_manifest(opened.store, manifest)
     leaves = {leaf.name: number for number, leaf in enumerate(checkpoint.layout.leaves)}
     values, aliases = _values(manifest, checkpoint)
@@ -214,9 +185,9 @@ def _wanted(name: str | None) -> int | str | None:
     return int(name)
 
 
-def _absent(opened: OpenedRoot, name: str | None) -> str:
+def _absent(opened: OpenedRoot, found: Overview, name: str | None) -> str:
     what = "no checkpoint" if name is None else f"no checkpoint of step {name}"
-    generations = [each.generation for each in opened.catalogue.manifests]
+    generations = [each.generation for each in found.manifests]
     shown = [
         str(each) if each in opened.lineage else f"{each} ({opened.state_of(each)})"
         for each in generations[-MAX_LISTED:]

@@ -186,7 +186,7 @@ def _values(action: argparse.Action, typed: _Typed) -> list[str]:
 def steps(root: str) -> list[str]:
     """Returns the checkpoints of a root as ``--step`` takes them."""
     checkpoints = importlib.import_module("holdfast.cli.checkpoints")
-    opened = checkpoints.open_listed(root, is_brief=True)
+    opened = checkpoints.open_readable(root, is_brief=True)
     found = opened.catalogue.generations
     kept = [str(each.step) for each in found if each in opened.lineage]
     return kept + [str(each) for each in found if each not in opened.lineage]

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from holdfast.catalogue import ROOT, read_document
-from holdfast.cli.checkpoints import ListedRoot, open_listed
+from holdfast.cli.checkpoints import OpenedRoot, open_readable
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import LONG, long_table, plain_table, stdout
 from holdfast.format.manifest import Generation, Root
@@ -45,7 +45,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the list; returns 0 also when it is empty or has broken checkpoints."""
-    opened = open_listed(args.root)
+    opened = open_readable(args.root)
     gap = opened.catalogue.gap
     rows = records(opened)
     if args.cache is not None:
@@ -70,7 +70,7 @@ def _print(root: str, rows: list[tuple[str, ...]]) -> None:
     stdout().print(table if rows else none, soft_wrap=not rows)
 
 
-def records(opened: ListedRoot) -> list[dict[str, Any]]:
+def records(opened: OpenedRoot) -> list[dict[str, Any]]:
     """Returns readable checkpoints in the order of their generations, then broken ones."""
     pins = read_pins(opened.store)
     readable = [
@@ -102,13 +102,13 @@ def _record(
     }
 
 
-def _cached_alone(opened: ListedRoot, directory: str) -> list[dict[str, Any]]:
+def _cached_alone(opened: OpenedRoot, directory: str) -> list[dict[str, Any]]:
     """Returns what the run's cache below ``directory`` has and the root has not had."""
     run_id = read_document(opened.store, Root, ROOT).run_id
     there = {m.attempt for m in opened.catalogue.manifests}
     found: dict[Generation, dict[str, Any]] = {}
     for place in cache_places(normal_root(directory), run_id, opened.store.identity()):
-        cache = open_listed(place).store
+        cache = open_readable(place).store
         pins = read_pins(cache)
         left = ((g, one) for g, one in waiting(cache).items() if one.attempt not in there)
         found |= {

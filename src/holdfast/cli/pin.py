@@ -44,7 +44,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Pins, unpins or lists; returns 3 when there is no such checkpoint or pin."""
     _refuse_contradictions(args)
-    opened = open_root(args.root)
+    opened = open_root(args.root, is_brief=args.list or args.remove)
     if args.list:
         return _list(opened, as_json=args.json)
     if args.remove:
@@ -100,7 +100,7 @@ def _list(opened: OpenedRoot, *, as_json: bool) -> int:
 
 
 def _record(opened: OpenedRoot, one: PinnedGenerations) -> dict[str, Any]:
-    is_there = opened.catalogue.find(one.generation) is not None
+    is_there = one.generation in opened.catalogue.generations
     return {
         "checkpoint": str(one.generation),
         "state": opened.state_of(one.generation) if is_there else "gone",

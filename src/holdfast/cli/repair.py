@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.catalogue import MANIFESTS, generation_of
+from holdfast.catalogue import MANIFESTS, catalogue, generation_of
 from holdfast.cli.checkpoints import STEP_HELP, OpenedRoot, choose, open_root
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """Mends, or shows the damage; returns 4 while any is left, 5 where storage failed or a
     run is active.
     """
-    opened = open_root(args.root)
-    sources = [open_root(source).store for source in args.sources]
+    opened = open_root(args.root, is_brief=args.step is None)
+    sources = [open_root(source, is_brief=True).store for source in args.sources]
     wanted = None if args.step is None else _wanted(opened, args.step)
     report = RepairReport()
     memory = _memory(args, opened, sources)
@@ -98,7 +98,7 @@ def _memory(
     if not (args.from_memory or args.arenas):
         return ()
     others = [Path(one) for one in args.arenas]
-    manifests = opened.catalogue.manifests
+    manifests = catalogue(opened.store).manifests
     return (MemoryFiles(opened.store, manifests, others=others, stores=sources),)
 
 
@@ -106,9 +106,10 @@ def _wanted(opened: OpenedRoot, name: str) -> set[Generation]:
     """Returns the checkpoint of this name, also where its manifest cannot be read or only a pin has
     it.
     """
-    names = (path.partition("/") for path, _ in opened.catalogue.broken)
+    found = catalogue(opened.store)  # each is read: an index says nothing of its bytes
+    names = (path.partition("/") for path, _ in found.broken)
     broken = {generation_of(file) for above, _, file in names if above == MANIFESTS}
-    broken |= pinned(opened.store) - {m.generation for m in opened.catalogue.manifests}
+    broken |= pinned(opened.store).difference(found.generations)
     wanted = {one for one in broken if one and name in (str(one), str(one.step))}
     try:
         return wanted | {choose(opened, name).generation}

@@ -24,4 +24,4 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Copies all; returns 4 when anything of the source is damaged."""
-    return run_copy(args, open_root(args.root), None)
+    return run_copy(args, open_root(args.root, is_brief=True), None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from holdfast.catalogue import catalogue
 from holdfast.cli.checkpoints import MAX_DIGITS, STEP_HELP, OpenedRoot, choose, open_readable
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import SlowProgress, stdout
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.part or args.resume) and not args.deep:
         raise UsageError("--part and --resume say which blocks are read: add --deep")
     part = _part(args.part)
-    opened = open_readable(args.root)
+    opened = open_readable(args.root, is_brief=args.step is None)
     note = ReadNote(args.resume, f"{opened.store.identity()} {part.number}/{part.of} {args.step}")
     rows = _check_all(opened, args.step, deep=args.deep, part=part, note=note)
     note.end()
@@ -144,16 +145,15 @@ def _check_all(
             manifest = choose(opened, step)
             lease.take(manifest)
             return [_check(opened, manifest, deep=deep, part=part, note=note)]
+        found = catalogue(opened.store)  # each is read: an index says nothing of its bytes
         rows = [
             _check(opened, manifest, deep=deep, part=part, note=note)
-            for manifest in opened.catalogue.manifests
+            for manifest in found.manifests
             if lease.take(manifest)  # else it was pruned since it was listed
         ]
     finally:
         lease.end()
-    return rows + [
-        {"checkpoint": path, "faults": [reason]} for path, reason in opened.catalogue.broken
-    ]
+    return rows + [{"checkpoint": path, "faults": [reason]} for path, reason in found.broken]
 
 
 def _check(

@@ -46,14 +46,14 @@ from holdfast.overview import (
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, free_bytes, holding, resume, settle_s
+from holdfast.storage.base import Store, free_bytes, holding, resume, settle_s, unsettled_s
 
 Outcome = Callable[[str, str | None], None]
 Call = Callable[[], None]
 _PLACES = attempt_dir, part_dir
 #: The index of a bucket is written when it lacks as many documents as the first, and there are as
 #: many as the second.
-_UNINDEXED, _INDEXED_FROM = 16, 32
+_UNINDEXED, _INDEXED_FROM = 16, 5
 #: So many manifests are read with a publication, of those of which only the names are known; and
 #: with the one that has seen all names first.
 _READ_AT_ONCE, _READ_FIRST = 8, 4
@@ -114,7 +114,7 @@ class Persister:
         self._resumed: PersistJob | None = None
         self._sweeper = commit.Sweeper(store)
         self._known = UNSEEN
-        self._unindexed = 0
+        self._unindexed = _UNINDEXED // 2  # sooner than later ones: this keeper may end soon
         self._is_read = False
         """The last publication read manifests, and so removed nothing."""
         self._check = PagedCheck(store)
@@ -186,7 +186,7 @@ class Persister:
             return
         started_s = time.monotonic()
         self._resume(job)
-        self._sweeper.know(place(job.generation, job.directory) for place in _PLACES)
+        self._sweeper.begin(place(job.generation, job.directory) for place in _PLACES)
         self._record(job.incarnation)
         parent = job.incarnation.parent
         self._images.parts.base = max(self._mine, default=parent and Generation(*parent))
@@ -315,9 +315,9 @@ class Persister:
 
     def _write_layout(self, layout: str, data: bytes) -> None:
         """Make the layout durable; it is looked at once under one holding of a bucket's lock, in
-        which nobody removes it.
+        which nobody removes it, from when no removal of an earlier holder can land.
         """
-        if not self._is_written(layout):
+        if not self._is_written(layout) or unsettled_s(self.store):
             commit.write_layout(self.store, layout, data)
             self._written.add((layout, holding(self.store)))
 
@@ -414,9 +414,9 @@ class Persister:
         elif (found := self._check.look(before)) is not None:
             self._known = replace(found, lacking=0)
             return self._known
-        self._known = overview(
-            self.store, before, has_records=has_records, is_brief=True, listed=listed
-        )
+        found = overview(self.store, before, has_records=has_records, is_brief=True, listed=listed)
+        self._unindexed += found.lacking  # now: this keeper may end with its first publication
+        self._known = replace(found, lacking=0)
         return self._known
 
     def prune(self, published: Generation, *, is_newest: bool = True) -> None:
@@ -488,7 +488,7 @@ class Persister:
             found = self._overview(published, is_known=False)
         # A keeper may end with its first publication: of few checkpoints no index is left to the
         # next, so all are known at once.
-        if first is not None and len(found.unread) <= _READ_AT_ONCE:
+        if first is not None and len(found.unread) <= _READ_FIRST:
             found = read_more(self.store, found, found.unread)
         self._sweeper.know(path for one in found.manifests for path in one.directories)
         return found, pins

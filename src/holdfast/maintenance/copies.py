@@ -18,8 +18,6 @@ from holdfast.catalogue import (
     INCARNATIONS,
     LOCK,
     ROOT,
-    Catalogue,
-    catalogue,
     copy_note_path,
     layout_path,
     manifest_path,
@@ -48,6 +46,7 @@ from holdfast.format.manifest import (
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.leases import LeaseWatch, ReadLease
 from holdfast.maintenance.good_bytes import GoodFile, copy_good
+from holdfast.overview import UNSEEN, Overview, confirmed, overview
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pin, read_pins
 from holdfast.restore.reading.images import StoredImage, decode_layout, read_head
@@ -102,10 +101,11 @@ def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | Non
     other. Nothing is written.
     """
     run_id = _common_run(source, target)
-    found, there = catalogue(source), catalogue(target)
+    found, there = _read(source, wanted), overview(target)
+    chosen = [m for g, m in sorted(found.read.items()) if wanted is None or g in wanted]
+    there = _read(target, {m.generation for m in chosen}, there)
     for store, known in ((source, found), (target, there)):
         _refuse_another_run(store, known, run_id)
-    chosen = [m for m in found.manifests if wanted is None or m.generation in wanted]
     _refuse_another(source, target, chosen, there)
     _refuse_other_starts(source, target, found, there)
     line = Lineage(there.parents | found.parents, set(there.unreadable) - found.parents.keys())
@@ -123,6 +123,15 @@ def plan_copy(source: Store, target: Store, wanted: Collection[Generation] | Non
     )
 
 
+def _read(
+    store: Store, wanted: Collection[Generation] | None, found: Overview = UNSEEN
+) -> Overview:
+    """Lists a root, and reads the ``wanted`` manifests (None: all), whatever an index says."""
+    found = overview(store) if found is UNSEEN else found
+    there = [one for one in found.generations if wanted is None or one in wanted]
+    return confirmed(store, found, [one for one in there if one not in found.read])
+
+
 def copy(
     source: Store, target: Store, wanted: Collection[Generation] | None, progress: Progress
 ) -> tuple[RootCopyPlan, CopyReport]:
@@ -134,7 +143,7 @@ def copy(
     lease = ReadLease(source)
     with target.lock(LOCK, "holdfast copy"):
         commit.open_root(target, plan.run_id)
-        mend(target, catalogue(target))
+        mend(target, overview(target))
         plan = plan_copy(source, target, wanted)
         copying = _Copying(source, target, plan, progress)
         try:
@@ -163,9 +172,11 @@ class _Copying:
     ) -> None:
         self._source, self._target, self._plan = source, target, plan
         self._progress = progress
-        found = catalogue(target)
-        self._known = frozenset(manifest.generation for manifest in found.manifests)
-        self._named = {ref.path: ref for m in found.manifests for ref in _files(m)}
+        # Of others than these only frozen parts may be named here, too.
+        found = _read(target, {m.generation for m in (*plan.checkpoints, *plan.there)})
+        self._known = frozenset(found.generations)
+        self._named = {ref.path: ref for m in found.manifests for ref in m.parts}
+        self._named |= {ref.path: ref for m in found.read.values() for ref in m.images}
         self._held = LeaseWatch(target).paths()
         self._noted = frozenset(target.list(COPIES))
         self.report = CopyReport()
@@ -316,9 +327,9 @@ class _Note:
         self.paths = paths
 
 
-def _whole(store: Store, found: Catalogue, among: Collection[Generation]) -> frozenset[Generation]:
+def _whole(store: Store, found: Overview, among: Collection[Generation]) -> frozenset[Generation]:
     """Returns those of which every file is there in full length, and the layout."""
-    chosen = [manifest for manifest in found.manifests if manifest.generation in among]
+    chosen = [manifest for generation, manifest in found.read.items() if generation in among]
     refs = {ref for manifest in chosen for ref in _files(manifest)}
     lost = {ref for ref in refs if not _is_full(store, ref)}
     layouts = {manifest.layout for manifest in chosen}
@@ -363,14 +374,13 @@ def _common_run(source: Store, target: Store) -> str:
 
 
 def _refuse_another(
-    source: Store, target: Store, chosen: Iterable[Manifest], there: Catalogue
+    source: Store, target: Store, chosen: Iterable[Manifest], there: Overview
 ) -> None:
     """Refuses checkpoints that the target has from another attempt, or cannot read."""
-    has = {manifest.generation: manifest for manifest in there.manifests}
     broken = dict(there.broken)
     for manifest in chosen:
         path = manifest_path(manifest.generation)
-        if has.get(manifest.generation, manifest) != manifest:
+        if there.read.get(manifest.generation, manifest) != manifest:
             raise FormatError(
                 f"{path} in {target.url} is another checkpoint than in {source.url}: both roots "
                 "were written to since they were one. Copy to an empty root.",
@@ -384,14 +394,14 @@ def _refuse_another(
             )
 
 
-def _refuse_another_run(store: Store, found: Catalogue, run_id: str) -> None:
+def _refuse_another_run(store: Store, found: Overview, run_id: str) -> None:
     """Refuses a root with documents of another run, and one of which that cannot be told."""
     pins = read_pins(store)
-    held = (*found.manifests, *found.incarnations, *(p.pin for p in pins.values() if p.pin))
-    other = next((one.run_id for one in held if one.run_id != run_id), None)
-    if other is not None:
+    said = {one.run_id for one in found.manifests} | {one.run_id for one in found.incarnations}
+    said |= {one.pin.run_id for one in pins.values() if one.pin is not None}
+    if others := sorted(said - {run_id}):
         raise UsageError(
-            f"{store.url} has checkpoints or records of run {other}, and the copy is of run "
+            f"{store.url} has checkpoints or records of run {others[0]}, and the copy is of run "
             f"{run_id}: two runs never share a root. Copy to an empty one."
         )
     broken = [*dict(found.broken), *(pin_path(g) for g, p in pins.items() if p.pin is None)]
@@ -403,15 +413,15 @@ def _refuse_another_run(store: Store, found: Catalogue, run_id: str) -> None:
         )
 
 
-def _refuse_other_starts(source: Store, target: Store, found: Catalogue, there: Catalogue) -> None:
+def _refuse_other_starts(source: Store, target: Store, found: Overview, there: Overview) -> None:
     """Refuses a start that is another one in the target, and one of which that cannot be told.
 
     By its record's nonce, by the parent that manifests name; without a record there, a start is the
     same where both roots have one and the same manifest of it.
     """
     here, starts = found.starts, there.starts
-    known = {manifest.generation: manifest for manifest in found.manifests}
-    same = {m.incarnation for m in there.manifests if known.get(m.generation) == m}
+    known = {manifest.generation: manifest.seal for manifest in found.manifests}
+    same = {m.incarnation for m in there.manifests if known.get(m.generation) == m.seal}
     for n, parent in sorted(found.parents.items()):
         said = {m.parent for m in there.manifests if m.incarnation == n}
         is_other = n in starts and n in here and starts[n][0] != here[n][0]

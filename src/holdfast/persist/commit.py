@@ -27,6 +27,7 @@ from holdfast.catalogue import (
     layout_path,
     manifest_path,
     read_document,
+    read_manifests,
 )
 from holdfast.errors import (
     AlreadyPublished,
@@ -40,7 +41,7 @@ from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation, Incarnation, Lease, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch, leased_paths
-from holdfast.overview import indexed_records
+from holdfast.overview import Summary, indexed_records
 from holdfast.persist.pins import manifests_in_pins, pinned, pinned_alone
 from holdfast.storage.base import Store, remove_all, settle_s, unfinished
 from holdfast.storage.files import may_be_same
@@ -52,7 +53,7 @@ SWEPT_AFTER = 2
 _AT_ONCE, _PART_AT_ONCE = 2, 8
 #: From so many ancestors on, the records of a line are looked up in a bucket's index.
 _LONG_LINE = 3
-_IS_OF = re.compile(rf"{STEPS}/([0-9]+)-([0-9]+)-")
+_IS_OF = re.compile(rf"(?:{STEPS}|{PARTS})/([0-9]+)-([0-9]+)-")
 _IS_LAYOUT = re.compile(r"[0-9a-f]+\.json").fullmatch
 
 
@@ -281,13 +282,24 @@ def unnamed_directories(store: Store, manifests: Iterable[Described]) -> list[st
     manifests = list(manifests)
     alone, unclear = _of_pins(store, manifests, pinned(store))
     named = {path for manifest in (*manifests, *alone) for path in manifest.directories}
-    below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     begun = (path for path in unfinished(store) if path.rpartition("/")[0] in named)
-    below = [path for path in below if not _may_name(unclear, path)]
-    unnamed = (path for path in below if path not in named and is_attempt_dir(path))
+    below = [path for path in directories_there(store) if not _may_name(unclear, path)]
+    unnamed = (path for path in below if path not in named)
     # The lists of a bucket may lag: what was removed a moment ago is no leftover.
     there = (path for path in unnamed if not settle_s(store) or _is_there(store, path))
     return [*there, *begun]
+
+
+def directories_there(store: Store) -> list[str]:
+    """Returns all directories of images and parts; only names that Holdfast makes."""
+    below = (f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above))
+    return [path for path in below if is_attempt_dir(path)]
+
+
+def generations_of(directories: Iterable[str]) -> set[Generation]:
+    """Returns the generations of the attempts that these directories are of."""
+    own = filter(None, map(_IS_OF.match, directories))
+    return {Generation(int(one[1]), int(one[2])) for one in own}
 
 
 def _is_there(store: Store, path: str) -> bool:
@@ -297,13 +309,15 @@ def _is_there(store: Store, path: str) -> bool:
     return any(_is_there(store, f"{path}/{name}") for name in store.list(path))
 
 
-def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
+def unnamed_layouts(store: Store, manifests: Iterable[Manifest | Summary]) -> list[str]:
     """Returns the layouts that none of ``manifests``, which must be all, and no pin uses; no
-    foreign files.
+    foreign files. None while a pin cannot be read, which may use any.
     """
     manifests = list(manifests)
-    manifests += pinned_alone(store, manifests)
-    named = {layout_path(manifest.layout) for manifest in manifests}
+    alone, unclear = _of_pins(store, manifests, pinned(store))
+    if unclear:
+        return []
+    named = {layout_path(manifest.layout) for manifest in (*manifests, *alone)}
     below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS) if _IS_LAYOUT(name))
     return [path for path in below if path not in named]
 
@@ -322,7 +336,7 @@ def _may_name(unread: Collection[Generation], path: str) -> bool:
     """True if one of these checkpoints, whose manifests were not read, may name the directory:
     images have the name of their own checkpoint, frozen parts may be of any.
     """
-    own = _IS_OF.match(path)
+    own = _IS_OF.match(path) if path.startswith(f"{STEPS}/") else None
     return bool(unread) and (own is None or Generation(int(own[1]), int(own[2])) in unread)
 
 
@@ -359,12 +373,19 @@ class Sweeper:
     _told: frozenset[str] = frozenset()
     _again: dict[str, tuple[int, int]] = field(default_factory=dict)
     """How often a path was to be removed, and in which round it is next."""
+    _begun: set[str] = field(default_factory=set)
+    """Directories of attempts whose manifests were not seen yet."""
 
     def __post_init__(self) -> None:
         self.leases = LeaseWatch(self.store)
 
+    def begin(self, directories: Iterable[str]) -> None:
+        """Notes directories that an attempt is about to write."""
+        self._begun.update(directories)
+        self._known.update(self._begun)
+
     def know(self, directories: Iterable[str]) -> None:
-        """Notes directories of this run's own, named by a manifest or not."""
+        """Notes directories of this run's own, which a manifest names."""
         self._known.update(directories)
 
     def may_sweep(self, broken: Collection[tuple[str, str]]) -> bool:
@@ -418,6 +439,7 @@ class Sweeper:
         """
         manifests = list(manifests)
         named = {directory for manifest in manifests for directory in manifest.directories}
+        self._begun -= named
         unnamed = (p for p in self._known - named - self.spared if not _may_name(unread, p))
         due = self._due(sorted(unnamed), leased_paths(held))
         if due:  # what a pin names is never removed, though its manifest is gone
@@ -430,13 +452,20 @@ class Sweeper:
         for path in chosen:  # one that cannot be removed rests for longer each time
             tries = self._again.get(path, (0, 0))[0] + 1
             self._again[path] = tries, self._rounds + 2**tries
-        return chosen
+        # A manifest that nobody answered may have landed since the names were listed.
+        asked = generations_of(self._begun.intersection(chosen))
+        landed, _ = read_manifests(self.store, sorted(asked))
+        named = {directory for manifest, _ in landed for directory in manifest.directories}
+        asked -= {manifest.generation for manifest, _ in landed}
+        unread = {one for one in asked if self.store.exists(manifest_path(one))}
+        return [path for path in chosen if path not in named and not _may_name(unread, path)]
 
     def forget(self, paths: Iterable[str]) -> None:
         """Drops what is known of paths that were removed, or never written to."""
         for path in paths:
             self.seen.pop(path, None)
             self._known.discard(path)
+            self._begun.discard(path)
             self._again.pop(path, None)
 
     def _due(self, unnamed: Iterable[str], held: Collection[str]) -> list[str]:

@@ -15,6 +15,9 @@ from holdfast.catalogue import (
     PARTS,
     STEPS,
     Catalogue,
+    Described,
+    M,
+    RootContents,
     catalogue,
     drained_path,
     find_manifest,
@@ -43,9 +46,13 @@ def sign_cache(cache: Store) -> None:
 
 def waiting(cache: Store, found: Catalogue = EMPTY) -> dict[Generation, Manifest]:
     """Returns the checkpoints of a cache without a mark; ``found``: its content, if it is known."""
+    return unmarked(cache, found if found is not EMPTY else catalogue(cache))
+
+
+def unmarked(cache: Store, found: RootContents[M]) -> dict[Generation, M]:
+    """Returns those of these checkpoints of a cache that have no mark."""
     marks = set(cache.list(DRAINED))
-    manifests = (found if found is not EMPTY else catalogue(cache)).manifests
-    return {m.generation: m for m in manifests if _mark(m).rpartition("/")[2] not in marks}
+    return {m.generation: m for m in found.manifests if _mark(m).rpartition("/")[2] not in marks}
 
 
 def next_to_drain(
@@ -101,7 +108,7 @@ def forget_marks(cache: Store) -> None:
         cache.remove(path)
 
 
-def _mark(manifest: Manifest) -> str:
+def _mark(manifest: Described) -> str:
     return drained_path(manifest.generation, manifest.attempt)
 
 

@@ -20,6 +20,9 @@ Then a checkpoint whose ``pin`` succeeded stays:
   pruner publishes them (``mend``) before it removes anything else. The images are still there:
   only pruners remove them, and a pruner mends first.
 
+In a bucket a request to remove the pin, of an earlier call, may land after P if nobody answered it:
+while one may, ``pin`` fails, although it has set the pin.
+
 U can only remove the pin that P of the same call made: calls of ``pin`` take turns, and a call
 that finds an existing pin leaves it there, whatever C finds. Nobody reads images between W and B:
 they are removed later, by the manifests that are published then. tests/persist/test_pins.py
@@ -28,6 +31,7 @@ interleaves both sides at every step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,9 +49,16 @@ from holdfast.catalogue import (
     pin_path,
     read_document,
 )
-from holdfast.errors import AlreadyPublished, FormatError, HoldfastError, NotFound, RootBusy
+from holdfast.errors import (
+    AlreadyPublished,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    RootBusy,
+    StorageError,
+)
 from holdfast.format.manifest import Generation, Manifest, Pin, seal, unseal
-from holdfast.storage.base import Store
+from holdfast.storage.base import Lock, Store
 
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.02
@@ -97,9 +108,10 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
     """Keep the checkpoint of ``generation`` from now on. Raises NotFound when there is none (any
     more).
 
-    A second pin only renews the note. RootBusy when other calls hold pins for ten seconds.
+    A second pin only renews the note. RootBusy when other calls hold pins for ten seconds;
+    StorageError where a removal of this pin may still land that nobody answered.
     """
-    with _turn(store):
+    with _turn(store) as lock:
         data = _manifest(store, generation)
         made = Pin(
             run_id=unseal(Manifest, data, manifest_path(generation)).run_id,
@@ -112,6 +124,17 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
         if _publish(store, made) and not store.exists(manifest_path(generation)):
             store.remove(pin_path(generation))
             raise _gone(store, generation)
+        # A pin comes back under the name that such a request removes.
+        if waits_s := getattr(lock, "unsettled_s", 0.0):
+            raise StorageError(
+                f"{generation} in {store.url} is pinned now, but a request of an earlier call that "
+                "nobody answered may still remove this pin. Pin it again in "
+                f"{math.ceil(waits_s / 60)} minutes to be sure of it.",
+                operation="pin",
+                path=pin_path(generation),
+                url=store.url,
+                errno=0,
+            )
         return made
 
 
@@ -161,12 +184,11 @@ def mendable(store: Store, found: RootContents[Described]) -> list[tuple[Manifes
 
 
 def pinned_alone(
-    store: Store, manifests: Iterable[Described], pins: Collection[Generation] | None = None
+    store: Store, manifests: Iterable[Described], pins: Collection[Generation]
 ) -> list[Manifest]:
     """Returns the manifests that pins hold of checkpoints that are not among ``manifests``: what
     they name stays, so that a repair can bring the rest back. ``pins``: those there are now.
     """
-    pins = pinned(store) if pins is None else pins
     alone = set(pins) - {manifest.generation for manifest in manifests}
     return [manifest for manifest, _ in manifests_in_pins(store, alone)]
 
@@ -195,7 +217,8 @@ def mend(store: Store, found: RootContents[Described]) -> bool:
     """
     mended = mendable(store, found)
     for manifest, data in mended:
-        store.publish(manifest_path(manifest.generation), data)
+        with suppress(AlreadyPublished):  # a list lags
+            store.publish(manifest_path(manifest.generation), data)
     return bool(mended)
 
 
@@ -245,7 +268,7 @@ def _is_whole(store: Store, manifest: Manifest) -> bool:
 
 
 @contextmanager
-def _turn(store: Store) -> Iterator[None]:
+def _turn(store: Store) -> Iterator[Lock]:
     """Admits one call at a time; each takes milliseconds."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
@@ -257,4 +280,4 @@ def _turn(store: Store) -> Iterator[None]:
                 raise
             time.sleep(_PAUSE_S)
     with lock:
-        yield
+        yield lock

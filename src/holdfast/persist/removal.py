@@ -24,14 +24,16 @@ from holdfast.catalogue import (
     MANIFESTS,
     PARTS,
     STEPS,
-    Catalogue,
-    catalogue,
+    M,
+    RootContents,
+    manifest_path,
 )
 from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.leases import LeaseWatch
+from holdfast.overview import UNSEEN, Overview, Summary, confirmed, overview
 from holdfast.persist import commit
-from holdfast.persist.drain_order import waiting
+from holdfast.persist.drain_order import unmarked
 from holdfast.persist.pins import mend, mendable, pinned
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, is_link, unfinished, unsettled_s
@@ -67,7 +69,7 @@ class Removal:
     repair has set aside, and notes of copies that were broken off.
     """
 
-    checkpoints: tuple[Manifest, ...]
+    checkpoints: tuple[Summary, ...]
     directories: tuple[Leftover, ...]
     layouts: tuple[Leftover, ...]
     parts: tuple[Leftover, ...] = ()
@@ -86,8 +88,8 @@ class Removal:
 
 
 def removable(
-    found: Catalogue, pins: Collection[Generation], keep: Keep, *, abandoned: bool
-) -> tuple[Manifest, ...]:
+    found: RootContents[M], pins: Collection[Generation], keep: Keep, *, abandoned: bool
+) -> tuple[M, ...]:
     """Returns the checkpoints that ``keep`` releases and, if asked for, all that are ``abandoned``.
 
     Never a pinned one, never the newest that a restore takes, never one of which a missing record
@@ -116,9 +118,10 @@ def plan(store: Store, keep: Keep, *, abandoned: bool, leases: LeaseWatch | None
         )
     spared = pinned(store) | leases.generations()
     if store.list(DRAINED):  # of a cache: what its root has not had
-        spared |= waiting(store, found).keys()
+        spared |= unmarked(store, found).keys()
     going = removable(found, spared, keep, abandoned=abandoned)
-    staying = [m for m in found.manifests if m not in going]
+    gone = {one.generation for one in going}
+    staying: list[Summary | Manifest] = [m for m in found.manifests if m.generation not in gone]
     staying += [manifest for manifest, _ in mendable(store, found)]
     left_behind = commit.unnamed_directories(store, [*going, *staying])
     freed = commit.unnamed_directories(store, staying)
@@ -153,14 +156,15 @@ def remove(
     """
     waits_s = unsettled_s(store)
     leases = leases or LeaseWatch(store)
-    mend(store, catalogue(store))
+    found = overview(store)
+    mend(store, found)
     gone = tuple(
         m
         for m in removal.checkpoints
         if m.generation not in leases.generations() and commit.withdraw(store, m.generation)
     )
     # Read again: only files that are unnamed now, and were in the plan, are swept.
-    left = _readable(store).manifests
+    left = _readable(store, found, {m.generation for m in gone}).manifests
     planned = {one.path for one in (*removal.directories, *removal.layouts)} | _directories(gone)
     planned = set() if waits_s else planned
     held = leases.paths()  # after the manifests were removed: see holdfast.leases
@@ -208,8 +212,16 @@ def _files_below(store: Store, directory: str) -> Iterator[str]:
             yield from _files_below(store, path)
 
 
-def _readable(store: Store) -> Catalogue:
-    found = catalogue(store)
+def _readable(
+    store: Store, known: Overview = UNSEEN, removed: Collection[Generation] = ()
+) -> Overview:
+    """Lists a root of which all can be read. ``removed``: what is known to be gone."""
+    found = overview(store, known)
+    # A list may lag: what has images may have a manifest that it does not show yet.
+    said = commit.generations_of(commit.directories_there(store)).difference(removed)
+    found = confirmed(store, found, (g for g in said if manifest_path(g) not in found.tags))
+    # An earlier version's index does not say which layouts are named.
+    found = confirmed(store, found, [m.generation for m in found.manifests if not m.layout])
     if found.broken:
         listed = "\n".join(f"  {path}: {reason}" for path, reason in found.broken)
         raise FormatError(
@@ -221,7 +233,7 @@ def _readable(store: Store) -> Catalogue:
     return found
 
 
-def _directories(manifests: Iterable[Manifest]) -> set[str]:
+def _directories(manifests: Iterable[Summary]) -> set[str]:
     return {directory for manifest in manifests for directory in manifest.directories}
 
 

@@ -11,6 +11,7 @@ import fcntl
 import http.client
 import ipaddress
 import os
+import re
 import select
 import socket
 import ssl
@@ -20,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,8 @@ _PAUSE_S = 0.005
 _PIECES = 512
 #: The most fields of an answer's head, and bytes of one of them.
 _MOST_FIELDS, _LONGEST_LINE = 100, 64 << 10
+#: Finds a character that no head may have.
+_FORBIDDEN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]").search
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 #: Heads that another one follows: Continue, Processing, Early Hints.
 _MORE_FOLLOWS = (100, 102, 103)
@@ -194,10 +198,10 @@ class Connections:
     def _new(self) -> http.client.HTTPConnection:
         server = self.server
         if server.is_secure:
-            return _SecretConnection(
+            return http.client.HTTPSConnection(
                 server.host, server.port, timeout=CONNECT_S, context=_tls(self._ca_file)
             )
-        return PlainConnection(server.host, server.port, timeout=CONNECT_S)
+        return http.client.HTTPConnection(server.host, server.port, timeout=CONNECT_S)
 
     def _release(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
@@ -271,10 +275,13 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _put_headers(connection: http.client.HTTPConnection, headers: Mapping[str, str]) -> None:
+def _head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
+    """Returns the head of a request: put together here, as http.client takes four times as long."""
+    fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     try:
-        for name, value in headers.items():
-            connection.putheader(name, value)
+        if _FORBIDDEN("".join(headers.values())):
+            raise ValueError
+        return f"{method} {target} HTTP/1.1\r\n{fields}\r\n".encode("latin-1")
     except ValueError:  # its text quotes the value, which may be secret
         error = StorageError(
             "a header of a request to an object store has a character in it that HTTP forbids: "
@@ -340,38 +347,21 @@ class _Response(http.client.HTTPResponse):
         raise http.client.HTTPException("an answer with too many fields in its head")
 
 
-class PlainConnection(http.client.HTTPConnection):
-    """A connection without TLS. The head of a request is kept, and goes with its body."""
-
-    response_class = _Response
-    head = b""
-
-    def send(self, data: Any) -> None:
-        self.head += data
-
-
-class _SecretConnection(http.client.HTTPSConnection):
-    response_class = _Response
-
-
-def send_request(connection: http.client.HTTPConnection, body: Body) -> OSError | None:
-    """Sends the body of a request, and before it the head that a plain connection has kept. Returns
-    what cut it off: a server that refuses at once closes before it has read it all.
+def send_request(sock: socket.socket, request: Body) -> OSError | None:
+    """Sends a request, head and body. Returns what cut it off: a server that refuses at once closes
+    before it has read it all.
 
     Of a large body it returns when the server has it, or answers: of one that answers and takes no
     more, within a second. TimeoutError when the server took nothing for as long as the connection
     waits for an answer, however little it takes meanwhile.
     """
-    sock = connection.sock
-    assert sock is not None
-    pieces = [memoryview(piece) for piece in body if len(piece)]
+    pieces = [memoryview(piece) for piece in request if len(piece)]
     uptake, timeout_s = _Uptake(sock), sock.gettimeout()
     try:
-        if isinstance(connection, PlainConnection):
-            head, connection.head = connection.head, b""
-            _send_whole(sock, [memoryview(head), *pieces], uptake)
-        else:
+        if isinstance(sock, ssl.SSLSocket):
             _send_slices(sock, pieces, uptake)
+        else:
+            _send_whole(sock, pieces, uptake)
         if uptake.given_bytes > _LARGE_BYTES:
             uptake.wait()
     except TimeoutError:
@@ -492,29 +482,34 @@ def _exchange(
     body: Body,
     into: memoryview | None,
 ) -> tuple[Answer, bool]:
-    connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
-    _put_headers(connection, headers)
-    connection.endheaders()
-    cut_by = send_request(connection, body)
-    response = connection.getresponse()
-    if cut_by is not None and response.status < 300:
-        raise cut_by  # no success of a body that it does not have
-    found = dict(response.getheaders())
-    has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
-    if not has_none and not found.keys() & _LENGTHS:
-        # A head that was cut off looks whole, and its body empty.
-        raise http.client.HTTPException("an answer that does not say how long it is")
-    size_bytes, data = 0, b""
-    if into is not None and response.status in (200, 206) and (response.length or 0) <= len(into):
-        while size_bytes < len(into) and (count := response.readinto(into[size_bytes:])):
-            size_bytes += count
-        if response.length:  # cut off in the middle
-            raise http.client.IncompleteRead(b"", response.length)
-    elif into is None or response.status not in (200, 206):
-        data = response.read(MAX_ANSWER_BYTES + 1)
-        if len(data) > MAX_ANSWER_BYTES:
-            raise http.client.HTTPException("an answer longer than any of a store")
-        if response.length:
-            raise http.client.IncompleteRead(b"", response.length)
-    is_reusable = cut_by is None and response.isclosed() and not response.will_close
+    head, sock = _head(method, target, headers), connection.sock
+    assert sock is not None
+    cut_by = send_request(sock, [head, *body])
+    response = _Response(sock, method=method)
+    with closing(response):
+        response.begin()
+        if cut_by is not None and response.status < 300:
+            raise cut_by  # no success of a body that it does not have
+        found = dict(response.getheaders())
+        has_none = response.status in (204, 304) or (method == "HEAD" and response.status >= 400)
+        if not has_none and not found.keys() & _LENGTHS:
+            # A head that was cut off looks whole, and its body empty.
+            raise http.client.HTTPException("an answer that does not say how long it is")
+        size_bytes, data = 0, b""
+        if (
+            into is not None
+            and response.status in (200, 206)
+            and (response.length or 0) <= len(into)
+        ):
+            while size_bytes < len(into) and (count := response.readinto(into[size_bytes:])):
+                size_bytes += count
+            if response.length:  # cut off in the middle
+                raise http.client.IncompleteRead(b"", response.length)
+        elif into is None or response.status not in (200, 206):
+            data = response.read(MAX_ANSWER_BYTES + 1)
+            if len(data) > MAX_ANSWER_BYTES:
+                raise http.client.HTTPException("an answer longer than any of a store")
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+        is_reusable = cut_by is None and response.isclosed() and not response.will_close
     return Answer(response.status, found, data, size_bytes), is_reusable

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 
@@ -29,6 +29,8 @@ from holdfast.storage.bucket import Bucket, Outcome
 
 ONE_WRITER = "HOLDFAST_BUCKET_ONE_WRITER"
 _MAX_BYTES = 8192
+#: Of more holders that completed nothing a lease does not tell who they were.
+_MOST_HOLDERS = 64
 #: What stands for the process in a lease that was freed by hand: its holder may not have ended.
 _BY_HAND = "freed by hand"
 
@@ -50,7 +52,8 @@ class _Written(Struct, frozen=True):
     """What a lease object says. An empty nonce: it is free.
 
     ``pending_s``: for how long, from when it was written, a request of an earlier holder may land.
-    ``is_alone``: every holder of these is known to have ended.
+    ``is_alone``: every holder of these is known to have ended. ``announced``: the nonces of the
+    holders whose announced removals may not be completed; None where that is not known.
     """
 
     owner: str = ""
@@ -59,6 +62,7 @@ class _Written(Struct, frozen=True):
     beat: int = 0
     pending_s: float = 0.0
     is_alone: bool = True
+    announced: tuple[str, ...] | None = None
 
     def data(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -87,7 +91,10 @@ def _parsed(data: bytes, settle_s: float) -> _Written:
         owner, nonce, process = (str(found.get(key, "")) for key in ("owner", "nonce", "process"))
         pending_s = min(settle_s, max(0.0, float(found.get("pending_s", 0.0))))
         is_alone = found.get("is_alone", True) is True
-        return _Written(owner, nonce, process, int(found.get("beat", 0)), pending_s, is_alone)
+        announced = found.get("announced")
+        announced = None if announced is None else tuple(map(str, announced))
+        beat = int(found.get("beat", 0))
+        return _Written(owner, nonce, process, beat, pending_s, is_alone, announced)
     except (ValueError, AttributeError, TypeError, OverflowError):
         return _Written("somebody whose lease cannot be read", "?")
 
@@ -132,6 +139,22 @@ class ObjectLease:
     def nonce(self) -> str:
         """Tells this holding from every other."""
         return self._said.nonce
+
+    def may_have_announced(self, nonce: str) -> bool:
+        """False for a holder before whose announced removals were all completed under a holding
+        since: what it announced and nobody answered may be there all the same.
+        """
+        return self._said.announced is None or nonce in self._said.announced
+
+    def note_completed(self, left: Iterable[str]) -> None:
+        """Called when what earlier holders announced is completed, but for what is ``left`` of
+        these. RootBusy or StorageError where a request of theirs may land and that cannot be noted:
+        who is next would complete it.
+        """
+        with self._turn:
+            self._said = replace(self._said, announced=(*sorted(left), self._said.nonce))
+        if self.unsettled_s:
+            self.require_renewed()
 
     @property
     def is_alone(self) -> bool:
@@ -240,7 +263,9 @@ class ObjectLease:
         with self._turn:
             if self._taken_by is None:
                 pending_s = max(self.unsettled_s, self.unanswered_s())
-                free = _Written(pending_s=pending_s, is_alone=self.is_alone)
+                free = _Written(
+                    pending_s=pending_s, is_alone=self.is_alone, announced=self._said.announced
+                )
                 with contextlib.suppress(StorageError):  # it ends by itself
                     self._bucket.put(self.key, [free.data()], if_match=self._etag)
         if self._thread is not threading.current_thread():
@@ -309,9 +334,10 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
             watched, begun_s = "", _now_s()
             quiet_s = _quiet_s(found)
             is_alone = there.has_ended and there.pending_s <= quiet_s
-            said = replace(
-                said, pending_s=there.left_s(quiet_s, bucket.settle_s), is_alone=is_alone
-            )
+            known = there.announced is not None and len(there.announced) < _MOST_HOLDERS
+            announced = (*(there.announced or ()), said.nonce) if known else None
+            pending_s = there.left_s(quiet_s, bucket.settle_s)
+            said = replace(said, pending_s=pending_s, is_alone=is_alone, announced=announced)
             outcome = bucket.put(key, [said.data()], if_match=etag)
         else:
             time.sleep(min(1.0, times.renew_s / 4))

@@ -108,16 +108,23 @@ class Removals:
                 self._over.pop(key, None)
 
     def adopt(self, lease: ObjectLease) -> None:
-        """Completes what earlier holders of this lock announced, but for what was pinned since."""
-        for key in list(self._bucket.keys(self._of(lease))):
+        """Completes what earlier holders of this lock announced, but for what was pinned since, and
+        what nobody answered and landed when the next had the lock: nothing was removed for it.
+        """
+        own, left = self._of(lease), set()
+        for key in list(self._bucket.keys(own)):
+            nonce = key[len(own) :].rpartition("-")[0]
+            if not lease.may_have_announced(nonce):
+                self._drop(key)
+                continue
             found = self._bucket.get(key)
             if found.status == 404:
                 continue
             self._bucket.require(found, "read", key)
             files, trees = self._read(key, found.body)
-            if not files and not trees:
-                continue
-            self._complete(key, files, trees, lease)
+            if (files or trees) and not self._complete(key, files, trees, lease):
+                left.add(nonce)
+        lease.note_completed(left)
 
     def _read(self, key: str, data: bytes) -> tuple[list[str], list[str]]:
         try:
@@ -141,7 +148,8 @@ class Removals:
 
     def _complete(
         self, key: str, files: Sequence[str], trees: Sequence[str], lease: ObjectLease
-    ) -> None:
+    ) -> bool:
+        """Removes what was announced; False where the server refuses that: it stays announced."""
         lease.require_renewed()
         left = [path for path in files if not self._is_pinned(path)]
         try:
@@ -150,8 +158,9 @@ class Removals:
             if not self._note_refused(error, left, trees):
                 raise
             emit(Warned(message=f"{error} It stays there, and counts as removed."))
-            return
+            return False
         self._drop(key)
+        return True
 
     def _note_refused(
         self, error: StorageError, files: Sequence[str], trees: Sequence[str]

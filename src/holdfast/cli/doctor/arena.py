@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from holdfast.catalogue import ROOT, Catalogue, catalogue, read_document
+from holdfast.catalogue import ROOT, read_document
 from holdfast.cli.checkpoints import holders
 from holdfast.cli.command import confirmed, print_json
 from holdfast.cli.doctor.rules.facts import Arena
@@ -28,6 +28,7 @@ from holdfast.cli.output import stdout
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Generation, Root
 from holdfast.observe.text import count_text, on_one_line, size_text
+from holdfast.overview import Overview, overview
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
     ROOT_NAME,
@@ -360,7 +361,7 @@ class Contents:
     """
 
     is_its_root: bool | None = None
-    found: Catalogue | None = None
+    found: Overview | None = None
 
     def has(self, snapshot: Snapshot) -> bool | None:
         """True if this very snapshot is there."""
@@ -395,6 +396,6 @@ def contents(root: str, run_id: str, key: str) -> Contents:
     try:
         if read_document(store, Root, ROOT).run_id != run_id:
             return Contents(is_its_root=False)
-        return Contents(key in root_keys(store), catalogue(store))
+        return Contents(key in root_keys(store), overview(store))
     except HoldfastError:
         return Contents()

@@ -13,7 +13,6 @@ from pathlib import Path
 from holdfast.catalogue import (
     LAYOUTS,
     ROOT,
-    find_manifest,
     is_root,
     layout_path,
     manifest_path,
@@ -35,7 +34,7 @@ from holdfast.events import (
 from holdfast.format import manifest as documents
 from holdfast.leases import LeaseWatch
 from holdfast.observe.log import read_events
-from holdfast.overview import Overview, overview
+from holdfast.overview import Overview, manifest_of, overview
 from holdfast.persist.commit import unnamed_directories
 from holdfast.persist.pins import read_pins
 from holdfast.persist.removal import leftover
@@ -94,7 +93,7 @@ def probe_storage(root: str, *, deep: bool = False) -> PlaceFacts:
 
 
 def _describe(path: str, run_id: str, store: Store, found: Overview) -> RootFacts:
-    newest = _manifest(store, found, found.latest) if found.latest else None
+    newest = manifest_of(store, found, found.latest) if found.latest else None
     pins = read_pins(store)
     unnamed = [] if found.broken else unnamed_directories(store, found.manifests)
     held = LeaseWatch(store).paths() if unnamed else frozenset()
@@ -123,16 +122,6 @@ def _describe(path: str, run_id: str, store: Store, found: Overview) -> RootFact
     )
 
 
-def _manifest(
-    store: Store, found: Overview, generation: documents.Generation
-) -> documents.Manifest | None:
-    """Returns a manifest, which is read where only the index has told of it."""
-    if generation in found.read:
-        return found.read[generation]
-    there = find_manifest(store, generation)
-    return None if there is None else there[0]
-
-
 def _damaged(store: Store, found: Overview) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], int]:
     """Returns the checkpoints that lack a file or have one of another size, with what is wrong, and
     how many older ones were not looked at. No content is read.
@@ -145,7 +134,7 @@ def _damaged(store: Store, found: Overview) -> tuple[tuple[tuple[str, tuple[str,
         if checked and files > most:
             break
         try:
-            if (manifest := _manifest(store, found, one.generation)) is None:
+            if (manifest := manifest_of(store, found, one.generation)) is None:
                 # Removed since; of what is there and was not read nothing is known.
                 checked += not store.exists(manifest_path(one.generation))
                 continue

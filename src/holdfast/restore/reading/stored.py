@@ -170,7 +170,7 @@ def choose_stored(store: Store, step: int | str | None) -> tuple[Overview, list[
         if fit and fit[0].generation in contents.read:
             return contents, fit
         if fit:  # only the index has told of it
-            contents = _told(confirmed(store, contents, fit[0].generation), contents)
+            contents = _told(confirmed(store, contents, [fit[0].generation]), contents)
         elif is_whole:
             break
         is_whole = is_whole or not fit
