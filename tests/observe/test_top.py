@@ -29,6 +29,7 @@ from holdfast.observe.records import RecordHead
 from holdfast.observe.report_builder import report_of
 from holdfast.observe.top_screen import findings_of, screen_lines, to_plain
 from observe.test_trace import WALL_S, sampled, save, told
+from support.runs.told import of
 from support.servers.bucket_model import World, model_store
 
 
@@ -238,23 +239,31 @@ def test_after_a_start_on_fewer_hosts_it_shows_those_that_are_left_and_their_ran
         run.take(event, RecordHead(time_s=WALL_S + at_s, by_host=host))
 
     def copy(number: int, rank: int, copy_s: float, at_s: float, host: str) -> None:
-        image = {"step": int(at_s), "elapsed_s": copy_s, "copy_s": copy_s, "size_bytes": 1 << 20}
+        image: dict[str, Any] = {
+            "step": int(at_s),
+            "elapsed_s": copy_s,
+            "copy_s": copy_s,
+            "size_bytes": 1 << 20,
+        }
         take(events.ImageCaptured(incarnation=number, rank=rank, **image), at_s, host)
+
+    def of_host(host: str) -> AnyEvent:
+        return of(HostSampled, 2, -1, host=host)
 
     def start(number: int, ranks: dict[int, str], at_s: float) -> None:
         for rank, host in ranks.items():
-            of: dict[str, Any] = {"run_id": "r", "world": len(ranks), "host": host, "pid": 1}
-            take(events.RunStarted(incarnation=number, rank=rank, **of), at_s, host)
+            fields = {"run_id": "r", "world": len(ranks), "host": host, "pid": 1}
+            take(of(events.RunStarted, number, rank, **fields), at_s, host)
             copy(number, rank, 9.0 if rank == 3 else 0.1, at_s + 1, host)
 
     start(1, {0: "a", 1: "a", 2: "b", 3: "b"}, 0.0)
     for at_s in (0.0, 10.0, 20.0):
         for host in "ab":
-            take(msgspec.structs.replace(sampled(1), host=host), at_s, host)
+            take(of_host(host), at_s, host)
     assert run.slowest_ranks(1)[0][:2] == (3, "b") and run.hosts.keys() == {"a", "b"}
     start(2, {0: "a", 1: "a"}, 30.0)
     for at_s in (40.0, 85.0):
-        take(sampled(1), at_s, "a")
+        take(of_host("a"), at_s, "a")
     copy(1, 3, 9.0, 29.0, "b")  # the file of b is read behind that of a
     assert {rank for rank, *_ in run.slowest_ranks(9)} == {0, 1}
     assert run.hosts.keys() == {"a"} and run.world == 2

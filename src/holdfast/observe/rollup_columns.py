@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.observe.clocks import CommonClock
@@ -71,9 +70,13 @@ def _columns(form: _SaveForm, saves: Sequence[SaveRollup]) -> SaveColumns:
         return {p: [s for save in saves for s in values(getattr(save, name).get(p))] for p in names}
 
     return SaveColumns(
-        *form[:3],
-        form.asked_durable,
-        *map(list, form[4:]),
+        incarnation=form.incarnation,
+        clock=form.clock,
+        ranks=list(form.ranks),
+        asked_durable=form.asked_durable,
+        asked=list(form.asked),
+        copied=list(form.copied),
+        stored=list(form.stored),
         steps=[save.step for save in saves],
         phases=of_phases("phases"),
         even=of_phases("even"),
@@ -96,7 +99,7 @@ def saves_of(columns: SaveColumns) -> Iterator[SaveRollup]:
             own = [pair for pair in zip(ranks, every[at * width : (at + 1) * width], strict=True)
                    if pair[1] >= 0]  # fmt: skip
             if own:
-                found[phase] = PhaseValues(*map(list, zip(*own, strict=True)))
+                found[phase] = PhaseValues([rank for rank, _ in own], [s for _, s in own])
         return found
 
     for at, step in enumerate(columns.steps):
@@ -220,13 +223,14 @@ class _JoinedStart:
                 parts.phase(kind, phase).add_many(self._ranks[known], row[known])
 
     def _add_counted(self) -> None:
+        np = self._np
         for name in COUNTED:
-            total = [getattr(parts, name) for parts in self._parts]
-            join = max if name == "ring_bytes" else add
+            join = np.maximum if name == "ring_bytes" else np.add
+            # Of numbers of Python: the sum of thousands of hosts may be larger than a word.
+            total = np.array([getattr(parts, name) for parts in self._parts], object)
             for one in self._taken:
-                for row, count in zip(one.rows.tolist(), one.of.counted[name], strict=True):
-                    total[row] = join(total[row], count)
-            for parts, count in zip(self._parts, total, strict=True):
+                total[one.rows] = join(total[one.rows], np.array(one.of.counted[name], object))
+            for parts, count in zip(self._parts, total.tolist(), strict=True):
                 setattr(parts, name, count)
 
     def _add_ranks(self) -> None:
