@@ -248,7 +248,7 @@ def test_after_a_start_on_fewer_hosts_it_shows_those_that_are_left_and_their_ran
         take(events.ImageCaptured(incarnation=number, rank=rank, **image), at_s, host)
 
     def of_host(host: str) -> AnyEvent:
-        return of(HostSampled, 2, -1, host=host)
+        return of(HostSampled, 0, -1, host=host)
 
     def start(number: int, ranks: dict[int, str], at_s: float) -> None:
         for rank, host in ranks.items():

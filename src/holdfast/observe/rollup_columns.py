@@ -56,8 +56,9 @@ def _form_of(save: SaveRollup) -> _SaveForm | None:
     ranks = tuple(sorted({rank for one in every for rank in one.ranks}))
     if any(len(set(one.ranks)) < len(one.ranks) for one in every):
         return None
+    (clock,) = clocks
     of_ranks = tuple(save.asked), tuple(save.copied), tuple(save.stored)
-    return _SaveForm(save.incarnation, *clocks, ranks, save.asked_durable, *of_ranks)
+    return _SaveForm(save.incarnation, clock, ranks, save.asked_durable, *of_ranks)
 
 
 def _columns(form: _SaveForm, saves: Sequence[SaveRollup]) -> SaveColumns:

@@ -94,8 +94,8 @@ class SaveColumns(msgspec.Struct, array_like=True):
 
     def __post_init__(self) -> None:
         saves = len(self.steps)
-        lists = self.first_s, self.last_s, self.last_by, self.copied_s, self.blocked_s
-        lengths = {*map(len, lists), *map(len, self.counted.values())}
+        floats = self.first_s, self.last_s, self.copied_s, self.blocked_s
+        lengths = {len(self.last_by), *map(len, floats), *map(len, self.counted.values())}
         if lengths != {saves} or not saves:
             raise ValueError("columns have a value for each save")
         if len({*self.ranks}) < len(self.ranks) or len({*self.steps}) < saves:
