@@ -79,6 +79,7 @@ def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[places.Event
     return event_place(ROOT), store
 
 
+@pytest.mark.promise
 def test_a_file_with_the_inode_of_one_that_was_given_up_is_uploaded_whole(
     spool: tuple[places.EventPlace, Store], tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_events_that_are_gone_from_a_bucket_are_gone_from_its_report(
     assert lines_of(ROOT) == []
 
 
+@pytest.mark.promise
 def test_what_is_uploaded_again_after_a_kill_or_while_it_is_read_counts_once(
     spool: tuple[places.EventPlace, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def told_run(root: Path, saves: int, *, starts: tuple[dict[int, str], ...]) -> R
     return read_report(told.write())
 
 
+@pytest.mark.promise
 def test_a_save_of_an_earlier_start_names_no_host_by_what_came_later(tmp_path: Path) -> None:
     report = told_run(tmp_path, 6, starts=(BEFORE, AFTER))
     assert report.placed_since == 2 and report.hosts_at(1) == {}

@@ -271,6 +271,7 @@ def test_a_roll_up_that_is_lost_between_others_covers_nothing(
     assert_alike(found, expected)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("is_joined", [False, True], ids=["alone", "joined"])
 def test_what_damaged_roll_ups_were_of_is_rolled_up_again_before_its_records_are_given_up(
     is_joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

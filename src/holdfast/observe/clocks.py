@@ -363,7 +363,7 @@ class CommonClock:
 
         knots = self._knots.get(clock)
         if knots is None:
-            return at_s + self._added_s[clock]
+            return self._added_s[clock] + at_s
         own, common = (np.array([getattr(one, of) for one in knots]) for of in ("at_s", "common_s"))
         beyond = np.minimum(0.0, at_s - own[0]) + np.maximum(0.0, at_s - own[-1])
         found: NDArray[np.float64] = np.interp(at_s, own, common) + beyond
