@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import holdfast
 from holdfast.errors import HoldfastError, NotFound, StateMismatch
+from holdfast.events import Restored
 from holdfast.interop import hugging_face
+from holdfast.observe.run_events import collected_events
 
 
 def build() -> dict[str, Any]:
@@ -73,10 +75,15 @@ def test_the_first_start_reads_the_other_and_later_ones_do_not(
 def test_a_root_of_ours_is_another_too(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "first", train(build(), 3), step=3)
     state = build()
-    with holdfast.Checkpointer(tmp_path / "root", state) as checkpointer:
+    with (
+        collected_events() as told,
+        holdfast.Checkpointer(tmp_path / "root", state) as checkpointer,
+    ):
         restored = checkpointer.restore(start_from=tmp_path / "first")
         assert restored is not None and restored.step == 3
         assert same(state, train(build(), 3))
+    restores = [one for one, _ in told if isinstance(one, Restored)]
+    assert [(one.origin, one.parent) for one in restores] == [("start_from", None)]
 
 
 def test_one_that_does_not_fit_is_an_error_by_name(foreign: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,10 @@ from holdfast.errors import UsageError
 from holdfast.observe import event_place as places
 from holdfast.observe.event_files import open_parts, set_aside, trails
 from holdfast.observe.event_place import event_place, upload
+from holdfast.observe.report import to_json
+from holdfast.observe.report_builder import read_report
+from holdfast.storage.base import Store
+from support.runs.told import RANKS, Told, tell_save, tell_start
 from support.servers.bucket_model import World, model_store
 
 ROOT = "s3://model/root"
@@ -63,6 +68,86 @@ def test_every_event_of_a_bucket_is_found_once_wherever_it_is(
     assert lines_of(ROOT) == ["a", "b", "c", "d", "e", "torn"]
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "another host"))
     assert lines_of(ROOT) == ["a", "b", "c", "d", "e", "torn"]
+
+
+@pytest.fixture
+def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[places.EventPlace, Store]:
+    store = model_store(World(), monkeypatch, tries_s=1.0)
+    store.publish("holdfast.json", b"{}")
+    monkeypatch.setattr(places, "open_store", lambda root: store)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    return event_place(ROOT), store
+
+
+@pytest.mark.promise
+def test_a_file_with_the_inode_of_one_that_was_given_up_is_uploaded_whole(
+    spool: tuple[places.EventPlace, Store], tmp_path: Path
+) -> None:
+    place, store = spool
+    host = place.file("host-h")
+    append(host, "a", "b", "c")
+    assert upload(place, store) == 1
+    host.write_text('{"n": "d"}\n')  # as where a file system gives an inode again at once
+    assert lines_of(ROOT) == ["a", "b", "c", "d"]
+    assert upload(place, store) == 1
+    assert lines_of(ROOT) == ["a", "b", "c", "d"]
+
+
+def test_events_that_are_gone_from_a_bucket_are_gone_from_its_report(
+    spool: tuple[places.EventPlace, Store],
+) -> None:
+    """By a rule of the bucket, or as another run is there by now."""
+    place, store = spool
+    append(place.file("host-h"), "a")
+    upload(place, store)
+    assert lines_of(ROOT) == ["a"]
+    place.file("host-h").unlink()
+    (name,) = store.list("events")
+    store.remove(f"events/{name}")
+    assert lines_of(ROOT) == []
+
+
+@pytest.mark.promise
+def test_what_is_uploaded_again_after_a_kill_or_while_it_is_read_counts_once(
+    spool: tuple[places.EventPlace, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, store = spool
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, RANKS)
+    for step in range(6):
+        tell_save(told, 1, step, 20.0 + 10 * step, RANKS)
+    told.write()
+    lines = []
+    for file in sorted((tmp_path / "events").glob("*.jsonl")):
+        for number, line in enumerate(file.read_bytes().splitlines()):
+            lines.append(json.loads(line) | {"writer": file.stem, "number": number})
+    expected = to_json(read_report(tmp_path))
+    host = place.file("host-h")
+
+    def write(some: list[dict[str, Any]]) -> None:
+        with host.open("a") as opened:
+            opened.writelines(json.dumps(line) + "\n" for line in some)
+
+    host.parent.mkdir()
+    write(lines[:40])
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "_write_marks", lambda *_: 1 // 0)  # the keeper is killed there
+        with pytest.raises(ZeroDivisionError):
+            upload(place, store)
+    write(lines[40:])
+    names = store.list
+
+    def list_and_upload(prefix: str) -> list[str]:
+        monkeypatch.setattr(store, "list", names)
+        upload(place, store)
+        return names(prefix)
+
+    monkeypatch.setattr(store, "list", list_and_upload)
+    found = to_json(read_report(ROOT))
+    for document in (found, expected):
+        for key in ("root", "files"):
+            del document[key]
+    assert found == expected
 
 
 def test_a_spool_is_private_and_that_of_another_is_not_used(

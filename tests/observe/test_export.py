@@ -103,7 +103,7 @@ def test_lines_are_the_records_as_they_were_read(
         (["--to", "otlp", "--endpoint", "http://x", "--kind", "Restored"], "no --kind"),
         (["--json"], "give --output FILE"),
         (["--output", "/nowhere/x"], "/nowhere/x cannot be written"),
-        (["--since", "soon"], "is no duration"),
+        (["--since", "soon"], "give a span"),
     ],
 )
 def test_calls_that_mean_nothing_are_refused(

@@ -105,11 +105,12 @@ def test_a_fall_back_counts_the_incarnation_up_and_the_newest_step_back() -> Non
     ]
     captured = [
         events.SnapshotCaptured(incarnation=n, step=step, elapsed_s=0, world=1)
-        for n, step in ((1, 9), (3, 5))
+        for n, step in ((1, 9), (3, 5), (3, 4), (1, 8))  # who takes over tells of older ones
     ]
     found = values_of(*started, *captured)
     assert found["holdfast_incarnation", ""] == 3
     assert found["holdfast_newest_step", "captured"] == 5
+    assert found["holdfast_newest_reached_seconds", "captured"] == 5.0
     assert found["holdfast_trainer_starts", ""] == 3
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import re
 import shutil
+import statistics
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +22,8 @@ from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
 from holdfast.observe.rollups import PhaseSpread
+from holdfast.observe.spans import RecordChoice, SaveName, read_spans
+from holdfast.observe.text import seconds_text
 from support.runs.told import tell_sick_run
 
 EVIL = (
@@ -152,6 +155,24 @@ def test_heat_maps_are_by_rank_and_by_host_and_one_shows_at_a_time(tmp_path: Pat
             assert text.count(rule) == 1
     (of_hosts,) = re.findall(r'<div class="map map-write_s rows-host">(.*?)</div>', text, re.S)
     assert "host b at 3-24: 2.20 s" in of_hosts and "rank" not in Page(of_hosts).seen
+
+
+def test_who_does_not_see_the_drawings_has_their_figures(tmp_path: Path) -> None:
+    report = read_report(tell_sick_run(tmp_path))
+    newest = report.saves[-5]
+    one = RecordChoice(SaveName(newest.incarnation, newest.step))
+    text = render_page(report, find(report), read_spans(tmp_path, one))
+    drawn = [tag for tag in re.findall(r"<(svg|table|h2)[ >]", text) if tag != "h2"]
+    lone = [at for at, tag in enumerate(drawn) if drawn[at : at + 2] == ["svg", "svg"]]
+    assert drawn.count("svg") > 10
+    assert len(lone) == 1, "the table of saves is behind the heat maps"
+    written = text[text.index('<div class="map map-write_s rows-rank">') :]
+    rows = re.findall(r"<tr>(.*?)</tr>", written[: written.index("</table>")])
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows[1:]]
+    values = [s for save in report.saves if "write_s" in save.phases
+              for rank, s in save.phases["write_s"].slowest if rank == 3]  # fmt: skip
+    mean, largest = map(seconds_text, (statistics.fmean(values), max(values)))
+    assert cells[0][:5] == ["rank 3", "b", str(len(values)), mean, largest]
 
 
 def test_the_command_writes_the_page_or_says_why_not(tmp_path: Path) -> None:

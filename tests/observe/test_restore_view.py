@@ -17,7 +17,7 @@ from holdfast.observe.phases import PHASES
 from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
-from holdfast.observe.restore_view import complaints, hosts_at, restore_lines
+from holdfast.observe.restore_view import complaints, restore_lines
 from holdfast.observe.spans import RecordChoice, read_spans
 from holdfast.observe.tables import render
 from holdfast.observe.top_screen import screen_lines
@@ -101,7 +101,7 @@ def test_only_a_rank_that_all_waited_for_is_complained_of(tmp_path: Path) -> Non
     ):
         report = read_report(restored_run(tmp_path, slow, **times))
         (restore,) = report.restores
-        found = complaints(restore, hosts_at(report, restore))
+        found = complaints(restore, report.hosts_at(restore.incarnation))
         assert [expected in one for one in found] == [True] * bool(expected), (slow, times, found)
 
 

@@ -19,13 +19,18 @@ import pytest
 from holdfast import events
 from holdfast.cli import main, top
 from holdfast.events import AnyEvent, HostSampled
+from holdfast.observe import event_place
 from holdfast.observe import live_run as module
 from holdfast.observe.event_files import compress, set_aside
+from holdfast.observe.findings import find
 from holdfast.observe.live_findings import LiveFindings
 from holdfast.observe.live_run import FileTails, LiveRun
 from holdfast.observe.records import RecordHead
+from holdfast.observe.report_builder import report_of
 from holdfast.observe.top_screen import findings_of, screen_lines, to_plain
 from observe.test_trace import WALL_S, sampled, save, told
+from support.runs.told import of
+from support.servers.bucket_model import World, model_store
 
 
 def write(root: Path, *lines: bytes, name: str = "host-a") -> Path:
@@ -124,6 +129,30 @@ def test_lines_that_are_none_and_files_that_cannot_be_read_are_passed_over(
     tails.close()
 
 
+@pytest.mark.parametrize("name", ["host-7", "here"])
+def test_records_of_a_bucket_are_taken_once_before_and_after_they_are_uploaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(World(), monkeypatch, tries_s=1.0)
+    store.publish("holdfast.json", b"{}")
+    monkeypatch.setattr(event_place, "open_store", lambda root: store)
+    monkeypatch.setattr(event_place, "_host", lambda: name)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    place = event_place.event_place("s3://model/root")
+    spool = place.file("rank-00000")
+    spool.parent.mkdir()
+    tails, run = FileTails("s3://model/root"), LiveRun()
+    taken = []
+    for step in range(3):
+        with spool.open("ab") as file:
+            file.writelines(lines := list(save(step, 100.0 + step)))
+        taken += [read_all(tails, run), read_all(tails, run)]
+        event_place.upload(place, store)
+        taken.append(read_all(tails, run))
+    assert taken == [len(lines), 0, 0] * 3
+    tails.close()
+
+
 # ── the state ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -134,7 +163,7 @@ def test_a_keeper_that_takes_over_and_tells_of_older_generations_sets_nothing_ba
     ]
     run = state_of(*captured)
     at = run.reached["captured"]
-    assert (at.incarnation, at.step, at.time_s) == (2, 5, WALL_S + 2)
+    assert (at.incarnation, at.step, run.moment_s(at.at)) == (2, 5, WALL_S + 2)
 
 
 @pytest.mark.parametrize("source", ["memory", "storage"])
@@ -166,13 +195,79 @@ def test_after_going_back_further_than_it_knows_it_shows_what_it_went_back_to(so
     assert to_plain(run, WALL_S)["reached"]["captured"]["is_restored"]
 
 
-def test_what_a_run_started_from_of_another_root_is_nothing_that_it_has() -> None:
-    other = events.Restored(incarnation=1, rank=0, step=1000, parent_incarnation=7,
+@pytest.mark.parametrize(("parent", "origin"), [(7, ""), (1, "start_from")])
+def test_what_a_run_started_from_of_another_root_is_nothing_that_it_has(
+    parent: int, origin: str
+) -> None:
+    """Its start has a smaller number than that of this run, too; older versions wrote no origin."""
+    other = events.Restored(incarnation=2, rank=0, step=1000, parent_incarnation=parent,
                             source="storage", elapsed_s=1.0, size_bytes=1, world=2,
-                            saved_world=2)  # fmt: skip
+                            saved_world=2, origin=origin)  # fmt: skip
     assert state_of(other).reached == {}
-    mine = events.CheckpointPublished(incarnation=1, step=1001, elapsed_s=0, size_bytes=1, images=1)
+    mine = events.CheckpointPublished(incarnation=2, step=1001, elapsed_s=0, size_bytes=1, images=1)
     assert state_of(other, mine).reached["durable"].step == 1001
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0], ids=["back", "forward"])
+def test_a_wall_clock_that_is_set_while_a_run_trains_changes_no_age_and_no_rate(
+    jump_s: float,
+) -> None:
+    run, found = LiveRun(), LiveFindings("r")
+    for second in range(180):
+        wall_s = WALL_S + second + (jump_s if second >= 90 else 0.0)
+        head = RecordHead(time_s=wall_s, mono_s=50.0 + second, by_host="a", boot="b")
+        event: AnyEvent = events.SnapshotCaptured(
+            incarnation=1, step=second, elapsed_s=0.0, world=1
+        )
+        if second == 0:
+            event = events.RunStarted(incarnation=1, rank=0, run_id="r", world=1, host="a", pid=1)
+        run.take(event, head)
+        found.take(event, head)
+    now_s = WALL_S + 180 + jump_s
+    lines = screen_lines("r", run, now_s, findings=found)
+    assert lines[0].endswith("last record 1.00 s ago"), lines
+    assert any("rates     60 snapshots a minute" in line for line in lines)
+    assert lines[-1] == "no trouble in the last 15 minutes"
+    report = report_of("r", [(events.Warned(message=""), head)])
+    assert not any(one.cause == "no_sign_of_life" for one in find(report, now_s))
+
+
+def test_after_a_start_on_fewer_hosts_it_shows_those_that_are_left_and_their_ranks() -> None:
+    run = LiveRun()
+
+    def take(event: AnyEvent, at_s: float, host: str) -> None:
+        run.take(event, RecordHead(time_s=WALL_S + at_s, by_host=host))
+
+    def copy(number: int, rank: int, copy_s: float, at_s: float, host: str) -> None:
+        image: dict[str, Any] = {
+            "step": int(at_s),
+            "elapsed_s": copy_s,
+            "copy_s": copy_s,
+            "size_bytes": 1 << 20,
+        }
+        take(events.ImageCaptured(incarnation=number, rank=rank, **image), at_s, host)
+
+    def of_host(host: str) -> AnyEvent:
+        return of(HostSampled, 0, -1, host=host)
+
+    def start(number: int, ranks: dict[int, str], at_s: float) -> None:
+        for rank, host in ranks.items():
+            fields = {"run_id": "r", "world": len(ranks), "host": host, "pid": 1}
+            take(of(events.RunStarted, number, rank, **fields), at_s, host)
+            copy(number, rank, 9.0 if rank == 3 else 0.1, at_s + 1, host)
+
+    start(1, {0: "a", 1: "a", 2: "b", 3: "b"}, 0.0)
+    for at_s in (0.0, 10.0, 20.0):
+        for host in "ab":
+            take(of_host(host), at_s, host)
+    assert run.slowest_ranks(1)[0][:2] == (3, "b") and run.hosts.keys() == {"a", "b"}
+    start(2, {0: "a", 1: "a"}, 30.0)
+    for at_s in (40.0, 85.0):
+        take(of_host("a"), at_s, "a")
+    copy(1, 3, 9.0, 29.0, "b")  # the file of b is read behind that of a
+    assert {rank for rank, *_ in run.slowest_ranks(9)} == {0, 1}
+    assert run.hosts.keys() == {"a"} and run.world == 2
+    assert "incarnation 2, 2 ranks on 1 host," in screen_lines("r", run, WALL_S + 86)[0]
 
 
 def test_rates_slow_ranks_and_the_save_under_way() -> None:

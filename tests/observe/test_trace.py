@@ -24,11 +24,11 @@ from holdfast.errors import NotFound, UsageError
 from holdfast.events import Event, to_record
 from holdfast.observe.clocks import DRIFT
 from holdfast.observe.records import RecordHead
+from holdfast.observe.since import moment_of
 from holdfast.observe.spans import (
     RecordChoice,
     RunSpans,
     SaveName,
-    parse_duration,
     parse_generation,
     read_spans,
     select,
@@ -175,13 +175,14 @@ def test_hosts_whose_clocks_are_apart_are_on_one_clock_in_a_trace(apart: Path) -
 def test_generations_and_durations_are_read_or_refused() -> None:
     assert parse_generation("3-1200") == SaveName(3, 1200)
     assert parse_generation("7") == SaveName(None, 7)
-    assert [parse_duration(text) for text in ("90s", "1.5m", "2h", "1d")] == [90, 90, 7200, 86400]
+    spans = [1e6 - moment_of(text, 1e6) for text in ("90s", "1.5m", "2h", "1d")]
+    assert spans == [90, 90, 7200, 86400]
     for text in ("", "3-", "-3", "a", "1-2-3"):
         with pytest.raises(UsageError, match="is no generation"):
             parse_generation(text)
     for text in ("", "10", "m", "-3s", "1w"):
-        with pytest.raises(UsageError, match="is no duration"):
-            parse_duration(text)
+        with pytest.raises(UsageError, match="give a span"):
+            moment_of(text, 0.0)
 
 
 def test_one_save_or_the_last_of_a_run_is_chosen(run: Path) -> None:

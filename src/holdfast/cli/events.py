@@ -42,7 +42,9 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--endpoint", metavar="URL", help="of the OTLP/HTTP receiver, for otlp")
     which = command.add_mutually_exclusive_group()
     which.add_argument("--save", metavar="GEN", help="of one save alone, such as 3-1200")
-    which.add_argument("--since", metavar="TIME", help="the last 90s, 10m, 2h or 1d of the run")
+    which.add_argument(
+        "--since", metavar="TIME", help="the last 90s, 10m, 2h or 1d of the run, or from a date on"
+    )
     command.set_defaults(run=run)
 
 

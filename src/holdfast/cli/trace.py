@@ -25,7 +25,9 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--save", metavar="GEN", help="one save, such as 3-1200, or a step")
     which.add_argument(
-        "--since", metavar="TIME", help="the last of the run: 90s, 10m, 2h or 1d before its end"
+        "--since",
+        metavar="TIME",
+        help="the last of the run: 90s, 10m, 2h or 1d before its end; or from a date on",
     )
     command.add_argument(
         "--output",

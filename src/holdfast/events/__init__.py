@@ -19,6 +19,7 @@ from holdfast.events.fields import Count as Count
 from holdfast.events.fields import Event as Event
 from holdfast.events.fields import Rate as Rate
 from holdfast.events.fields import Seconds as Seconds
+from holdfast.events.fields import parent_in_run
 from holdfast.events.of_hosts import ClocksCompared as ClocksCompared
 from holdfast.events.of_hosts import HostSampled as HostSampled
 from holdfast.events.of_hosts import KeeperLost as KeeperLost
@@ -360,7 +361,8 @@ class Restored(Event, frozen=True, kw_only=True):
     ``size_bytes``: the size of what was restored here. ``saved_world``: the number of ranks that
     saved it. ``world``: the number of ranks now. ``parent_incarnation``: the start of the run that
     saved it. ``origin``: where in memory that was for this rank: "memory" of its own host, "peers"
-    where that had none of it, "decoded" where images of lost hosts were; else "".
+    where that had none of it, "decoded" where images of lost hosts were; "start_from" for another
+    root, whose generations are none of this run; else "".
 
     What the thread that restores spent, in seconds; each moment counts for one of them, and what is
     left of ``elapsed_s`` for none. ``inventory_s``: rank 0 asked what hosts and storage hold.
@@ -396,6 +398,11 @@ class Restored(Event, frozen=True, kw_only=True):
     set_s: Seconds = 0.0
     dropped_s: Seconds = 0.0
     meet_s: Seconds = 0.0
+
+    @property
+    def parent(self) -> tuple[int, int] | None:
+        """Returns the generation that it goes on from, None for one of another root."""
+        return parent_in_run(self.incarnation, (self.parent_incarnation, self.step), (self.origin,))
 
 
 class SourceDropped(Event, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
@@ -18,6 +19,19 @@ Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 PartOrNone = Annotated[float, msgspec.Meta(ge=-1, le=1)]
 StepOrNone = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
 RankOrKeeper = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
+#: The origin of what was restored out of another root.
+START_FROM = "start_from"
+
+
+def parent_in_run(
+    incarnation: int, parent: tuple[int, int], origins: Collection[str]
+) -> tuple[int, int] | None:
+    """Returns the generation that a start restored; None for one of another root.
+
+    Older versions wrote no such origin; no start goes on from itself, or from a later one.
+    """
+    is_other = START_FROM in origins or parent[0] >= incarnation > 0
+    return None if is_other else parent
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):

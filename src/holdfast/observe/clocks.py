@@ -18,10 +18,14 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from holdfast import events
 from holdfast.events import Event
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 #: The most comparisons of two clocks that are kept: of more, half are left out, evenly in time.
 MOST_COMPARED = 256
@@ -90,9 +94,11 @@ class HostClocks:
     def __init__(self) -> None:
         self._indices: dict[tuple[str, str], int] = {}
         self._hosts: list[str] = []
-        self._origins: list[tuple[float, float]] = []
-        """Of each clock the earliest moment, and what is to be added for the wall clock."""
+        self._earliest_s: list[float] = []
         self._latest_s: list[float] = []
+        self._walls_s: list[float] = []
+        """What is to be added to each clock for the wall clock, as that stood at the latest moment:
+        it may have been set before."""
         self._last = "", "", -1
         """The host, boot and clock of the record before: mostly the same again."""
         self._meetings: dict[Hashable, dict[int, float]] = defaultdict(dict)
@@ -111,12 +117,13 @@ class HostClocks:
             self._last = host, boot, clock
         if clock == len(self._hosts):
             self._hosts.append(host)
-            self._origins.append((at_s, time_s - at_s))
+            self._earliest_s.append(at_s)
             self._latest_s.append(at_s)
-        elif at_s < self._origins[clock][0]:
-            self._origins[clock] = at_s, time_s - at_s
+            self._walls_s.append(time_s - at_s)
+        elif at_s < self._earliest_s[clock]:
+            self._earliest_s[clock] = at_s
         elif at_s > self._latest_s[clock]:
-            self._latest_s[clock] = at_s
+            self._latest_s[clock], self._walls_s[clock] = at_s, time_s - at_s
         return HostMoment(clock, at_s)
 
     def take_all(self, heads: Sequence[RecordMoment]) -> tuple[int, list[float]]:
@@ -160,13 +167,18 @@ class HostClocks:
         return next((clock for (_, own), clock in self._indices.items() if own == boot), -1)
 
     @property
+    def earliest(self) -> Iterator[HostMoment]:
+        """Returns the first moment by each clock."""
+        return (HostMoment(clock, at_s) for clock, at_s in enumerate(self._earliest_s))
+
+    @property
     def latest(self) -> Iterator[HostMoment]:
         """Returns the last moment by each clock."""
         return (HostMoment(clock, at_s) for clock, at_s in enumerate(self._latest_s))
 
     def solve(self, reference: int = 0) -> CommonClock:
         """Returns one clock for all: that of ``reference``."""
-        walls_s = [wall_s for _, wall_s in self._origins]
+        walls_s = self._walls_s.copy()
         common = CommonClock(self._hosts, walls_s)
         if walls_s:
             common.place(reference, [], 0.0, None)
@@ -211,7 +223,7 @@ class HostClocks:
                     found[other].append(_Knot(one.at_s - one.ahead_s, common.exact(here), error_s))
         for clock, knots in found.items():
             apart = list(_apart(sorted(knots), _APART_S))
-            ends_s = self._origins[clock][0], self._latest_s[clock]
+            ends_s = self._earliest_s[clock], self._latest_s[clock]
             middles_s = ((a.at_s + b.at_s) / 2 for a, b in pairwise(apart))
             turns_s = (*ends_s, *middles_s, *(one.at_s for one in apart))
             error_s = max(_error_s(apart, at_s) for at_s in turns_s)
@@ -344,6 +356,18 @@ class CommonClock:
             return near.common_s + at_s - near.at_s
         a, b = knots[after - 1], knots[after]
         return a.common_s + (at_s - a.at_s) * (b.common_s - a.common_s) / (b.at_s - a.at_s)
+
+    def exact_many(self, clock: int, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns moments by one clock, as ``exact`` does."""
+        import numpy as np
+
+        knots = self._knots.get(clock)
+        if knots is None:
+            return self._added_s[clock] + at_s
+        own, common = (np.array([getattr(one, of) for one in knots]) for of in ("at_s", "common_s"))
+        beyond = np.minimum(0.0, at_s - own[0]) + np.maximum(0.0, at_s - own[-1])
+        found: NDArray[np.float64] = np.interp(at_s, own, common) + beyond
+        return found
 
     def micros(self, moment: HostMoment) -> int:
         """Returns a moment in whole microseconds."""

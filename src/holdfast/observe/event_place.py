@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from holdfast.catalogue import ROOT, is_root
 from holdfast.errors import HoldfastError, UsageError
@@ -32,6 +33,10 @@ UPLOAD_S = 60.0
 #: The most that one object holds; what is longer goes into several.
 OBJECT_BYTES = 8 << 20
 _MARKS, _FETCHED = ".uploaded.json", ".fetched"
+#: How the names of files begin that have what is in the spool alone.
+_HERE = "here-"
+#: The most that the first line of a file has; a record has less.
+_FIRST_BYTES = 64 << 10
 #: The names of the objects that ``upload`` makes; what else a user keeps there is not fetched.
 _IS_UPLOADED = re.compile(r"[\w-]{1,64}-[0-9]{20}-[0-9a-f]{8}\.jsonl", re.ASCII).fullmatch
 
@@ -122,11 +127,11 @@ def upload(place: EventPlace, store: Store) -> int:
     made, marks = 0, _read_marks(place)
     for file in sorted(place.directory.glob("*.jsonl")):
         with file.open("rb") as opened:
-            inode = str(os.fstat(opened.fileno()).st_ino)
-            while lines := _new_lines(opened.read, opened.seek, marks.get(inode, 0)):
+            name = _name_of(opened)
+            while lines := _new_lines(opened.read, opened.seek, marks.get(name, 0)):
                 moment = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
                 store.publish(f"{EVENTS}/{_host()}-{moment}.jsonl", lines)
-                marks[inode] = marks.get(inode, 0) + len(lines)
+                marks[name] = marks.get(name, 0) + len(lines)
                 _write_marks(place, marks)
                 made += 1
     return made
@@ -142,14 +147,25 @@ def _host() -> str:
     return re.sub(r"[^\w-]", "-", socket.gethostname(), flags=re.ASCII)[:64] or "host"
 
 
+def _name_of(file: BinaryIO) -> str:
+    """Returns what names a file for good: they are renamed when full, and a new one may have the
+    inode of one that was given up.
+    """
+    first = text(checksum(file.readline(_FIRST_BYTES)))
+    return f"{os.fstat(file.fileno()).st_ino}-{first}"
+
+
 def _read_marks(place: EventPlace) -> dict[str, int]:
-    """Returns how much of each file, by its inode, was uploaded; files are renamed when full."""
+    """Returns how much of each file was uploaded, of those that are there."""
     try:
         found = json.loads((place.directory / _MARKS).read_bytes())
     except (OSError, ValueError):
         return {}
-    there = {str(file.stat().st_ino) for file in place.directory.glob("*.jsonl")}
-    return {inode: int(size) for inode, size in found.items() if inode in there}
+    there = set()
+    for file in place.directory.glob("*.jsonl"):
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
+            there.add(_name_of(opened))
+    return {name: int(size) for name, size in found.items() if name in there}
 
 
 def _write_marks(place: EventPlace, marks: dict[str, int]) -> None:
@@ -159,11 +175,19 @@ def _write_marks(place: EventPlace, marks: dict[str, int]) -> None:
 
 
 def _fetch(place: EventPlace) -> Path:
-    """Fills a directory with the uploaded objects, and with what is only in the spool."""
+    """Fills a directory with the uploaded objects, and with what is only in the spool.
+
+    What is uploaded meanwhile is in both: a reader knows records by their numbers.
+    """
     into = place.directory / _FETCHED
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = open_store(place.root)
-    for name in filter(_IS_UPLOADED, store.list(EVENTS)):
+    marks = _read_marks(place)
+    uploaded = set(filter(_IS_UPLOADED, store.list(EVENTS)))
+    for old in into.glob("*.jsonl"):
+        if old.name not in uploaded:  # it was removed, and may be of another run that was there
+            old.unlink(missing_ok=True)
+    for name in sorted(uploaded):
         if (into / name).exists():
             continue
         data = read_at_most(store, f"{EVENTS}/{name}", OBJECT_BYTES)
@@ -171,11 +195,13 @@ def _fetch(place: EventPlace) -> Path:
             temporary = into / f".{name}"
             temporary.write_bytes(data)
             temporary.replace(into / name)
-    marks = _read_marks(place)
-    for old in into.glob("here-*.jsonl"):
-        old.unlink(missing_ok=True)
     for file in place.directory.glob("*.jsonl"):
         with file.open("rb") as opened:
-            opened.seek(marks.get(str(os.fstat(opened.fileno()).st_ino), 0))
-            (into / f"here-{file.stem.replace('.', '-')}.jsonl").write_bytes(opened.read())
+            opened.seek(marks.get(_name_of(opened), 0))
+            (into / f"{_HERE}{file.stem.replace('.', '-')}.jsonl").write_bytes(opened.read())
     return into
+
+
+def is_of_spool(path: Path) -> bool:
+    """Returns True for a file to read from that has what was not uploaded yet."""
+    return path.name.startswith(_HERE) and not _IS_UPLOADED(path.name)

@@ -32,10 +32,11 @@ class Saved(Protocol):
     def step(self) -> int: ...
 
 
-def abandoned_by(parents: Mapping[int, tuple[int, int]]) -> Callable[[Saved], bool]:
+def abandoned_by(parents: Mapping[int, tuple[int, int] | None]) -> Callable[[Saved], bool]:
     """Returns what is true of a generation that the run gave up when it went on from an older one.
 
-    ``parents``: the generation that each start restored, of those of which that is known.
+    ``parents``: the generation that each start restored, of those of which that is known; None for
+    one of another root.
     """
     line, newest = Lineage(dict(parents)), max(parents, default=0)
 
@@ -48,14 +49,17 @@ def abandoned_by(parents: Mapping[int, tuple[int, int]]) -> Callable[[Saved], bo
 def mark_abandoned(saves: Iterable[Save], restores: Iterable[Restore]) -> tuple[Save, ...]:
     """Returns the saves, those marked that a restore of an older generation has given up."""
     in_order = sorted(restores, key=lambda one: one.time_s)
-    is_abandoned = abandoned_by({r.incarnation: (r.parent_incarnation, r.step) for r in in_order})
+    is_abandoned = abandoned_by({r.incarnation: r.parent for r in in_order})
     return tuple(replace(s, is_abandoned=True) if is_abandoned(s) else s for s in saves)
 
 
-def pace_of(saves: Sequence[Save], step_s: float | None, now_s: float) -> SavePace:
+def pace_of(
+    saves: Sequence[Save], step_s: float | None, now_s: float, newest_step: int | None = None
+) -> SavePace:
     """Returns the pace of the newest start, from saves in the order of their generations.
 
-    ``now_s``: the newest moment of any record. What was abandoned makes up for no loss.
+    ``now_s``: the newest moment of any record. ``newest_step``: that the start has done, if known.
+    What was abandoned makes up for no loss.
     """
     kept = [save for save in saves if not save.is_abandoned]
     newest = [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
@@ -65,15 +69,18 @@ def pace_of(saves: Sequence[Save], step_s: float | None, now_s: float) -> SavePa
         step_s=step_s,
         save_every_steps=statistics.median(gaps) if gaps else None,
         save_cost_s=statistics.median(costs_s) if costs_s else None,
-        exposure=tuple(_exposure(loss, kept, now_s) for loss in SURVIVES) if kept else (),
+        exposure=tuple(_exposure(loss, kept, now_s, newest_step) for loss in SURVIVES)
+        if kept
+        else (),
     )
 
 
-def _exposure(loss: str, saves: Sequence[Save], now_s: float) -> Exposure:
+def _exposure(loss: str, saves: Sequence[Save], now_s: float, newest_step: int | None) -> Exposure:
     survives = SURVIVES[loss]
     found = next((save for save in reversed(saves) if save.state in survives), None)
     if found is None:
         return Exposure(loss, None, None, None)
-    steps = saves[-1].step - found.step
+    done = saves[-1].step if newest_step is None else max(newest_step, saves[-1].step)
+    steps = done - found.step
     seconds = None if found.time_s is None else max(0.0, now_s - found.time_s)
     return Exposure(loss, f"{found.incarnation}-{found.step}", max(0, steps), seconds)

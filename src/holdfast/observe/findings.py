@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from holdfast.observe.blame import HostPressure, find_slow, pressure_text
 from holdfast.observe.links import slow_links
 from holdfast.observe.report import Report, Save, Start
-from holdfast.observe.restore_view import complaints, hosts_at
+from holdfast.observe.restore_view import complaints
 from holdfast.observe.save_calls import UNSURE_S
 from holdfast.observe.stuck_saves import (
     SILENT_S,
@@ -171,7 +171,15 @@ def _storage_slow(report: Report, _: float | None) -> Iterator[Evidence]:
 
 
 def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
-    saves = [save for save in report.saves if save.throughput_bytes_per_s and save.size_bytes]
+    worlds = {start.incarnation: start.world for start in report.starts}
+    newest = report.saves[-1].incarnation if report.saves else 0
+    saves = [
+        save
+        for save in report.saves
+        if save.throughput_bytes_per_s
+        and save.size_bytes
+        and worlds.get(save.incarnation) == worlds.get(newest)  # fewer hosts write less at once
+    ]
     if len(saves) < NEWEST + 2 * NEWEST:
         return
     rates = [save.throughput_bytes_per_s or 0.0 for save in saves]
@@ -189,8 +197,10 @@ def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
 def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
     errors = [UNSURE_S if one.error_s is None else one.error_s for one in report.clocks]
     at = {f"{save.incarnation}-{save.step}": save.time_s for save in report.saves}
-    blames = find_slow(report.saves, report.ranks_by_host, clock_error_s=max(errors, default=0.0))
-    host_of = {rank: host for host, ranks in report.ranks_by_host.items() for rank in ranks}
+    newest = report.saves[-1].incarnation if report.saves else 0
+    host_of = report.hosts_at(newest)
+    places = report.ranks_by_host if host_of else {}  # a new start may have moved the ranks
+    blames = find_slow(report.saves, places, clock_error_s=max(errors, default=0.0))
     pressure = {one.host: HostPressure(one.cpu_pressure, one.io_pressure) for one in report.keepers}
     for blame in blames:
         why = pressure_text(blame, host_of, pressure)
@@ -204,7 +214,7 @@ def _slow_link(report: Report, _: float | None) -> Iterator[Evidence]:
 
 def _slow_restore(report: Report, _: float | None) -> Iterator[Evidence]:
     for restore in report.restores[-NEWEST:]:
-        for sentence in complaints(restore, hosts_at(report, restore)):
+        for sentence in complaints(restore, report.hosts_at(restore.incarnation)):
             yield Evidence(sentence, restore.time_s)
 
 

@@ -43,6 +43,8 @@ class HostMetrics:
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str], float] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._newest: dict[str, tuple[int, int]] = {}
+        """The newest generation in each state."""
         self._set("holdfast_build_info", version, 1)
         self._set("holdfast_keeper_start_time_seconds", "", now())
         for metric in BY_NAME.values():  # a counter that begins at its first event hides that event
@@ -79,8 +81,10 @@ class HostMetrics:
     def _reach(self, record: Record, state: str) -> None:
         """Notes that a generation reached a state. A keeper that takes over tells of older ones."""
         self._add("holdfast_generations", state)
-        if record.get("step", -1) < 0:
+        of = record.get("incarnation", 0), record.get("step", -1)
+        if of[1] < 0 or of < self._newest.get(state, (0, -1)):
             return
+        self._newest[state] = of
         self._set("holdfast_newest_step", state, record["step"])
         self._set("holdfast_newest_reached_seconds", state, record.get("time_s", 0.0))
 

@@ -20,9 +20,9 @@ import msgspec
 
 from holdfast import events
 from holdfast.events import AnyEvent, HostSampled
-from holdfast.observe.clocks import OF_CLOCKS, HostClocks
+from holdfast.observe.clocks import OF_CLOCKS, HostClocks, HostMoment
 from holdfast.observe.event_files import UNREADABLE, is_named
-from holdfast.observe.event_place import event_place
+from holdfast.observe.event_place import event_place, is_of_spool
 from holdfast.observe.exposure import abandoned_by
 from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import BY_EVENT
@@ -84,6 +84,8 @@ class FileTails:
         self._place, self._tail_bytes = event_place(root), tail_bytes
         self._tails: dict[Path, _Tail] = {}
         self._is_first = True
+        self._of_spool: set[bytes] = set()
+        """Lines that were read before they were uploaded, of which they are read again."""
 
     @property
     def files(self) -> int:
@@ -92,26 +94,38 @@ class FileTails:
 
     def read(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
         """Yields the records that are new, file by file; lines that are none are passed over."""
-        for line in self._lines():
+        for path, line in self._lines():
+            if self._place.is_spool and self._is_known(path, line):
+                continue
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 yield _decode_event(line), _decode_head(line)
 
-    def _lines(self) -> Iterator[bytes]:
+    def _is_known(self, path: Path, line: bytes) -> bool:
+        """Returns True for a line of a bucket that was read out of the spool already."""
+        known = line in self._of_spool
+        if is_of_spool(path):
+            self._of_spool.add(line)
+        else:
+            self._of_spool.discard(line)
+        return known
+
+    def _lines(self) -> Iterator[tuple[Path, bytes]]:
         directory = self._place.read_from()
-        for path in sorted(directory.glob("*.jsonl")):
+        for path in sorted(directory.glob("*.jsonl"), key=lambda one: (not is_of_spool(one), one)):
             if _is_full(path):
                 continue
             with suppress(*UNREADABLE):
                 tail = self._tails.get(path)
                 if tail is not None:
-                    yield from tail.lines()  # before: it may have been set aside
+                    # Before: it may have been set aside.
+                    yield from ((path, line) for line in tail.lines())
                     if tail.is_at(path):
                         continue
                     self._close(path)
                 tail_bytes = self._tail_bytes if self._is_first else _LOOK_BYTES
                 if path.is_file():
                     self._tails[path] = _Tail(path, tail_bytes=tail_bytes)
-                    yield from self._tails[path].lines()
+                    yield from ((path, line) for line in self._tails[path].lines())
         self._is_first = False
 
     def close(self) -> None:
@@ -144,14 +158,13 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Reached:
-    """A generation in a state, and when it came there, by the wall clock of ``host``; where
-    ``is_restored`` that was before what is known, and the moment is that of its restore.
+    """A generation in a state, and when it came there; where ``is_restored`` that was before what
+    is known, and the moment is that of its restore.
     """
 
     incarnation: int
     step: int
-    time_s: float
-    host: str = ""
+    at: HostMoment
     is_restored: bool = False
 
 
@@ -161,96 +174,109 @@ class LiveRun:
     def __init__(self) -> None:
         self.incarnation = self.world = self.records = 0
         self._clocks = HostClocks()
-        self._ahead_s: dict[str, float] = {}
+        self._common = self._clocks.solve()
         self._solved = 0
         """How many records the clocks of hosts were compared by."""
-        self._first = math.inf, ""
-        self._last_s: dict[str, float] = {}
+        self._known_hosts: set[str] = set()
         self._came: dict[str, list[Reached]] = {}
         """The newest generations that came into each state, as a heap."""
-        self._parents: dict[int, tuple[int, int]] = {}
+        self._parents: dict[int, tuple[int, int] | None] = {}
         self._restored: dict[str, Reached] = {}
         """What the newest start went on from, in each state that it must have had."""
         self.saves: dict[tuple[int, int], UnderWay] = {}
         self.phases: dict[str, deque[tuple[float, int]]] = {}
         """The last lengths of each phase, with the rank."""
-        self.hosts: dict[str, HostSampled] = {}
-        self._troubles: deque[tuple[float, str, str]] = deque(maxlen=_TROUBLES)
+        self._sampled: dict[str, tuple[HostSampled, HostMoment]] = {}
+        self._troubles: deque[tuple[HostMoment, str]] = deque(maxlen=_TROUBLES)
         self.counts: Counter[str] = Counter()
         self._copies: dict[int, tuple[str, float]] = {}
-        self._held: deque[tuple[float, str, float]] = deque(maxlen=_VALUES)
-        self._stored: deque[tuple[float, str, float]] = deque(maxlen=_SAVES)
-        self._captured: deque[tuple[float, str, float]] = deque(maxlen=_VALUES)
+        self._held: deque[tuple[HostMoment, float]] = deque(maxlen=_VALUES)
+        self._stored: deque[tuple[HostMoment, float]] = deque(maxlen=_SAVES)
+        self._captured: deque[tuple[HostMoment, float]] = deque(maxlen=_VALUES)
 
     def take(self, event: AnyEvent, head: RecordHead) -> None:
         """Takes a record; of older ones than those before it only what is still true."""
         self.records += 1
-        host = head.by_host
-        self._first = min(self._first, (head.time_s, host))
-        if len(self._last_s) < _HOSTS or host in self._last_s:
-            self._last_s[host] = max(head.time_s, self._last_s.get(host, 0.0))
-            at = self._clocks.take(host, head.boot, head.time_s, head.mono_s)
-            if type(event).__name__ in OF_CLOCKS:
-                self._clocks.note(event, at)
-        self.incarnation = max(self.incarnation, event.incarnation)
+        at = self._moment(head)
+        if type(event).__name__ in OF_CLOCKS and head.by_host in self._known_hosts:
+            self._clocks.note(event, at)
+        self._begin(event.incarnation)
         for phase in BY_EVENT.get(type(event).__name__, ()):
             length_s = getattr(event, phase.field)
             self.phases.setdefault(phase.name, deque(maxlen=_VALUES)).append((length_s, event.rank))
-        self._take_moment(event, head)
+        self._take_moment(event, at)
         match event:
             case events.RunStarted():
-                self.world = max(self.world, event.world)
+                self._note_world(event)
                 self.counts["starts"] += event.rank == 0
             case events.SaveReturned():
                 self._save(event).saved.add(event.rank)
-                self._note_held(event, head)
+                self._note_held(event, at)
             case events.FenceWaited():
-                self._note_held(event, head)
+                self._note_held(event, at)
             case events.ImageCaptured() | events.ImagePassed():
                 self._save(event).copied.add(event.rank)
                 self._note_copy(event, head.by_host)
             case events.ImageDurable():
                 self._save(event).written.add(event.rank)
             case events.HostSampled():
-                if len(self.hosts) < _HOSTS or event.host in self.hosts:
-                    self.hosts[event.host] = event
+                if len(self._sampled) < _HOSTS or event.host in self._sampled:
+                    self._sampled[event.host] = event, at
             case events.Restored():
                 self.counts["restores"] += event.rank == 0
-                self._note_restored(event, head)
+                self._note_restored(event, at)
             case _:
                 pass
 
-    def _note_restored(self, of: events.Restored, head: RecordHead) -> None:
-        parent = of.parent_incarnation, of.step
+    def _begin(self, incarnation: int) -> None:
+        """Takes that there is such a start: the ranks of one that is new may be others."""
+        if incarnation > self.incarnation:
+            self.world = 0 if self.incarnation else self.world
+            self.incarnation = incarnation
+            self._copies.clear()
+
+    def _note_world(self, of: events.RunStarted | events.SnapshotCaptured) -> None:
+        if of.incarnation == self.incarnation:
+            self.world = max(self.world, of.world)
+
+    def _moment(self, head: RecordHead) -> HostMoment:
+        """Returns the moment of a record; of too many hosts those that came last have one clock."""
+        if len(self._known_hosts) < _HOSTS or head.by_host in self._known_hosts:
+            self._known_hosts.add(head.by_host)
+            return self._clocks.take(head.by_host, head.boot, head.time_s, head.mono_s)
+        return self._clocks.take("", "", head.time_s, None)
+
+    def _note_restored(self, of: events.Restored, at: HostMoment) -> None:
+        parent = of.parent
         if of.incarnation >= max(self._parents, default=0):
-            one = Reached(*parent, head.time_s, head.by_host, is_restored=True)
-            # A run's own are of starts before; others are of the root that it started from.
-            states = _OF_SOURCE.get(of.source, ()) if parent[0] < of.incarnation else ()
-            self._restored = dict.fromkeys(states, one)
+            self._restored = {}
+            if parent is not None:
+                one = Reached(*parent, at, is_restored=True)
+                self._restored = dict.fromkeys(_OF_SOURCE.get(of.source, ()), one)
         self._parents[of.incarnation] = parent
 
-    def _take_moment(self, event: AnyEvent, head: RecordHead) -> None:
+    def _take_moment(self, event: AnyEvent, at: HostMoment) -> None:
         match event:
             case events.SnapshotCaptured():
-                self.world = event.world
-                if self._reach(event, head, "captured"):
-                    self._captured.append((head.time_s, head.by_host, 1))
+                self._note_world(event)
+                if self._reach(event, at, "captured"):
+                    self._captured.append((at, 1))
             case events.SnapshotProtected():
-                self._reach(event, head, "protected")
+                self._reach(event, at, "protected")
             case events.CheckpointCached():
-                self._reach(event, head, "cached")
+                self._reach(event, at, "cached")
             case events.CheckpointPublished():
-                if self._reach(event, head, "durable"):
+                if self._reach(event, at, "durable"):
                     size_bytes = event.size_bytes - event.reused_bytes
-                    self._stored.append((head.time_s, head.by_host, size_bytes))
+                    self._stored.append((at, size_bytes))
             case events.SnapshotMissed():
                 save = self._save(event)
                 if not save.missed:
                     save.missed = event.reason
-                    self._trouble(event, head, f"missed: {event.reason}")
+                    self._trouble(event, at, f"missed: {event.reason}")
             case events.TrainerLost():
                 where = f"rank {event.rank} on {event.host} went away without a goodbye"
-                self._trouble(event, head, where)
+                self._trouble(event, at, where)
             case (
                 events.PersistBroke()
                 | events.SnapshotNotProtected()
@@ -261,9 +287,9 @@ class LiveRun:
                 | events.SinkFailed()
                 | events.LoopHeld()
             ):
-                self._trouble(event, head, phrase_of(event))
+                self._trouble(event, at, phrase_of(event))
             case events.Warned():
-                self._trouble(event, head, event.message)
+                self._trouble(event, at, event.message)
             case _:
                 pass
 
@@ -276,22 +302,22 @@ class LiveRun:
                 return self.saves.get(key, UnderWay(*key))
         return self.saves[key]
 
-    def _reach(self, event: AnyEvent, head: RecordHead, state: str) -> bool:
+    def _reach(self, event: AnyEvent, at: HostMoment, state: str) -> bool:
         """Returns True for the first record of it: a keeper that takes over tells once more."""
         states = self._save(event).states
         is_new = state not in states
         states.add(state)
         came = self._came.setdefault(state, [])
         if is_new:
-            heapq.heappush(came, Reached(event.incarnation, event.step, head.time_s, head.by_host))
+            heapq.heappush(came, Reached(event.incarnation, event.step, at))
             if len(came) > _SAVES:
                 heapq.heappop(came)
         return is_new
 
-    def _note_held(self, of: events.SaveReturned | events.FenceWaited, head: RecordHead) -> None:
+    def _note_held(self, of: events.SaveReturned | events.FenceWaited, at: HostMoment) -> None:
         """Keeps what held some ranks, evenly chosen: of all, the newest would be of one save."""
         if of.rank % self._every_rank == 0:
-            self._held.append((head.time_s, head.by_host, of.held_s))
+            self._held.append((at, of.held_s))
 
     @property
     def _every_rank(self) -> int:
@@ -299,13 +325,15 @@ class LiveRun:
 
     def _note_copy(self, of: events.ImageCaptured | events.ImagePassed, host: str) -> None:
         """Keeps a mean of what a byte took in the last few copies of each rank."""
+        if of.incarnation < self.incarnation:  # by a rank that may be another one by now
+            return
         byte_s = of.copy_s / max(1, of.size_bytes)
         _, before_s = self._copies.get(of.rank, (host, byte_s))
         self._copies[of.rank] = host, before_s + (byte_s - before_s) / 8
 
-    def _trouble(self, event: AnyEvent, head: RecordHead, text: str) -> None:
+    def _trouble(self, event: AnyEvent, at: HostMoment, text: str) -> None:
         where = f"{event.incarnation}-{event.step} " if event.step >= 0 else ""
-        self._troubles.append((head.time_s, head.by_host, printable(where + text)))
+        self._troubles.append((at, printable(where + text)))
 
     # ── what it comes to ─────────────────────────────────────────────────────────────────────────
 
@@ -336,31 +364,34 @@ class LiveRun:
         kept = (save for _, save in sorted(self.saves.items(), reverse=True))
         return next((save for save in kept if not is_given_up(save)), None)
 
-    def moment_s(self, time_s: float, host: str) -> float:
-        """Returns a moment of a host's wall clock by that of this host, or of the run's first."""
-        return time_s - self._ahead().get(host, 0.0)
-
-    def _ahead(self) -> dict[str, float]:
+    def moment_s(self, at: HostMoment) -> float:
+        """Returns a moment by the wall clock of this host, or of the run's first, as it stands."""
         if self._solved != self.records:
             self._solved = self.records
-            found = self._clocks.solve(max(0, self._clocks.find_boot(boot_id()[:8])))
-            self._ahead_s = {one.host: one.ahead_s for one in found.offsets}
-        return self._ahead_s
+            self._common = self._clocks.solve(max(0, self._clocks.find_boot(boot_id()[:8])))
+        return self._common.exact(at)
 
     @property
     def last_s(self) -> float:
         """Returns the moment of the newest record."""
-        return max((self.moment_s(at_s, host) for host, at_s in self._last_s.items()), default=0.0)
+        return max(map(self.moment_s, self._clocks.latest), default=0.0)
+
+    @property
+    def hosts(self) -> dict[str, HostSampled]:
+        """Returns the last sample of each host that has been sampled lately, and is still there."""
+        moments = {host: self.moment_s(at) for host, (_, at) in self._sampled.items()}
+        first_s = max(moments.values(), default=0.0) - WINDOW_S
+        return {host: one for host, (one, _) in self._sampled.items() if moments[host] >= first_s}
 
     @property
     def troubles(self) -> list[tuple[float, str]]:
         """Returns the last moments at which something went wrong, with words for it."""
-        return [(self.moment_s(at_s, host), text) for at_s, host, text in self._troubles]
+        return [(self.moment_s(at), text) for at, text in self._troubles]
 
-    def _recent(self, values: Iterable[tuple[float, str, float]]) -> list[tuple[float, float]]:
+    def _recent(self, values: Iterable[tuple[HostMoment, float]]) -> list[tuple[float, float]]:
         """Returns those of the last minute of the records, with their moments."""
         first_s = self.last_s - WINDOW_S
-        moments = ((self.moment_s(at_s, host), value) for at_s, host, value in values)
+        moments = ((self.moment_s(at), value) for at, value in values)
         return [(at_s, value) for at_s, value in moments if at_s > first_s]
 
     def captures_per_minute(self) -> float:
@@ -376,7 +407,7 @@ class LiveRun:
         recent = self._recent(self._held)
         if not recent or not self.world:
             return None
-        first_s = self.moment_s(*self._first)
+        first_s = min(map(self.moment_s, self._clocks.earliest))
         if len(self._held) == _VALUES:  # older ones are forgotten
             first_s = max(first_s, min(at_s for at_s, _ in recent))
         elapsed_s = min(WINDOW_S, self.last_s - first_s)

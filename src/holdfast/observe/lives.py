@@ -194,7 +194,7 @@ class Lives:
                 if event.reason:
                     life.errors[event.rank] = at, event.reason
             case events.Restored():
-                life.parent = (event.parent_incarnation, event.step)
+                life.parent = event.parent
             case _:
                 pass
 
@@ -313,6 +313,21 @@ class Lives:
         for rank, host in sorted(known[-1].items()) if known else ():
             found[host].append(rank)
         return {host: tuple(ranks) for host, ranks in found.items()}
+
+    def placed_since(self) -> int:
+        """Returns the first start since which no rank is known to have been on another host, and
+        there are as many of them.
+        """
+        since, newest = 0, _Life()
+        for number, life in sorted(self._lives.items(), reverse=True):
+            if not life.ranks:
+                continue
+            newest = newest if since else life
+            elsewhere = (newest.ranks.get(rank, host) != host for rank, host in life.ranks.items())
+            if life.world != newest.world or any(elsewhere):
+                break
+            since = number
+        return since
 
     def step_s(self, common: CommonClock) -> float | None:
         """Returns what a step takes in the newest start that tells."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Report, RunMesh, Save
-from holdfast.observe.save_view import host_by_rank
 from holdfast.observe.spans import RunSpans, Span
 from holdfast.observe.text import on_one_line, printable, seconds_text
 
@@ -28,6 +27,10 @@ _ROWS = ("rank", "host", "mesh")
 _NAMES = 150
 #: Cells of a heat map that have a text each; shades of them; the height of a row.
 MOST_TITLED, _LEVELS, _ROW = 1000, 16, 14
+#: Lines of the table of a timeline.
+_MOST_SPANS = 200
+#: What is told of a row of a heat map.
+_FIGURES = "rank", "host", "saves", "mean", "largest", "at"
 #: Characters of a host's name in a cell.
 _SHORT = 40
 
@@ -46,6 +49,26 @@ def svg(height: float, title: str, parts: Iterable[str]) -> str:
         f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escaped(title)}">'
         f"{''.join(parts)}</svg>"
     )
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Returns a table; all columns but the first ``texts`` are of numbers."""
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        scope = " scope=col" if tag == "th" else ""
+        return "".join(
+            f"<{tag}{scope}{'' if at < texts else ' class=n'}>{escaped(value)}</{tag}>"
+            for at, value in enumerate(values)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    head = f"<thead><tr>{cells('th', names)}</tr></thead>"
+    return f'<div class="scroll" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _details(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Returns the figures of a drawing as a table, for who does not see it, or wants them all."""
+    return f"<details><summary>As a table</summary>{table(names, rows, texts)}</details>"
 
 
 class _Cell(NamedTuple):
@@ -80,7 +103,7 @@ def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str]) -> str
     phases = sorted(maps, key=lambda name: name != "copy_s")
     buttons = _buttons("map", "phase", {phase: OF_SAVES[phase].label for phase in phases})
     buttons += _buttons("rows", "rows", {rows: f"by {rows}" for rows in rows_of(report)})
-    host_of = host_by_rank(report.ranks_by_host)
+    host_of = {n: report.hosts_at(n) for n in {save.incarnation for save in saves}}
 
     def one(phase: str, rows: str) -> str:
         if rows == "mesh" and report.mesh is not None:
@@ -108,8 +131,10 @@ def _buttons(name: str, legend: str, labels: Mapping[str, str]) -> str:
     return f"<fieldset><legend>{legend}</legend>{buttons}</fieldset>"
 
 
-def _heat_map(saves: Sequence[Save], phase: str, rows: str, host_of: Mapping[int, str]) -> str:
-    columns = [_column(save, phase, rows, host_of) for save in saves]
+def _heat_map(
+    saves: Sequence[Save], phase: str, rows: str, host_of: Mapping[int, Mapping[int, str]]
+) -> str:
+    columns = [_column(save, phase, rows, host_of[save.incarnation]) for save in saves]
     totals: dict[tuple[int, str], float] = {}
     for column in columns:
         for row, value in column.items():
@@ -133,7 +158,26 @@ def _heat_map(saves: Sequence[Save], phase: str, rows: str, host_of: Mapping[int
     parts += _cells(cells, (WIDTH - 120) / max(1, len(saves)))
     label = f"{OF_SAVES[phase].label} by {rows} and save; darkest {seconds_text(largest)}"
     drawn = svg(max(1, len(slowest)) * _ROW, label, parts)
-    return f'<p class="soft">{escaped(label)}</p>{drawn}'
+    left_out = int(rows == "host")  # the rank
+    figures = _details(
+        _FIGURES[left_out:],
+        (_figures(row, columns, saves)[left_out:] for row in slowest),
+        texts=2 - left_out,
+    )
+    return f'<p class="soft">{escaped(label)}</p>{drawn}{figures}'
+
+
+def _figures(
+    row: tuple[int, str], columns: Sequence[Mapping[tuple[int, str], float]], saves: Sequence[Save]
+) -> tuple[str, ...]:
+    """Returns the figures of a row of a heat map, as ``_FIGURES`` names them."""
+    rank, host = row
+    known = [(column[row], at) for at, column in enumerate(columns) if row in column]
+    largest_s, at = max(known)
+    mean_s = statistics.fmean(value for value, _ in known)
+    where = f"{saves[at].incarnation}-{saves[at].step}"
+    who = f"rank {rank}" if rank >= 0 else ""
+    return who, host or "?", str(len(known)), seconds_text(mean_s), seconds_text(largest_s), where
 
 
 def _mesh_map(saves: Sequence[Save], phase: str, mesh: RunMesh) -> str:
@@ -166,7 +210,13 @@ def _mesh_map(saves: Sequence[Save], phase: str, mesh: RunMesh) -> str:
         f"{seconds_text(largest)}"
     )
     drawn = svg(max(1, len(shown)) * _ROW, label, parts)
-    return f'<p class="soft">{escaped(label)}</p>{drawn}'
+    slowest = sorted(known.items(), key=lambda one: -one[1][1])[:MOST_ROWS]
+    rows = (
+        (_axes_text(mesh.names, place), f"rank {rank}", seconds_text(value))
+        for place, (rank, value) in slowest
+    )
+    figures = _details(("where", "rank", "mean"), rows, texts=2)
+    return f'<p class="soft">{escaped(label)}</p>{drawn}{figures}'
 
 
 def _axes_text(names: Sequence[str], at: Sequence[int]) -> str:
@@ -236,7 +286,18 @@ def save_timeline(found: RunSpans) -> str:
         else f" Of all lanes the {MOST_ROWS} that took longest are here."
     )
     drawn = svg(len(lanes) * height + 22, label, parts)
-    return f'<p class="soft">{escaped(label)}: {escaped(key)}.{note}</p>{drawn}'
+    every = sorted((span for spans in lanes.values() for span in spans), key=lambda s: s.start_s)
+    rows = (
+        (
+            f"keeper of {span.host or '?'}" if span.rank < 0 else f"rank {span.rank}",
+            span.name,
+            seconds_text(span.start_s - first_s),
+            seconds_text(span.length_s),
+        )
+        for span in every[:_MOST_SPANS]
+    )
+    figures = _details(("who", "phase", "after", "took"), rows, texts=2)
+    return f'<p class="soft">{escaped(label)}: {escaped(key)}.{note}</p>{drawn}{figures}'
 
 
 def _lanes(spans: Iterable[Span]) -> dict[tuple[str, int], list[Span]]:

@@ -1,4 +1,6 @@
-"""PURE. Keeps which ranks of a run came somewhere: a bit for each, whatever order they come in."""
+"""PURE. Keeps which ranks of a run came somewhere, or which records of a process were read: a bit
+for each, whatever order they come in.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,9 @@ class RankSet:
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._words: dict[int, int] = {}
         self.add_ranges(ranges)
+
+    def __contains__(self, rank: int) -> bool:
+        return bool(self._words.get(rank // _WORD, 0) >> rank % _WORD & 1)
 
     def add(self, ranks: Collection[int]) -> None:
         """Adds ranks, each of them once; those below 0 are none."""

@@ -27,6 +27,7 @@ from holdfast.observe.event_files import (
     size_bytes,
 )
 from holdfast.observe.event_place import event_place
+from holdfast.observe.rank_sets import RankSet
 from holdfast.observe.rollup_files import Covered, read_rollups, trails_with_rollups
 from holdfast.observe.rollup_groups import Rollup
 from holdfast.observe.run_rollups import Coverage, joined_directory, joined_files, read_run_rollups
@@ -142,6 +143,8 @@ class RecordReader:
         self._decoder = LineDecoder()
         self._seen: Counter[str] = Counter()
         self._highest: dict[str, int] = {}
+        self._numbers: dict[str, RankSet] = defaultdict(RankSet)
+        """Of each process the records that were read one by one."""
 
     def __iter__(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
         for block in self._blocks():
@@ -151,8 +154,8 @@ class RecordReader:
                 except _TORN as error:
                     self._decoder.count_refused(line, error)
                 else:
-                    self._count_all((head,))
-                    yield event, head
+                    if self._new([head]):
+                        yield event, head
 
     def batches(self) -> Iterator[list[Any] | Rollup]:
         """Yields the same, many at a time: each is an event that has the fields of its head, too.
@@ -169,9 +172,7 @@ class RecordReader:
             for rollup in read_rollups(trail, covered, self._decoder, self._refuse):
                 yield from self._rolled_up(rollup)
             for block in self._blocks((trail,), covered):
-                found = self._decoded(block)
-                self._count_all(found)
-                yield found
+                yield self._new(self._decoded(block))
 
     def _is_any_joined(self) -> bool:
         try:
@@ -250,14 +251,36 @@ class RecordReader:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         self._unreadable.append(f"{path.name}: {why}")
 
-    def _count_all(self, heads: Iterable[RecordHead]) -> None:
+    def _new(self, heads: list[Any]) -> list[Any]:
+        """Counts records; returns those that were not read before, as nearly all are: of a bucket
+        some may be in two objects, or be uploaded while they are read.
+        """
         numbers = defaultdict[str, list[int]](list)
         for head in heads:
             if head.number is not None and head.writer:
                 numbers[head.writer].append(head.number)
+        some_are_again = False
+        fresh = dict[str, set[int]]()
         for writer, some in numbers.items():
-            self._seen[writer] += len(some)
-            self._highest[writer] = max(self._highest.get(writer, -1), max(some))
+            known, highest = self._numbers[writer], self._highest.get(writer, -1)
+            own = fresh[writer] = set(some)
+            if min(some) <= highest:
+                own.difference_update([number for number in own if number in known])
+            known.add(own)
+            self._seen[writer] += len(own)
+            self._highest[writer] = max(highest, max(some))
+            some_are_again = some_are_again or len(own) < len(some)
+        return [one for one in heads if _take(one, fresh)] if some_are_again else heads
+
+
+def _take(head: RecordHead, fresh: dict[str, set[int]]) -> bool:
+    """Returns True for a record that is to be taken, the first of each number."""
+    own = fresh.get(head.writer)
+    if own is None or head.number is None:
+        return True
+    is_fresh = head.number in own
+    own.discard(head.number)
+    return is_fresh
 
 
 def lines_in(block: bytes) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.events.fields import parent_in_run
 from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.interference import Interference
 from holdfast.observe.ledger import Ledger
@@ -141,6 +142,11 @@ class Restore:
     read_bytes: int = 0
     received_bytes: int = 0
     phases: dict[str, PhaseSpread] = field(default_factory=dict)
+
+    @property
+    def parent(self) -> tuple[int, int] | None:
+        """Returns the generation, if it is one of this run."""
+        return parent_in_run(self.incarnation, (self.parent_incarnation, self.step), self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +360,8 @@ class Report:
     """Hosts whose clock could not be compared with the others."""
     ranks_by_host: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The ranks of the newest start."""
+    placed_since: int = 0
+    """The first start since which no rank is known to have been on another host."""
     last_s: float = 0.0
     """The newest moment in any record."""
     pinned: tuple[PinnedMemory, ...] = ()
@@ -368,6 +376,12 @@ class Report:
     """Clocks that contradict what must have been: nothing is said of who was late by them."""
     mesh: RunMesh | None = None
     """The device mesh of the newest start of which one is known."""
+
+    def hosts_at(self, incarnation: int) -> dict[int, str]:
+        """Returns the host of each rank in a start; of none where they were on others."""
+        if incarnation < self.placed_since:
+            return {}
+        return {rank: host for host, ranks in self.ranks_by_host.items() for rank in ranks}
 
     @property
     def misses(self) -> tuple[Save, ...]:

@@ -281,6 +281,7 @@ class _Fold:
         saves = mark_abandoned(self._saves.saves(common), restores)
         times = self._lives.times(common)
         ledger = account(times) if times else None
+        starts = self._lives.starts(common)
         ranks_by_host = self._lives.newest_ranks()
         last_s = max(map(common.seconds, self._lives.clocks.latest), default=0.0)
         return Report(
@@ -291,7 +292,7 @@ class _Fold:
             invalid_lines=counts.invalid_lines,
             lost_records=counts.lost_records,
             unreadable=counts.unreadable,
-            starts=self._lives.starts(common),
+            starts=starts,
             saves=saves,
             ledger=ledger,
             reliability=None
@@ -300,12 +301,18 @@ class _Fold:
                 ledger,
                 times,
                 self._lives.interrupted(common),
-                pace_of(saves, self._lives.step_s(common), last_s),
+                pace_of(
+                    saves,
+                    self._lives.step_s(common),
+                    last_s,
+                    starts[-1].newest_step if starts else None,
+                ),
             ),
             clocks=common.offsets,
             wrong_clocks=self._saves.wrong_clocks,
             unplaced_hosts=tuple(host for host in common.unknown if host),
             ranks_by_host=ranks_by_host,
+            placed_since=self._lives.placed_since(),
             behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),
             last_s=last_s,
             restores=restores,

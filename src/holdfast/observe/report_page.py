@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
@@ -23,17 +23,19 @@ from holdfast.observe.page_charts import (
     rows_of,
     save_timeline,
     svg,
+    table,
 )
 from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Report, Save
-from holdfast.observe.restore_view import hosts_at, time_text
-from holdfast.observe.save_view import host_by_rank
+from holdfast.observe.restore_view import time_text
 from holdfast.observe.spans import RunSpans
 from holdfast.observe.summary import (
+    INTERRUPTION_NAMES,
     PARTS,
     error_lines,
     findings_by_cause,
     health_text,
+    interruption_rows,
     parts_text,
     reliability_lines,
 )
@@ -42,6 +44,7 @@ from holdfast.observe.text import (
     rate_text,
     seconds_text,
     size_text,
+    zone_text,
 )
 
 #: Saves of a chart, and lines of a table; of more the newest are shown.
@@ -103,6 +106,7 @@ def _body(
     severity = findings[0].severity if findings else "healthy"
     yield f"<h1>{escaped(report.root)}</h1>"
     yield f'<p class="{severity}">{escaped(health_text(report, findings))}</p>'
+    yield f'<p class="soft">Times are {zone_text(report.last_s)}.</p>'
     if report.ledger is not None and report.ledger.elapsed_s > 0:
         yield "<h2>Where the time went</h2>"
         yield _ledger_bar(report.ledger)
@@ -166,21 +170,7 @@ def _ledger_table(ledger: Ledger) -> str:
         for name, (label, sign) in PARTS.items()
         if ledger.seconds[name] or ledger.rank_seconds[name]
     ]
-    return _table(("part", "on the wall", "of it", "over ranks", "of it"), rows)
-
-
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """Returns a table; all columns but the first ``texts`` are of numbers."""
-
-    def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{'' if at < texts else ' class=n'}>{escaped(value)}</{tag}>"
-            for at, value in enumerate(values)
-        )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    head = f"<thead><tr>{cells('th', names)}</tr></thead>"
-    return f'<div class="scroll" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
+    return table(("part", "on the wall", "of it", "over ranks", "of it"), rows)
 
 
 def _findings(findings: Sequence[RunFinding]) -> str:
@@ -220,7 +210,8 @@ def _timeline(report: Report) -> str:
     for one in report.reliability.interruptions if report.reliability is not None else ():
         at = min(WIDTH - 2, max(2.0, WIDTH * (one.at_s - first_s) / span_s))
         who = f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen who"
-        title = f"{moment_text(one.at_s)}: {who}, {one.lost_steps} steps lost"
+        lost = "not known how many" if one.lost_steps is None else one.lost_steps
+        title = f"{moment_text(one.at_s)}: {who}, {lost} steps lost"
         parts.append(
             f'<g><title>{escaped(title)}</title><path class="stall" '
             f'd="M{at - 5:.1f} 0h10l-5 12z"/></g>'
@@ -232,21 +223,9 @@ def _interruptions(report: Report) -> str:
     found = report.reliability.interruptions if report.reliability is not None else ()
     if not found:
         return "<p>None.</p>"
-    rows = [
-        (
-            moment_text(one.at_s),
-            f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen",
-            one.phase or one.cause,
-            "-" if one.lost_steps is None else str(one.lost_steps),
-            *map(seconds_text, (one.back_after_s, one.detect_s, one.restart_s, one.restore_s)),
-            seconds_text(one.repeat_s),
-            one.source or "-",
-        )
-        for one in found[-MOST_LINES:]
-    ]
-    names = ("when", "who", "doing", "steps lost", "back after", "stop", "start", "restore", "redo")
-    errors = "".join(f"<p>{escaped(line)}</p>" for line in error_lines(found[-MOST_LINES:]))
-    return _table((*names, "from"), rows, texts=3) + errors
+    shown = found[-MOST_LINES:]
+    errors = "".join(f"<p>{escaped(line)}</p>" for line in error_lines(shown))
+    return table(INTERRUPTION_NAMES, interruption_rows(shown), texts=3) + errors
 
 
 def _restores(report: Report) -> str:
@@ -255,7 +234,7 @@ def _restores(report: Report) -> str:
             moment_text(one.time_s),
             f"{one.parent_incarnation}-{one.step}",
             ", ".join(one.sources),
-            time_text(one, hosts_at(report, one)) or "-",
+            time_text(one, report.hosts_at(one.incarnation)) or "-",
             seconds_text(one.elapsed_s),
             size_text(one.size_bytes),
             f"{one.saved_world} to {one.world}",
@@ -263,7 +242,7 @@ def _restores(report: Report) -> str:
         for one in report.restores[-MOST_LINES:]
     ]
     names = ("when", "generation", "source", "where its time went", "took", "size", "ranks")
-    return _table(names, rows, texts=4)
+    return table(names, rows, texts=4)
 
 
 def _chart(saves: Sequence[Save]) -> str:
@@ -313,11 +292,11 @@ def _chart(saves: Sequence[Save]) -> str:
 
 
 def _save_table(report: Report, saves: Sequence[Save]) -> str:
-    host_of = host_by_rank(report.ranks_by_host)
+    hosts = {n: report.hosts_at(n) for n in {save.incarnation for save in saves}}
 
     def slowest(save: Save, phase: str) -> str:
         rank = save.slowest.get(phase, -1)
-        return "" if rank < 0 else f"rank {rank} {host_of.get(rank, '')}".rstrip()
+        return "" if rank < 0 else f"rank {rank} {hosts[save.incarnation].get(rank, '')}".rstrip()
 
     rows = [
         (
@@ -332,4 +311,4 @@ def _save_table(report: Report, saves: Sequence[Save]) -> str:
         for save in reversed(saves)
     ]
     names = ("generation", "state", "slowest to copy", "to write", "held", "fence", "captured")
-    return _table((*names, "durable", "size", "throughput"), rows, texts=4)
+    return table((*names, "durable", "size", "throughput"), rows, texts=4)

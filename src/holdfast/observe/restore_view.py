@@ -74,21 +74,13 @@ def rank_text(rank: int, hosts: Mapping[int, str]) -> str:
     return f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
 
 
-def hosts_at(report: Report, restore: Restore) -> Mapping[int, str]:
-    """Returns the hosts of ranks where they are known: in the newest start."""
-    is_newest = bool(report.starts) and report.starts[-1].incarnation == restore.incarnation
-    if not is_newest:
-        return {}
-    return {rank: host for host, ranks in report.ranks_by_host.items() for rank in ranks}
-
-
 def restore_lines(report: Report, last: int = 20) -> list[str]:
     """Returns where the time of the ``last`` restores went, a line each; of all for 0."""
     shown = report.restores[-last:] if last else report.restores
     return [
         f"restore of {one.parent_incarnation}-{one.step}, {seconds_text(one.elapsed_s)}: {text}"
         for one in shown
-        if (text := time_text(one, hosts_at(report, one)))
+        if (text := time_text(one, report.hosts_at(one.incarnation)))
     ]
 
 

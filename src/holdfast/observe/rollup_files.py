@@ -34,7 +34,17 @@ _FIRST_BYTES = 64 << 10
 #: The most that a roll-up has when it is inflated; one of 256 KiB of records has less than half of
 #: that.
 _INFLATED_BYTES = 4 << 20
-decode_rollup = msgspec.json.Decoder(Rollup).decode
+decode_columns = msgspec.json.Decoder(Rollup).decode
+
+
+def decode_rollup(data: bytes) -> Rollup:
+    """Returns a roll-up with all of its saves apart. Raises as ``decode_columns`` does."""
+    from holdfast.observe.rollup_columns import saves_of  # a start would wait for it
+
+    found = decode_columns(data)
+    found.saves += [save for one in found.columns for save in saves_of(one)]
+    found.columns = []
+    return found
 
 
 class _DeflatedRollup(msgspec.Struct):
@@ -203,7 +213,9 @@ def read_ends(trail: Path) -> Covered:
     covered = Covered()
     for line in _lines(trail, lambda *_: None):
         try:
-            covered.take(decode_end(line))
+            end = decode_end(line)
+            inflate_rollup(line)  # of one that is damaged the records are rolled up again
+            covered.take(end)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return covered

@@ -20,7 +20,12 @@ Wall = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 
 #: Seconds, or seconds a GiB of few bytes; the bucket of a sketch that they are in.
 _Value = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_ValueOrNone = Annotated[float, msgspec.Meta(ge=-1, le=1e30)]
 _Bucket = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=4000)]
+
+
+#: The quantities of a save that add up over hosts, but for the size of a ring: the largest counts.
+COUNTED = "asked_bytes", "image_bytes", "images", "written_bytes", "written", "ring_bytes"
 
 
 class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -62,6 +67,44 @@ class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
     copied: list[tuple[Rank, Rank]] = []
     stored: list[tuple[Rank, Rank]] = []
     left_out: Count = 0
+
+
+class SaveColumns(msgspec.Struct, array_like=True):
+    """Saves of one start, by one clock, of the same ranks of a host, as ``rollup_columns`` makes
+    them of ``SaveRollup``: all lists from ``steps`` on have a value for each save, and those of
+    phases one for each save and rank, -1 where there is none.
+    """
+
+    incarnation: Count
+    clock: Count
+    ranks: list[Rank]
+    asked_durable: bool
+    asked: list[tuple[Rank, Rank]]
+    copied: list[tuple[Rank, Rank]]
+    stored: list[tuple[Rank, Rank]]
+    steps: list[StepOrNone]
+    phases: dict[str, list[_ValueOrNone]]
+    even: dict[str, list[_ValueOrNone]]
+    first_s: list[float]
+    last_s: list[float]
+    last_by: list[int]
+    copied_s: list[float]
+    blocked_s: list[Seconds]
+    counted: dict[str, list[Bytes]]
+
+    def __post_init__(self) -> None:
+        saves = len(self.steps)
+        floats = self.first_s, self.last_s, self.copied_s, self.blocked_s
+        lengths = {len(self.last_by), *map(len, floats), *map(len, self.counted.values())}
+        if lengths != {saves} or not saves:
+            raise ValueError("columns have a value for each save")
+        if len({*self.ranks}) < len(self.ranks) or len({*self.steps}) < saves:
+            raise ValueError("columns name each rank and each save once")
+        if self.counted.keys() != {*COUNTED}:
+            raise ValueError(f"columns have {', '.join(COUNTED)}")
+        for values in (*self.phases.values(), *self.even.values()):
+            if len(values) != saves * len(self.ranks):
+                raise ValueError("a phase has a value for each save and rank")
 
 
 class LifeRollup(msgspec.Struct, array_like=True):
@@ -138,15 +181,19 @@ class Rollup(msgspec.Struct, omit_defaults=True):
     invalid: Count = 0
     links: list[LinkRollup] = []
     kept: list[msgspec.Raw] = []
+    columns: list[SaveColumns] = []
 
     def __post_init__(self) -> None:
         clocks = [life.clock for life in self.lives] + [link.clock for link in self.links]
+        clocks += [one.clock for one in self.columns]
+        every: list[SaveRollup | SaveColumns] = [*self.saves, *self.columns]
+        for each in every:
+            for first, last in (*each.asked, *each.copied, *each.stored):
+                if not 0 <= last - first < MAX_RANKS:
+                    raise ValueError("ranks are from a first to a last one")
         for save in self.saves:
             clocks += [call[0] for call in save.calls]
             clocks += [copy[0] for copy in save.copies]
-            for first, last in (*save.asked, *save.copied, *save.stored):
-                if not 0 <= last - first < MAX_RANKS:
-                    raise ValueError("ranks are from a first to a last one")
             for some in (*save.phases.values(), *save.even.values()):
                 if len(some.ranks) != len(some.seconds):
                     raise ValueError("a phase has as many ranks as seconds")
@@ -175,6 +222,11 @@ class RunRollupHead(msgspec.Struct):
 
     number: Count
     trails: list[TrailParts]
+
+
+def own_clock(at: tuple[float, float]) -> float:
+    """Returns the own clock of a moment by wall clock and own clock."""
+    return at[1]
 
 
 def sampled(one: HostSampled) -> SampleRollup:

@@ -15,6 +15,7 @@ import msgspec
 from holdfast.events import Count, Seconds
 from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.link_rollups import LinkRollups, note_comparisons
+from holdfast.observe.rollup_columns import ColumnJoiner
 from holdfast.observe.rollup_groups import (
     ClockRollup,
     LifeRollup,
@@ -23,6 +24,7 @@ from holdfast.observe.rollup_groups import (
     SaveRollup,
     Wall,
     joined_samples,
+    own_clock,
 )
 from holdfast.observe.rollups import NAMED
 from holdfast.observe.save_records import SaveRecords
@@ -55,8 +57,8 @@ class _JoinedLife:
     ranks: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     def merge(self, other: LifeRollup) -> None:
-        self.of.first = min(self.of.first, other.first, key=_own)
-        self.of.last = max(self.of.last, other.last, key=_own)
+        self.of.first = min(self.of.first, other.first, key=own_clock)
+        self.of.last = max(self.of.last, other.last, key=own_clock)
         self.of.newest_step = max(self.of.newest_step, other.newest_step)
         for rank, last_s, saved in other.ranks:
             before = self.ranks.get(rank, (last_s, saved))
@@ -65,10 +67,6 @@ class _JoinedLife:
     def made(self) -> LifeRollup:
         self.of.ranks = [(rank, *of) for rank, of in sorted(self.ranks.items())]
         return self.of
-
-
-def _own(at: tuple[float, float]) -> float:
-    return at[1]
 
 
 class KnownClocks:
@@ -104,6 +102,7 @@ class RollupJoiner:
         self._numbers: dict[tuple[str, str], int] = {}
         self._ends: list[ClockRollup] = []
         self._saves = SaveRecords(self._clocks)
+        self._columns = ColumnJoiner()
         self._blocked_s: dict[tuple[int, int], float] = defaultdict(float)
         self._lives: dict[tuple[int, int], _JoinedLife] = {}
         self._links = LinkRollups()
@@ -119,6 +118,8 @@ class RollupJoiner:
         for save in of.saves:
             self._saves.merge(save, clocks)
             self._blocked_s[save.incarnation, save.step] += save.blocked_s
+        for columns in of.columns:
+            self._columns.take(columns, clocks[columns.clock])
         for life in of.lives:
             number = life.incarnation, clocks[life.clock]
             if number not in self._lives:
@@ -148,8 +149,8 @@ class RollupJoiner:
             self._ends.append(of)
         else:
             ends = self._ends[clock]
-            ends.first = min(ends.first, of.first, key=_own)
-            ends.last = max(ends.last, of.last, key=_own)
+            ends.first = min(ends.first, of.first, key=own_clock)
+            ends.last = max(ends.last, of.last, key=own_clock)
         return clock
 
     def _take_kept(self, raw: bytes) -> None:
@@ -173,6 +174,9 @@ class RollupJoiner:
         common = self._clocks.solve()
         self._known.learn(common, self._ends)
         of_all = {self._numbers[key] for key in self._of_all if key in self._numbers}
+        self._columns.add_to(self._saves, common, of_all)
+        for key, blocked_s in self._columns.blocked_s():
+            self._blocked_s[key] += blocked_s
         made = self._made
         made.saves = [self._save(save, common, of_all) for save in self._saves.rollups()]
         made.lives = [life.made() for life in self._lives.values()]

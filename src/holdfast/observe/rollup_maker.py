@@ -11,6 +11,7 @@ import msgspec
 from holdfast.observe.clocks import HostClocks, HostMoment
 from holdfast.observe.link_rollups import LinkRollups
 from holdfast.observe.records import LineDecoder, lines_in
+from holdfast.observe.rollup_columns import columns_of
 from holdfast.observe.rollup_groups import (
     ClockRollup,
     LifeRollup,
@@ -18,6 +19,7 @@ from holdfast.observe.rollup_groups import (
     SampleRollup,
     SaveRollup,
     joined_samples,
+    own_clock,
     sampled,
 )
 from holdfast.observe.save_records import SaveRecords
@@ -41,8 +43,8 @@ class _LifeSigns:
     def take(self, event: Any) -> None:
         """Takes a record of a rank."""
         at = event.time_s, event.mono_s
-        self.first = min(self.first, at, key=_own) if self.ranks else at
-        self.last = max(self.last, at, key=_own) if self.ranks else at
+        self.first = min(self.first, at, key=own_clock) if self.ranks else at
+        self.last = max(self.last, at, key=own_clock) if self.ranks else at
         last_s, saved = self.ranks.get(event.rank, (0.0, -1))
         name = type(event).__name__
         if name in ("SaveReturned", "StepsDone"):
@@ -50,10 +52,6 @@ class _LifeSigns:
         if name == "SaveReturned":
             saved = max(saved, event.step)
         self.ranks[event.rank] = max(last_s, event.mono_s), saved
-
-
-def _own(at: tuple[float, float]) -> float:
-    return at[1]
 
 
 def roll_up(data: bytes, file: str, start: int, *, is_end: bool = False) -> Rollup:
@@ -119,12 +117,14 @@ class _RollupMaker:
 
     def made(self, file: str, start: int, end: int, *, is_end: bool) -> Rollup:
         """Returns the roll-up of all that was taken."""
+        columns, others = columns_of(list(self._save_rollups()))
         return Rollup(
             file=file,
             start=start,
             end=end,
             is_end=is_end,
-            saves=list(self._save_rollups()),
+            saves=others,
+            columns=columns,
             lives=[
                 LifeRollup(
                     number,

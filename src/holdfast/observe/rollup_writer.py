@@ -50,16 +50,19 @@ class _OpenFile:
     since_s: float
     left: bytes = b""
     """What was read of a line that was not whole yet."""
+    end: int | None = None
+    """Where a gap ends that is rolled up, as what is behind it is already."""
 
     def is_waiting(self) -> bool:
-        """True if something may have been appended; of a compressed file always."""
-        if self.file.name.endswith(".gz"):
+        """True if something may have been appended; of a gap and a compressed file always."""
+        if self.end is not None or self.file.name.endswith(".gz"):
             return True
         return os.fstat(self.file.fileno()).st_size > self.at + len(self.left)
 
     def take(self) -> bytes:
         """Returns the next whole lines; of one that is longer than any record, its beginning."""
-        data = self.left + self.file.read(CHUNK_BYTES)
+        room = CHUNK_BYTES if self.end is None else self.end - self.at - len(self.left)
+        data = self.left + self.file.read(min(CHUNK_BYTES, room))
         end = data.rfind(b"\n") + 1
         if not end and len(data) >= LINE_BYTES:
             end = len(data)
@@ -69,19 +72,24 @@ class _OpenFile:
 
 def _read_known(trail: Path) -> Covered:
     """Returns how far the files of a writer are rolled up, also by what was joined at last: that is
-    durable, and a host that lost its power may have lost what it rolled up.
+    durable, and a host that lost its power may have lost what it rolled up. What is missing at the
+    beginning of a file is in what was joined before, if anything was.
     """
     from holdfast.observe.run_rollups import joined_files, read_head  # a start would wait for it
 
-    covered = read_ends(trail)
+    covered, is_all = read_ends(trail), False
     with suppress(OSError):
-        for _, path in joined_files(trail.parent)[-_NEWEST_JOINED:]:
+        joined = joined_files(trail.parent)
+        is_all = not joined
+        for _, path in joined[-_NEWEST_JOINED:]:
             with suppress(*UNREADABLE, ValueError):  # it covers nothing
                 trails = read_head(path).trails
                 for part in (
                     part for one in trails if one.trail == trail.name for part in one.parts
                 ):
                     covered.take(part)
+    for gaps in covered.gaps.values():
+        gaps[:] = [gap for gap in gaps if gap[0] or is_all]
     return covered
 
 
@@ -139,12 +147,12 @@ class RollupWriter:
             return self._go_on(one, now_s, is_last=is_last)
         except Exception:  # what was read of it is read again
             self._refused[one.name] = now_s + EVERY_S
-            one.file.close()
-            self._reading = None
+            self._close_reading()
             raise
 
     def _go_on(self, one: _OpenFile, now_s: float, *, is_last: bool) -> bool:
-        is_over = not is_named(one.file, self._trail)  # before: what is appended later is elsewhere
+        # Before: what is appended later is elsewhere.
+        is_over = one.end is not None or not is_named(one.file, self._trail)
         is_due = is_over or is_last or now_s >= one.since_s + EVERY_S or self._has_chunk(one)
         if not is_due or not (is_over or one.is_waiting()):
             self._next_s = now_s + _LOOK_S
@@ -156,32 +164,37 @@ class RollupWriter:
 
     def _roll_up(self, one: _OpenFile, now_s: float, *, is_over: bool) -> bool:
         data, is_read = one.take(), False
-        if is_over:
+        if one.end is not None:
+            is_read = not data or one.at + len(data) + len(one.left) >= one.end
+        elif is_over:
             following = one.file.read(1)
             is_read, one.left = not following, one.left + following
         if is_read:  # what is left is torn for good
             data, one.left = data + one.left, b""
         if not data and not is_read:
             return False
+        assert self._covered is not None
+        if not data and one.end is not None:  # the file is shorter by now
+            del self._covered.gaps[one.name]
+            self._close_reading()
+            return True
         from holdfast.observe.rollup_maker import roll_up  # a start would wait for it
 
-        made = roll_up(data, one.name, one.at, is_end=is_read)
+        made = roll_up(data, one.name, one.at, is_end=is_read and one.end is None)
         is_joined = len(closed_files(self._file.path)) < _PARTS
         self._file.part_bytes = PART_BYTES if is_joined else SEGMENT_BYTES
         if self._file.append([encode_rollup(made)]) != 1:
             self.close()  # what could not be written is read again
             self._next_s = now_s + EVERY_S
             return False
-        assert self._covered is not None
         self._covered.take(made)
         one.at, one.since_s = one.at + len(data), now_s
         if is_read:
-            one.file.close()
-            self._reading = None
+            self._close_reading()
         return True
 
     def _open_next(self, now_s: float) -> _OpenFile | None:
-        """Opens the oldest file that is not wholly rolled up."""
+        """Opens the oldest file that is not wholly rolled up, at what was lost of its roll-ups."""
         if self._covered is None:
             self._covered = _read_known(self._trail)
         ends, names = self._covered.ends, dict[Path, str]()
@@ -194,13 +207,15 @@ class RollupWriter:
             end = ends.get(name)
             is_over = at < begun and end is None and name not in self._refused
             is_refused = self._refused.get(name, now_s) > now_s
-            if not name or is_over or is_refused or (end is not None and end.is_end):
+            gap = next(iter(self._covered.gaps.get(name, ())), None)
+            is_done = end is not None and end.is_end and gap is None
+            if not name or is_over or is_refused or is_done:
                 continue
             with suppress(*UNREADABLE):
                 file = open_file(path)
-                start = 0 if end is None else end.end
+                start, until = gap or (0 if end is None else end.end, None)
                 file.seek(start)
-                return _OpenFile(file, name, start, now_s)
+                return _OpenFile(file, name, start, now_s, end=until)
         return None
 
     def finish(self, *, deadline_s: float) -> None:
@@ -214,7 +229,10 @@ class RollupWriter:
 
     def close(self) -> None:
         """Closes all files."""
+        self._close_reading()
+        self._file.close()
+
+    def _close_reading(self) -> None:
         if self._reading is not None:
             self._reading.file.close()
             self._reading = None
-        self._file.close()

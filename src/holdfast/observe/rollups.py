@@ -12,9 +12,14 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from holdfast.observe.rollup_groups import PhaseValues
 from holdfast.observe.sketch import Sketch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 #: How many of the slowest ranks are known by name.
 NAMED = 16
@@ -104,19 +109,32 @@ class PhaseRollup:
 
     def _roll_up_many(self) -> None:
         """Rolls up what waits; most of it is not among the slowest."""
-        import numpy as np  # what a keeper rolls up is never that much at once
+        import numpy as np  # what the keeper of a host rolls up is never that much at once
 
         values, ranks = np.frombuffer(self._values), np.frombuffer(self._ranks, np.int64)
         self._ranks, self._values = array("q"), array("d")
+        self.add_many(ranks, values)
+
+    def add_many(self, ranks: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+        """Adds the values of many ranks at once; most of them are not among the slowest."""
+        import numpy as np
+
         if len(self._slowest) == NAMED:
             least, minus_rank = self._slowest[0]
             is_slow = (values > least) | ((values == least) & (ranks < -minus_rank))
-            others = values[~is_slow]
-            if len(others):
-                self._others.add_many(others)
-                self._least_s = min(self._least_s, float(others.min()))
-            values, ranks = values[is_slow], ranks[is_slow]
-        self._keep(zip(values.tolist(), ranks.tolist(), strict=True))
+        else:
+            is_slow = np.ones(len(values), bool)
+        if np.count_nonzero(is_slow) > NAMED:
+            least = np.partition(values[is_slow], -NAMED)[-NAMED]
+            alike = np.flatnonzero(is_slow & (values == least))
+            is_slow &= values > least
+            first = np.argsort(ranks[alike], kind="stable")[: NAMED - np.count_nonzero(is_slow)]
+            is_slow[alike[first]] = True  # of those that are equal the lowest ranks
+        others = values[~is_slow]
+        if len(others):
+            self._others.add_many(others)
+            self._least_s = min(self._least_s, float(others.min()))
+        self._keep(zip(values[is_slow].tolist(), ranks[is_slow].tolist(), strict=True))
 
     @property
     def largest_s(self) -> float:

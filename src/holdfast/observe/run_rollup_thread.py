@@ -45,7 +45,12 @@ class RollupJoining:
     def _work(self) -> None:
         next_s = time.monotonic() + self._every_s
         while not self._stopping.wait(self._look_s):
-            if time.monotonic() >= next_s and self._leads():
+            if not self._leads():
+                continue
+            if self._writer is None:  # what is lost is waited for from now on
+                with suppress(Exception):
+                    self._made_writer().look()
+            if time.monotonic() >= next_s:
                 next_s = time.monotonic() + self._every_s
                 self._join(math.inf)
         with suppress(OSError):
@@ -55,13 +60,16 @@ class RollupJoining:
 
     def _join(self, until_s: float) -> None:
         """Joins until nothing is left, or the keeper ends."""
-        from holdfast.observe.run_rollup_writer import RunRollupWriter  # a start would wait for it
-
         with suppress(Exception):  # whatever it met, the next time may not meet it
-            self._writer = self._writer or RunRollupWriter(self._events)
-            while self._writer.join() and time.monotonic() < until_s:
+            while self._made_writer().join() and time.monotonic() < until_s:
                 if self._stopping.is_set():
                     until_s = min(until_s, time.monotonic() + _LAST_S)
+
+    def _made_writer(self) -> RunRollupWriter:
+        from holdfast.observe.run_rollup_writer import RunRollupWriter  # a start would wait for it
+
+        self._writer = self._writer or RunRollupWriter(self._events)
+        return self._writer
 
     def close(self) -> None:
         """Joins a last time, and stops; gives up after some seconds."""

@@ -21,8 +21,8 @@ from holdfast.observe.event_files import UNREADABLE, blocks_in, closed_files, op
 from holdfast.observe.rollup_files import (
     ROLLUPS,
     Covered,
+    decode_columns,
     decode_end,
-    decode_rollup,
     inflate_rollup,
 )
 from holdfast.observe.rollup_groups import FilePart, RunRollupHead, TrailParts
@@ -38,7 +38,8 @@ from holdfast.observe.run_rollups import (
 )
 from holdfast.storage.files import link, sync_directory, write_durably
 
-#: The most of one host that goes into one, so that the saves in it are the same ones for all.
+#: The most of one host that goes into one, and its share where there are many, so that the saves in
+#: it are the same ones for all.
 PART_BYTES = 128 << 10
 #: The most of all of them, of which one is made that can be read.
 _JOINED_BYTES = MOST_BYTES // 4
@@ -79,13 +80,14 @@ class RunRollupWriter:
 
         Raises OSError where nothing can be written, or what was joined cannot be read.
         """
+        self.look()
         events = self._events()
-        self._read_heads(events)
         joiner, heads, gone = RollupJoiner(self._known), list[TrailParts](), list[Path]()
-        left_bytes = _JOINED_BYTES
-        for trail in trails_in(events / ROLLUPS):
+        left_bytes, trails = _JOINED_BYTES, trails_in(events / ROLLUPS)
+        share_bytes = min(self._part_bytes, max(1, _JOINED_BYTES // max(1, len(trails))))
+        for trail in trails:
             time.sleep(0)  # other threads of the keeper come first
-            most_bytes = min(self._part_bytes, left_bytes)
+            most_bytes = min(share_bytes, left_bytes)
             of = _TrailJoin(self._coverage.of(trail), joiner, most_bytes)
             closed = closed_files(trail)
             for path in [*closed, trail]:
@@ -110,14 +112,14 @@ class RunRollupWriter:
                 with suppress(OSError):
                     path.unlink()
 
-    def _read_heads(self, events: Path) -> None:
+    def look(self) -> None:
         """Learns what was joined, by any keeper.
 
         Raises OSError where one cannot be read that must be there; one that is still missing after
         minutes is lost, and covers nothing. Of several the minutes are the same ones.
         """
         missing: FileNotFoundError | None = None
-        for number, path in joined_files(events):
+        for number, path in joined_files(self._events()):
             if number in self._heads:
                 continue
             try:
@@ -161,7 +163,7 @@ class _TrailJoin:
             if self.left_bytes <= 0:
                 return False
             data = inflate_rollup(line)
-            rolled_up = decode_rollup(data)
+            rolled_up = decode_columns(data)
             if self._taken.take(part):
                 self.left_bytes -= len(data)
                 self._joiner.take(rolled_up)

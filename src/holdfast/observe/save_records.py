@@ -118,7 +118,7 @@ class _OpenRanks:
 
 
 @dataclass(slots=True)
-class _SaveParts:
+class SaveParts:
     """The data of a generation while its records come in, in any order."""
 
     phases: dict[str, PhaseRollup] = field(default_factory=dict)
@@ -254,9 +254,9 @@ class _SaveParts:
         if ranks is None:
             return
         for phase, numbers, seconds in ranks.phases():
-            _roll_up(self.phases, phase, numbers, seconds)
+            self.phase("phases", phase).add(numbers, seconds)
         for phase, by_rank in ranks.even().items():
-            _roll_up(self.even, phase, by_rank.keys(), by_rank.values())
+            self.phase("even", phase).add(by_rank.keys(), by_rank.values())
         self.asked.add(ranks.asked_bytes.keys())
         self.copied.add(ranks.image_bytes.keys())
         self.stored.add(ranks.written_bytes.keys())
@@ -265,6 +265,13 @@ class _SaveParts:
         self.images += len(ranks.image_bytes)
         self.written_bytes += sum(ranks.written_bytes.values())
         self.written += len(ranks.written_bytes)
+
+    def phase(self, kind: str, phase: str) -> PhaseRollup:
+        """Returns the values of a phase; ``kind``: "phases", or "even" for those for a GiB."""
+        of: dict[str, PhaseRollup] = getattr(self, kind)
+        if phase not in of:
+            of[phase] = PhaseRollup()
+        return of[phase]
 
     def rollup(self, incarnation: int, step: int) -> SaveRollup:
         """Returns all that is known of its ranks, for a file."""
@@ -290,11 +297,9 @@ class _SaveParts:
 
     def merge(self, of: SaveRollup, clocks: Sequence[int]) -> None:
         """Adds the ranks of a roll-up; ``clocks``: its clocks, as they are numbered here."""
-        for into, values in ((self.phases, of.phases), (self.even, of.even)):
+        for kind, values in (("phases", of.phases), ("even", of.even)):
             for phase, some in values.items():
-                if phase not in into:
-                    into[phase] = PhaseRollup()
-                into[phase].merge(some)
+                self.phase(kind, phase).merge(some)
         for clock, first_s, last_s, rank in of.calls:
             self.calls.note(clocks[clock], first_s, last_s, rank)
         for clock, began_s in of.copies:
@@ -389,12 +394,12 @@ class SaveRecords:
     """All saves of a run by their generation. ``clocks``: those that moments are of."""
 
     def __init__(self, clocks: HostClocks | None = None) -> None:
-        self._saves: dict[tuple[int, int], _SaveParts] = defaultdict(_SaveParts)
+        self._saves: dict[tuple[int, int], SaveParts] = defaultdict(SaveParts)
         #: What removing checkpoints took, by the save that it went with, if that was read.
         self._prune_s: dict[tuple[int, int], float] = defaultdict(float)
         self._clocks = HostClocks() if clocks is None else clocks
         #: Those of which the values of ranks are kept apart, the last that had a record last.
-        self._open: OrderedDict[tuple[int, int], _SaveParts] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], SaveParts] = OrderedDict()
         #: The newest generation of which a rank returned from ``save``.
         self._newest_of: dict[int, tuple[int, int]] = {}
         self._wrong: dict[str, WrongClock] = {}
@@ -442,7 +447,7 @@ class SaveRecords:
         for rank, step in newest.items():
             self.note_newest(start, rank, step)
 
-    def _keep_open(self, key: tuple[int, int], save: _SaveParts) -> None:
+    def _keep_open(self, key: tuple[int, int], save: SaveParts) -> None:
         if key in self._open:
             self._open.move_to_end(key)
             return
@@ -486,6 +491,10 @@ class SaveRecords:
         """Adds a roll-up; ``clocks``: its clocks, as they are numbered here."""
         self._saves[of.incarnation, of.step].merge(of, clocks)
 
+    def parts(self, incarnation: int, step: int) -> SaveParts:
+        """Returns the data of a save, to be added to."""
+        return self._saves[incarnation, step]
+
     def note_newest(self, incarnation: int, rank: int, step: int) -> None:
         """Takes the newest save of a start that a rank returned from."""
         self._newest_of[rank] = max(self._newest_of.get(rank, _NONE), (incarnation, step))
@@ -514,14 +523,6 @@ class SaveRecords:
             for host in save.late_hosts:
                 counts[host] += 1
         return dict(sorted(counts.items()))
-
-
-def _roll_up(
-    of: dict[str, PhaseRollup], phase: str, ranks: Collection[int], seconds: Collection[float]
-) -> None:
-    if phase not in of:
-        of[phase] = PhaseRollup()
-    of[phase].add(ranks, seconds)
 
 
 def _reached(

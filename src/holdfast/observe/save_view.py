@@ -35,7 +35,7 @@ def find_save(report: Report, generation: str) -> Save:
 
 def render_save(report: Report, save: Save, console: Console) -> None:
     """Prints a save: its state, its critical path, and each phase over the ranks."""
-    host_of = host_by_rank(report.ranks_by_host)
+    host_of = report.hosts_at(save.incarnation)
     when = moment_text(save.time_s or 0.0)
     size, speed = size_text(save.size_bytes), rate_text(save.throughput_bytes_per_s)
     console.print(
@@ -94,22 +94,17 @@ def _name(rank: int, host_of: Mapping[int, str]) -> str:
     return f"rank {rank} on {host}" if host else f"rank {rank}"
 
 
-def host_by_rank(ranks_by_host: Mapping[str, Sequence[int]]) -> dict[int, str]:
-    """Returns the host of each rank."""
-    return {rank: host for host, ranks in ranks_by_host.items() for rank in ranks}
-
-
-def rows_by(report: Report, by: str) -> Callable[[int], Sequence[str]]:
-    """Returns what tells the rows of a table that a rank belongs to.
+def rows_by(report: Report, by: str) -> Callable[[Save, int], Sequence[str]]:
+    """Returns what tells the rows of a table that a rank belongs to in a save.
 
     ``by``: "rank", "host", or "mesh": of each axis the row of its coordinate there. Raises NotFound
     where no mesh is known.
     """
-    host_of = host_by_rank(report.ranks_by_host)
+    hosts = {n: report.hosts_at(n) for n in {save.incarnation for save in report.saves}}
     if by == "rank":
-        return lambda rank: (_name(rank, host_of),)
+        return lambda save, rank: (_name(rank, hosts[save.incarnation]),)
     if by == "host":
-        return lambda rank: (host_of.get(rank, ""),)
+        return lambda save, rank: (hosts[save.incarnation].get(rank, ""),)
     if report.mesh is None:
         raise NotFound(
             f"no device mesh is known of {report.root}: a run reports one whose state has DTensors "
@@ -121,7 +116,7 @@ def rows_by(report: Report, by: str) -> Callable[[int], Sequence[str]]:
         rank: tuple(f"{name} {at}" for name, at in zip(names, where, strict=True))
         for rank, where in coordinates.items()
     }
-    return lambda rank: rows.get(rank, ("not on the mesh",))
+    return lambda _, rank: rows.get(rank, ("not on the mesh",))
 
 
 def values_by(report: Report, by: str) -> dict[str, dict[str, list[float]]]:
@@ -136,7 +131,7 @@ def values_by(report: Report, by: str) -> dict[str, dict[str, list[float]]]:
             for rank, elapsed_s in spread.slowest:
                 if rank < 0:
                     continue
-                for name in rows_of(rank):
+                for name in rows_of(save, rank):
                     seen[name].append(elapsed_s)
             for name, each_s in seen.items():
                 found[name][phase].append(statistics.fmean(each_s) if by == "mesh" else max(each_s))
@@ -152,7 +147,7 @@ def render_by(report: Report, by: str, console: Console, *, last: int = 20) -> N
     for save in report.saves:
         for phase in ("copy_s", "write_s"):
             if spread := save.phases.get(phase):
-                times.update(rows_of(spread.slowest[0][0]))
+                times.update(rows_of(save, spread.slowest[0][0]))
 
     def place(name: str) -> tuple[float, float, str]:
         # Each rank is in a row of every axis: the slowest one says nothing of which axis it is.

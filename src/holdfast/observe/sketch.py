@@ -45,8 +45,12 @@ class Sketch:
         import numpy as np
 
         counted = values[values >= LEAST]
-        keys, counts = np.unique(np.ceil(np.log(counted) * _PER_LOG), return_counts=True)
-        self.add_buckets(zip(keys.astype(np.int64).tolist(), counts.tolist(), strict=True))
+        if len(counted):
+            keys = np.ceil(np.log(counted) * _PER_LOG).astype(np.int64)
+            counts = np.bincount(keys - keys.min())
+            there = np.flatnonzero(counts)
+            found = (there + keys.min()).tolist()
+            self.add_buckets(zip(found, counts[there].tolist(), strict=True))
         if len(counted) < len(values):
             self.add_buckets([(_ZERO, len(values) - len(counted))])
 

@@ -21,10 +21,9 @@ from holdfast.events import AnyEvent, Event
 from holdfast.observe.clocks import ClockOffset, CommonClock, HostClocks, HostMoment
 from holdfast.observe.phases import BY_EVENT, Phase
 from holdfast.observe.records import Progress, RecordHead, RecordReader
+from holdfast.observe.since import moment_of
 
 _GENERATION = re.compile(r"(?:(\d+)-)?(\d+)")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 #: What a record says of its place; all else of it is said of a span.
 _PLACE = frozenset({"incarnation", "step", "rank", "host"})
 
@@ -154,14 +153,6 @@ def parse_generation(text: str) -> SaveName:
     return SaveName(None if found[1] is None else int(found[1]), int(found[2]))
 
 
-def parse_duration(text: str) -> float:
-    """Returns the seconds of ``90s``, ``10m``, ``2h`` or ``1d``. Raises UsageError."""
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        raise UsageError(f"{text!r} is no duration: give one such as 90s, 10m, 2h or 1d")
-    return float(found[1]) * _SECONDS[found[2]]
-
-
 def select(
     root: str | Path, save: str | None, since: str | None, progress: Progress | None = None
 ) -> RecordChoice:
@@ -173,9 +164,9 @@ def select(
         return RecordChoice(parse_generation(save))
     if since is None:
         return RecordChoice()
-    duration_s = parse_duration(since)
+    moment_of(since, 0.0)  # it means something, before all is read
     clock = RecordClock(RecordReader(root, progress))
-    return RecordChoice(None, clock.last_s - duration_s, clock)
+    return RecordChoice(None, moment_of(since, clock.last_s), clock)
 
 
 def read_spans(

@@ -56,7 +56,7 @@ def lacking_text(report: Report, save: Save) -> str:
 
 def ranks_text_of(report: Report, ranks: Sequence[int]) -> str:
     """Formats ``rank 3 on b, rank 4 on c and more``."""
-    host_of = {rank: host for host, own in report.ranks_by_host.items() for rank in own}
+    host_of = report.hosts_at(report.saves[-1].incarnation) if report.saves else {}
     named = [f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
              for rank in ranks[:_NAMED_RANKS]]  # fmt: skip
     return ", ".join(named) + (" and more" if len(ranks) > _NAMED_RANKS else "")

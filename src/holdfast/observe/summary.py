@@ -35,6 +35,10 @@ PARTS = {
     "unknown": ("unknown", "?"),
 }
 BAR_WIDTH = 60
+INTERRUPTION_NAMES = (
+    *("when", "who", "doing", "steps lost", "back after", "stop", "start", "restore", "redo"),
+    "from",
+)
 #: The findings of one cause that are shown.
 MOST_OF_CAUSE = 5
 _VERDICTS = {
@@ -71,7 +75,9 @@ def _record(reliability: Reliability | None) -> Iterator[str]:
         return
     yield f"{100 * reliability.goodput:.1f} % productive"
     if reliability.failures:
-        lost = count_text(reliability.lost_steps, "step")
+        is_known = all(one.lost_steps is not None for one in reliability.interruptions)
+        lost = "" if is_known else "at least "
+        lost += count_text(reliability.lost_steps, "step")
         yield f"{count_text(reliability.failures, 'interruption')}, {lost} lost"
 
 
@@ -121,28 +127,27 @@ def finding_lines(findings: Sequence[RunFinding]) -> Iterator[str]:
         yield f"    {some[0].remedy}"
 
 
-def interruption_table(interruptions: Sequence[RunInterruption]) -> Table:
-    """Returns what each interruption was, and what it cost."""
-    table = Table(title="Interruptions", title_justify="left")
-    for name in ("when", "who", "doing"):
-        table.add_column(name)
-    for name in ("steps lost", "back after", "stop", "start", "restore", "redo"):
-        table.add_column(name, justify="right")
-    table.add_column("from")
+def interruption_rows(interruptions: Sequence[RunInterruption]) -> Iterator[tuple[str, ...]]:
+    """Yields what each interruption was, and what it cost, as ``INTERRUPTION_NAMES`` say."""
     for one in interruptions:
-        who = f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen"
-        table.add_row(
+        times = one.back_after_s, one.detect_s, one.restart_s, one.restore_s, one.repeat_s
+        yield (
             moment_text(one.at_s),
-            escape(who),
-            escape(one.phase or one.cause),
+            f"rank {one.rank} on {one.host}" if one.rank >= 0 else "not seen",
+            one.phase or one.cause,
             "-" if one.lost_steps is None else str(one.lost_steps),
-            seconds_text(one.back_after_s),
-            seconds_text(one.detect_s),
-            seconds_text(one.restart_s),
-            seconds_text(one.restore_s),
-            seconds_text(one.repeat_s),
-            escape(one.source or "-"),
+            *map(seconds_text, times),
+            one.source or "-",
         )
+
+
+def interruption_table(interruptions: Sequence[RunInterruption]) -> Table:
+    """Returns the table of interruptions."""
+    table = Table(title="Interruptions", title_justify="left")
+    for at, name in enumerate(INTERRUPTION_NAMES):
+        table.add_column(name, justify="right" if 3 <= at < 9 else "left")
+    for row in interruption_rows(interruptions):
+        table.add_row(*map(escape, row))
     return table
 
 

@@ -36,6 +36,7 @@ from holdfast.observe.text import (
     seconds_text,
     shared_text,
     size_text,
+    zone_text,
 )
 
 #: The most of a line of trouble that is shown; all of it is in ``--json``.
@@ -141,7 +142,8 @@ def _heading(report: Report) -> str:
     )
     starts = count_text(len(report.starts), "incarnation")
     saves = count_text(len(states), "save")
-    return f"{starts}, {saves} ({', '.join(counts) or 'none'})"
+    zone = zone_text(report.last_s)
+    return f"{starts}, {saves} ({', '.join(counts) or 'none'}); times are {zone}"
 
 
 def _start_lines(report: Report) -> Iterator[str]:
@@ -159,6 +161,8 @@ def _start_lines(report: Report) -> Iterator[str]:
     )
     if len(down_s) < len(report.starts) - 1:
         yield "not known for every start: how long nothing trained before it"
+    if any(start.lost_steps is None for start in report.starts[1:]):
+        yield "not known for every start: how many steps were lost"
 
 
 def _start_table(starts: Iterable[Start]) -> Table:

@@ -85,6 +85,15 @@ def moment_text(time_s: float) -> str:
         return NOTHING
 
 
+def zone_text(time_s: float) -> str:
+    """Formats ``UTC+02:00``: the zone of ``moment_text`` at a moment."""
+    try:
+        offset = datetime.datetime.fromtimestamp(time_s).astimezone().strftime("%z")
+    except (ValueError, OverflowError, OSError):
+        return "local time"
+    return f"UTC{offset[:3]}:{offset[3:]}"
+
+
 def _three_digits(value: float) -> str:
     if value < 9.995:
         return f"{value:.2f}"

@@ -100,7 +100,7 @@ class StartTimeline:
                 self.world = max(self.world, event.world)
             case events.Restored():
                 rank.restored, rank.restore_s = at, event.elapsed_s
-                self.parent = (event.parent_incarnation, event.step)
+                self.parent = event.parent
                 self._sources.add(event.origin or event.source)
             case events.RunEnded():
                 rank.ended = at

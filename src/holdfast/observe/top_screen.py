@@ -84,7 +84,7 @@ def _head(root: str, run: LiveRun, now_s: float) -> Iterator[str]:
     for state in STATES:
         if state in reached:
             at = reached[state]
-            age = "restored " * at.is_restored + _age(now_s, run.moment_s(at.time_s, at.host))
+            age = "restored " * at.is_restored + _age(now_s, run.moment_s(at.at))
             yield f"{state:<10}{at.incarnation}-{at.step:<10} {age}"
         elif state in given_up:
             yield f"{state:<10}not known: the run went back further than its newest saves"
@@ -187,7 +187,7 @@ def to_plain(run: LiveRun, now_s: float, findings: Findings = findings_of) -> di
             state: {
                 "incarnation": at.incarnation,
                 "step": at.step,
-                "time_s": run.moment_s(at.time_s, at.host),
+                "time_s": run.moment_s(at.at),
                 "is_restored": at.is_restored,
             }
             for state, at in run.reached.items()

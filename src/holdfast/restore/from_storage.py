@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.errors import StateMismatch
+from holdfast.events.fields import START_FROM
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.restore.sources import StoredSources
@@ -45,6 +46,7 @@ def restore_stored(
             request=request,
             plan_again=sources.plan_again(),
             clock=sources.clock,
+            origin=START_FROM if incarnation else "",
         )
     except StateMismatch as error:
         for note in getattr(store, "notes", ()):

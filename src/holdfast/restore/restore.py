@@ -114,6 +114,7 @@ def restore_first(
     plan_again: PlanAgain | None = None,
     adopt: Callable[[Generation], object] = lambda _: None,
     clock: RestoreClock | None = None,
+    origin: str = "",
 ) -> Restored | None:
     """Try ``candidates`` in order, on all ranks alike; None when there are none.
 
@@ -122,7 +123,8 @@ def restore_first(
     the state maps to the checkpoint, and which part of it is wanted. ``on_poison(True)`` is called
     before the state is first changed and ``on_poison(False)`` when all ranks hold one generation.
     ``adopt``: called on rank 0 then, before any rank returns; its error is raised on all.
-    ``clock``: has counted since the restore began; without it, it begins here.
+    ``clock``: has counted since the restore began; without it, it begins here. ``origin``: what the
+    event says of where storage is.
     Raises StateMismatch when the state does not fit, RestoreError when no source was good.
     """
     reasons: list[str] = []
@@ -131,7 +133,7 @@ def restore_first(
     while remaining:
         candidate = remaining.popleft()
         attempt = _RestoreAttempt(
-            world, state, candidate, timeout_s, request or RestoreRequest(), clock
+            world, state, candidate, timeout_s, request or RestoreRequest(), clock, origin
         )
         try:
             with clock.attempting():
@@ -176,8 +178,9 @@ class _RestoreAttempt:
         timeout_s: float,
         request: RestoreRequest,
         clock: RestoreClock,
+        origin: str,
     ) -> None:
-        self.request, self.clock = request, clock
+        self.request, self.clock, self.origin = request, clock, origin
         self.world, self.state, self.candidate = world, state, candidate
         # Memory of one host is equally near to every rank.
         self.is_apart = candidate.where == "storage" or candidate.is_spread
@@ -228,7 +231,7 @@ class _RestoreAttempt:
                 parent_incarnation=candidate.incarnation,
                 read_bytes=traffic.read_bytes,
                 received_bytes=traffic.received_bytes,
-                origin=self.checkpoint.origin if candidate.where == "memory" else "",
+                origin=self.checkpoint.origin if candidate.where == "memory" else self.origin,
                 **{f"{phase}_s": seconds for phase, seconds in phases.items()},
             )
         )
