@@ -172,14 +172,10 @@ def _storage_slow(report: Report, _: float | None) -> Iterator[Evidence]:
 
 def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
     worlds = {start.incarnation: start.world for start in report.starts}
-    newest = report.saves[-1].incarnation if report.saves else 0
-    saves = [
-        save
-        for save in report.saves
-        if save.throughput_bytes_per_s
-        and save.size_bytes
-        and worlds.get(save.incarnation) == worlds.get(newest)  # fewer hosts write less at once
-    ]
+    saves = [save for save in report.saves if save.throughput_bytes_per_s and save.size_bytes]
+    # Fewer hosts write less at once: saves of one world are compared.
+    world = worlds.get(saves[-1].incarnation) if saves else None
+    saves = [save for save in saves if worlds.get(save.incarnation) == world]
     if len(saves) < NEWEST + 2 * NEWEST:
         return
     rates = [save.throughput_bytes_per_s or 0.0 for save in saves]
@@ -189,16 +185,14 @@ def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
             save.size_bytes - (save.reused_bytes or 0) for save in saves[-NEWEST:]
         )
         longer = seconds_text(size_bytes / now - size_bytes / before)
-        text = f"saves go to storage at {rate_text(now)}, where they went at {rate_text(before)}: "
-        text += f"each takes {longer} longer"
-        yield Evidence(text, saves[-NEWEST].time_s)
+        text = f"saves go to storage at {rate_text(now)}, where they went at {rate_text(before)}"
+        yield Evidence(f"{text}: each takes {longer} longer", saves[-NEWEST].time_s)
 
 
 def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
     errors = [UNSURE_S if one.error_s is None else one.error_s for one in report.clocks]
     at = {f"{save.incarnation}-{save.step}": save.time_s for save in report.saves}
-    newest = report.saves[-1].incarnation if report.saves else 0
-    host_of = report.hosts_at(newest)
+    host_of = report.hosts_at(report.saves[-1].incarnation) if report.saves else {}
     places = report.ranks_by_host if host_of else {}  # a new start may have moved the ranks
     blames = find_slow(report.saves, places, clock_error_s=max(errors, default=0.0))
     pressure = {one.host: HostPressure(one.cpu_pressure, one.io_pressure) for one in report.keepers}
