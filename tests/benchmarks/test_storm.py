@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.events import Warned
 from holdfast.keeper.hosts import open_files
 from holdfast.transport.channel import MOST_STRANGERS
 
@@ -47,10 +46,10 @@ def test_the_limit_of_open_files_is_raised_to_what_is_needed_and_no_further(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits: dict[str, tuple[int, int]] = {"now": (1024, 9000)}
-    told: list[Warned] = []
+    told: list[str] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
     monkeypatch.setattr(resource, "setrlimit", lambda _, found: limits.update(now=found))
-    monkeypatch.setattr(open_files, "emit", told.append)
+    monkeypatch.setattr(open_files, "warn", told.append)
     needed = open_files.FILES + 2048 * open_files.FILES_OF_HOST
     open_files.allow_open_files(2048)
     assert limits["now"] == (needed, 9000) and not told
@@ -59,4 +58,4 @@ def test_the_limit_of_open_files_is_raised_to_what_is_needed_and_no_further(
     open_files.allow_open_files(8192)
     assert limits["now"] == (9000, 9000)
     (warned,) = told
-    assert "may open 9000 files, and with 8192 hosts" in warned.message
+    assert "may open 9000 files, and with 8192 hosts" in warned
