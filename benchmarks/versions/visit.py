@@ -21,8 +21,8 @@ from torch import nn
 
 import holdfast
 
-#: mallopt(3): memory that an update frees stays in its process. By itself the C library gives it back
-#: or not, as other blocks happen to lie, and an update takes twice as long where it does.
+#: mallopt(3): memory that an update frees stays in its process. By itself the C library gives it
+#: back or not, as other blocks happen to lie, and an update takes twice as long where it does.
 MALLOC_OPTIONS = {-1: 1 << 30, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: Name -> (number of square weights, their width); with AdamW each makes four leaves.
 STATES = {"large": (12, 1024), "many": (750, 16)}
