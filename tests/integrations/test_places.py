@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from holdfast.errors import UsageError
 from holdfast.integrations.seam import LoaderPlace
 from holdfast.state.rng import Rng
 
@@ -110,3 +111,42 @@ def test_a_place_between_two_batches_that_were_fetched_is_saved_again() -> None:
                 held = {"place": place.save(last), "generators": Rng().state_dict()}
                 break
     assert found == unbroken
+
+
+class Yielding(DataLoader[Any]):
+    """A loader whose iteration is a generator, as those that move batches to a device are."""
+
+    def __iter__(self) -> Any:
+        assert len(self)
+        yield from super().__iter__()
+
+
+class Lasting(DataLoader[Any]):
+    """A loader that keeps one iteration of its own, which cannot be begun elsewhere."""
+
+    def __iter__(self) -> Any:
+        self.kept = self.__dict__.get("kept") or DataLoader(self.dataset, BATCH)
+        yield from self.kept
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_yields_neither_repeats_nor_skips_batches(workers: int) -> None:
+    loader = Yielding(Noisy(""), batch_size=BATCH, num_workers=workers)
+    place = LoaderPlace(loader, lambda: None)
+    unbroken = [batch.tolist() for batch in loader]
+    saved = place.save(LAST)
+    place.release()
+    place = LoaderPlace(loader, lambda: None)
+    place.set(saved)
+    assert [batch.tolist() for batch in loader] == unbroken[LAST:]
+    place.release()
+
+
+def test_a_loader_that_cannot_pass_over_batches_is_refused_by_name() -> None:
+    loader = Lasting(Noisy(""), batch_size=BATCH)
+    place = LoaderPlace(loader, lambda: None)
+    list(loader)
+    place.set(place.save(LAST))
+    with pytest.raises(UsageError, match="a Lasting does not begin its sampler"):
+        list(loader)
+    place.release()

@@ -200,7 +200,8 @@ class LoaderPlace:
         """The iterations of the run so far, the one under way among them."""
         self._must_warm = False
         self._rest = 0
-        self._passed_over: _Rest
+        self._rests: list[_Rest] = []
+        """The samplers that pass over batches, of which the one that was begun counts."""
         kind = _placed_kind(type(loader))
         loader._holdfast_place = self
         loader.__class__ = kind
@@ -303,17 +304,26 @@ class LoaderPlace:
         workers = getattr(self.loader, "_iterator", None)
         if workers is not None:  # those that stay have a sampler already
             workers._index_sampler = self.rest_of(workers._index_sampler)
-        batches = iterate()
-        if draws_itself and self._rest:
-            self._passed_over.draw_order()
-        self._rest = 0
+        batches, first = iterate(), list[Any]()
+        if self._rest and self._begun_rest() is None:
+            # A class that yields its batches asks for indices with the first of them.
+            first, draws_itself = list(islice(batches, 1)), False
+            if self._begun_rest() is None:
+                raise UsageError(
+                    f"a {type(self.loader).__qualname__} does not begin its sampler anew for each "
+                    "iteration, so that it cannot go on in the middle of an epoch: use a DataLoader"
+                )
+        rest, self._rest, self._rests = self._begun_rest(), 0, []
+        if draws_itself and rest is not None:
+            rest.draw_order()
         if reads:
             _read(batches, count)
         self.given = count
         ahead = target.get("ahead") if draws_itself else None  # the first version kept none
         if ahead is not None:
             set_process_generators(ahead)
-        first = [] if draws_itself and ahead is None else list(islice(batches, 1))
+        if not first and (ahead is not None or not draws_itself):
+            first = list(islice(batches, 1))
         set_process_generators(now)
         self._settle()
         return self._give(self.begun, batches, first, ahead)
@@ -359,8 +369,11 @@ class LoaderPlace:
         """Returns the sampler behind the batches that are passed over by their indices."""
         if not self._rest:
             return indices
-        self._passed_over = _Rest(indices, self._rest)
-        return self._passed_over
+        self._rests.append(_Rest(indices, self._rest))
+        return self._rests[-1]
+
+    def _begun_rest(self) -> _Rest | None:
+        return next((one for one in self._rests if one.is_begun), None)
 
 
 class _Rest:
@@ -369,11 +382,12 @@ class _Rest:
     def __init__(self, indices: Any, count: int) -> None:
         self._indices, self._count = indices, count
         self._begun: Iterator[Any] = iter(())
+        self.is_begun = False
         self._first: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
         # At once, as a sampler may draw its order then; a loader may drop this iteration unused.
-        self._begun = islice(iter(self._indices), self._count, None)
+        self._begun, self.is_begun = islice(iter(self._indices), self._count, None), True
         return self._behind(self._begun)
 
     def draw_order(self) -> None:
