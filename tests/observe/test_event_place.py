@@ -12,6 +12,7 @@ from holdfast.errors import UsageError
 from holdfast.observe import event_place as places
 from holdfast.observe.event_files import open_parts, set_aside, trails
 from holdfast.observe.event_place import event_place, upload
+from holdfast.observe.live_run import FileTails
 from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.storage.base import Store
@@ -105,6 +106,22 @@ def test_events_that_are_gone_from_a_bucket_are_gone_from_its_report(
     (name,) = store.list("events")
     store.remove(f"events/{name}")
     assert lines_of(ROOT) == []
+
+
+def test_what_is_gone_from_a_bucket_is_followed_no_longer(
+    spool: tuple[places.EventPlace, Store],
+) -> None:
+    place, store = spool
+    append(place.file("host-a"), "a")
+    append(place.file("host-b"), "b")
+    upload(place, store)
+    tails = FileTails(ROOT)
+    list(tails.read())
+    followed = tails.files
+    store.remove(f"{places.EVENTS}/{store.list(places.EVENTS)[0]}")
+    list(tails.read())
+    assert tails.files < followed
+    tails.close()
 
 
 @pytest.mark.promise

@@ -111,7 +111,8 @@ class FileTails:
 
     def _lines(self) -> Iterator[tuple[Path, bytes]]:
         directory = self._place.read_from()
-        for path in sorted(directory.glob("*.jsonl"), key=lambda one: (not is_of_spool(one), one)):
+        there = sorted(directory.glob("*.jsonl"), key=lambda one: (not is_of_spool(one), one))
+        for path in there:
             if _is_full(path):
                 continue
             with suppress(*UNREADABLE):
@@ -127,6 +128,9 @@ class FileTails:
                     self._tails[path] = _Tail(path, tail_bytes=tail_bytes)
                     yield from ((path, line) for line in self._tails[path].lines())
         self._is_first = False
+        if self._place.is_spool:  # what was removed is in no other file, as a renamed one is
+            for path in self._tails.keys() - set(there):
+                self._close(path)
 
     def close(self) -> None:
         """Closes all files."""
