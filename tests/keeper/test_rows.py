@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import ArenaError
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.parity.store import ShardFiles, division_of
+from holdfast.keeper.parity.store import ShardFiles, ShardStore, StoredParity, division_of
 from holdfast.parity.planning.budget import capacity
 from holdfast.parity.planning.placement import stored_by
 from support.peers.exchanging import Group
@@ -60,10 +60,29 @@ def test_rows_are_found_again_with_their_records_and_none_whose_half_was_begun_a
         found.scan(),
         memory.store_records(0, [(r.offset_bytes, r.data) for r in found.scan()]),
     ):
-        assert rows[0].record.members is rows[1].record.members, "headers are there once"
-        assert isinstance(rows[0].data, memoryview), "sealed records are mapped from their files"
+        for row in rows:
+            assert maps_of(row) == {id(row.data.obj)}, "headers are read where the record lies"
     found.forget(0)
     assert not found.scan()
+
+
+def maps_of(row: StoredParity) -> set[int]:
+    heads = [image.head for one in row.record.members for image in one.images]
+    return {id(head.obj) for head in (*heads, memoryview(row.data))}
+
+
+def test_a_shard_that_is_made_again_keeps_nothing_of_the_record_that_was_removed(
+    arena: Path, group: Group
+) -> None:
+    memory = ShardFiles(ArenaFiles(arena, "run"))
+    memory.make(group.terms, "host-0", 0)
+    memory.store_records(0, [(0, group.run().sealed["host-0"][0].record)])
+    store = ShardStore(memory, lambda: None)
+    (row,) = store.all()
+    assert store.quarantine(row) and store.repair(row, {0: b"again"})
+    (again,) = store.all()
+    assert again.record == row.record and again.offset_bytes == row.offset_bytes
+    assert maps_of(again).isdisjoint(maps_of(row))
 
 
 def test_a_record_that_is_cut_short_or_reaches_beyond_its_half_is_no_row(

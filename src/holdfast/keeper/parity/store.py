@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from holdfast.errors import ArenaError, FormatError
 from holdfast.events import warn
@@ -295,7 +294,7 @@ class ShardStore:
             stored = self._files.store_records(row.half, [(row.offset_bytes, row.data)])
         except OSError:
             return False
-        self.add([replace(row, data=stored[0].data)])  # mapped from the file that is there
+        self.add(stored)  # data and headers are mapped from the file that is there
         return True
 
     # ── serving ──────────────────────────────────────────────────────────────────────────────────
