@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -20,7 +21,7 @@ from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage import objects
 from holdfast.storage.base import settle_s
-from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease
+from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, _parsed
 from holdfast.storage.objects import ObjectStore
 from support.checkpoints.images import split_leaf
 from support.runs.keeper_jobs import job_of
@@ -419,6 +420,35 @@ def test_an_announcement_that_lands_when_another_has_the_lock_is_carried_out_by_
     with third.lock("writer", "the third"):
         assert third.read(path) == b"frozen"
     assert not any("/.removals/" in key for key in world.objects)
+
+
+def test_who_may_have_announced_is_noted_though_a_renewal_before_was_not_answered(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    store = opened()
+    store.lock("writer", "the run")
+    silent(store)
+    lease = opened().lock("writer", "the next")
+    assert isinstance(lease, ObjectLease) and lease.unsettled_s
+    faults = iter(["lost"])  # it lands, and all tries after it are in vain
+    world.fault = lambda kind, key: next(faults, "dropped") if kind == "PUT" else ""
+    lease.renew()
+    world.fault = lambda kind, key: ""
+    lease.note_completed(["of another"])
+    assert json.loads(world.objects[lease.key])["announced"] == ["of another", lease.nonce]
+    lease.release()
+
+
+def test_a_lease_can_be_read_however_many_holders_were_refused_a_removal(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    lease = opened().lock("writer", "the run")
+    assert isinstance(lease, ObjectLease)
+    lease.note_completed([f"{number:032x}" for number in range(1000)])
+    lease.require_renewed()
+    assert _parsed(world.objects[lease.key], 0.0).nonce == lease.nonce
+    assert lease.may_have_announced("any")
+    lease.release()
 
 
 @pytest.mark.promise

@@ -29,7 +29,8 @@ from holdfast.storage.bucket import Bucket, Outcome
 
 ONE_WRITER = "HOLDFAST_BUCKET_ONE_WRITER"
 _MAX_BYTES = 8192
-#: Of more holders that completed nothing a lease does not tell who they were.
+#: Of more holders whose removals are not completed a lease does not tell who they were: what is
+#: longer than ``_MAX_BYTES`` could not be read.
 _MOST_HOLDERS = 64
 #: What stands for the process in a lease that was freed by hand: its holder may not have ended.
 _BY_HAND = "freed by hand"
@@ -151,8 +152,10 @@ class ObjectLease:
         these. RootBusy or StorageError where a request of theirs may land and that cannot be noted:
         who is next would complete it.
         """
+        left = sorted(left)
         with self._turn:
-            self._said = replace(self._said, announced=(*sorted(left), self._said.nonce))
+            announced = (*left, self._said.nonce) if len(left) < _MOST_HOLDERS else None
+            self._said = replace(self._said, announced=announced)
         if self.unsettled_s:
             self.require_renewed()
 
@@ -241,6 +244,7 @@ class ObjectLease:
             return False
         there = _parsed(found.body, self._bucket.settle_s) if found.is_done else _Written()
         if there.nonce == self._said.nonce:
+            there = replace(there, announced=self._said.announced)  # may not be written yet
             self._said, self._etag = there, found.header("etag")
             return True
         self._taken_by = there.owner or "nobody any more"
