@@ -76,6 +76,8 @@ class RunOptions(Struct, frozen=True):
 
 #: Rules are compared by what they do (``require_all_used``), settings of a machine are its own.
 _NOT_COMPARED = frozenset({"rules", "check_settings"})
+#: A keeper compares it with that of its own host's ranks alone, and passes on what they send.
+_PROTOCOL = "the protocol of keepers"
 
 
 class StartedRun(Struct, frozen=True):
@@ -222,17 +224,22 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[byte
     device_rate()
     options.check_settings()
     names = (name for name in options.__struct_fields__ if name not in _NOT_COMPARED)
-    return msgspec.json.encode({name: str(getattr(options, name)) for name in names}), usage
+    plan = {_PROTOCOL: str(m.PROTOCOL)} | {name: str(getattr(options, name)) for name in names}
+    return msgspec.json.encode(plan), usage
 
 
 def _require_one_plan(plans: Sequence[Said]) -> None:
     first, *others = (msgspec.json.decode(plan.value, type=dict[str, str]) for plan in plans)
     for said, plan in zip(plans[1:], others, strict=True):
-        for name, value in plan.items():
-            if value != first[name]:
+        for name in first | plan:  # those of another version may lack one
+            one, other = first.get(name, "unknown"), plan.get(name, "unknown")
+            if one != other:
+                what = "Install one version of Holdfast on all hosts."
+                if name != _PROTOCOL:
+                    what = "Give every rank's Checkpointer the same arguments."
                 raise UsageError(
-                    f"the ranks disagree: {name} is {first[name]} on rank 0 and {value} on "
-                    f"rank {said.first}. Give every rank's Checkpointer the same arguments."
+                    f"the ranks disagree: {name} is {one} on rank 0 and {other} on rank "
+                    f"{said.first}. {what}"
                 )
 
 

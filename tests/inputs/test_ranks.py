@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
+from holdfast.protocol import messages
 from holdfast.world import World
 from support.runs.launch import run_ranks
 from support.runs.mishaps import build, content, dropped, flip, listening, train
@@ -34,6 +35,9 @@ def _disagree(rank: int, world: int, root: str) -> dict[str, Any]:
         return holdfast.Checkpointer(where, state, **options)
 
     found["root"] = _error(lambda: start(f"{root}-{rank}"))
+    messages.PROTOCOL += rank
+    found["version"] = _error(start)
+    messages.PROTOCOL -= rank
     found["policy"] = _error(lambda: start(memory=holdfast.Every(steps=1 + rank)))
     state["odd"] = object() if rank == 1 else 1
     found["state"] = _error(start)
@@ -89,6 +93,8 @@ def test_ranks_that_disagree_all_hear_the_same_and_go_on_together(tmp_path: Path
     for found in (first, second):
         assert "UsageError: the ranks disagree: root is" in found["root"]
         assert "on rank 1. Give every rank's Checkpointer the same arguments" in found["root"]
+        assert "UsageError: the ranks disagree: the protocol of keepers is" in found["version"]
+        assert "on rank 1. Install one version of Holdfast on all hosts" in found["version"]
         assert "the ranks disagree: memory is Every(steps=1" in found["policy"]
         assert found["state"].startswith("UnsupportedState: ")
         assert found["one-shot state"].startswith("UnsupportedState: ")
