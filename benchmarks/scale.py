@@ -45,6 +45,7 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import divide_hosts
 from holdfast.keeper.parity.scheduler import ParityScheduler
+from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
 from holdfast.restore.planning.holdings import encode_choice
@@ -211,13 +212,16 @@ class Run:
         self.coordinator = Coordinator(keeper="k", grant_deadline_s=60, capture_deadline_s=600)
         self.ranks = Ranks()
         self.beside = AtOnce(clock)
-        self.executor = Executor(
-            self.coordinator, cast(Any, NoFiles()), self.ranks, self.beside, lambda _: None
-        )
+        files = cast(Any, NoFiles())
+        self.executor = Executor(self.coordinator, files, self.ranks, self.beside, lambda _: None)
         self.root, self.parity = NoStorage(), NoParity()
-        self.executor.connect(cast(Any, self.root), cast(Any, NoIncarnations()))
+        root, incarnations = cast(Any, self.root), cast(Any, NoIncarnations())
+        self.executor.connect(root, incarnations)
         nothing: Any = None
-        self.api = TrainerApi(self.executor, nothing, nothing)
+        parts = KeeperParts(
+            self.coordinator, files, self.ranks, self.beside, self.executor, incarnations, root
+        )
+        self.api = TrainerApi(parts, nothing, nothing)
         self.step, self.first = 0, ""
         self.granted: dict[int, str] = {}
         """The attempt that each rank was granted a slot for."""

@@ -16,7 +16,7 @@ from holdfast.catalogue import catalogue
 from holdfast.cli import EXIT_CODES, doctor, main
 from holdfast.cli.doctor import judge
 from holdfast.cli.doctor import root as doctor_root
-from holdfast.cli.doctor.rules.facts import (
+from holdfast.cli.doctor.rules.probe_facts import (
     Arena,
     Facts,
     Finding,

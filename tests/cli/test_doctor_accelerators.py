@@ -13,7 +13,7 @@ import torch
 from holdfast.accelerator import device_facts, vendors
 from holdfast.cli.doctor.accelerator import probe_near, probe_torch
 from holdfast.cli.doctor.rules.accelerator_rules import judge_accelerators
-from holdfast.cli.doctor.rules.facts import (
+from holdfast.cli.doctor.rules.probe_facts import (
     Facts,
     Finding,
     HostFacts,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.doctor.root import probe_hosts, probe_meetings, probe_protected
-from holdfast.cli.doctor.rules.facts import ProtectedFacts, Rendezvous
+from holdfast.cli.doctor.rules.probe_facts import ProtectedFacts, Rendezvous
 from holdfast.events import (
     Event,
     ProtectionPlanned,

@@ -23,7 +23,7 @@ from holdfast.cli.doctor import host as place_facts
 from holdfast.cli.doctor.accelerator import driver, probe_torch
 from holdfast.cli.doctor.arena import clear, probe_arenas
 from holdfast.cli.doctor.host import measure, probe_host, probe_place
-from holdfast.cli.doctor.rules.facts import Arena
+from holdfast.cli.doctor.rules.probe_facts import Arena
 from holdfast.errors import NotFound
 from holdfast.format import manifest as documents
 from holdfast.format.manifest import seal

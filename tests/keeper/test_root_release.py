@@ -117,8 +117,10 @@ def test_a_write_to_the_cache_that_was_to_be_aborted_and_succeeded_is_not_told_d
     job = job_at(1)
     job.abort("hosts are renumbered")
     executor = Executor.__new__(Executor)
-    executor.coordinator = cast(Any, SimpleNamespace(attempts={"a": object()}, lifecycle=lifecycle))
-    executor.root = cast(
+    executor._coordinator = cast(
+        Any, SimpleNamespace(attempts={"a": object()}, lifecycle=lifecycle)
+    )
+    executor._root = cast(
         Any, SimpleNamespace(drains=SimpleNamespace(wake=lambda: told.append("woken")))
     )
     executor.agent = cast(Any, SimpleNamespace(writes=SimpleNamespace(end=lambda _: None)))

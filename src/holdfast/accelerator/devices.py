@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from holdfast.accelerator.vendors import UNKNOWN, vendor_of
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 
 #: Device types whose tensors are host memory, or have none.
 _HOST_TYPES = ("cpu", "meta")
@@ -155,7 +155,7 @@ def empty_pinned(size_bytes: int) -> torch.Tensor:
                 "no pinned memory could be allocated for copies to or from the device "
                 f"({error}): they will be slow"
             )
-            emit(Warned(message=_refused[0]))
+            warn(_refused[0])
     return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from holdfast.catalogue import is_root, read_manifests
 from holdfast.dcp.stored_dict import form_in
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import read_values
 from holdfast.restore.reading.stored import overview_of
@@ -122,12 +122,10 @@ def warn_if_begun_anew(root: str, step: int) -> None:
     _known.add(root)
     newest = newest_step(root)
     if newest >= step:
-        emit(
-            Warned(
-                message=f"step {step} is saved in {root}, which has step {newest}, and this "
-                "process has loaded nothing from there through DCP: the run began anew. If it "
-                "was to go on, stop it and load the newest step first. torchtitan looks for the "
-                "folders of DCP "
-                f"and needs initial_load_path={root!r} with initial_load_model_only=False"
-            )
+        warn(
+            f"step {step} is saved in {root}, which has step {newest}, and this "
+            "process has loaded nothing from there through DCP: the run began anew. If it "
+            "was to go on, stop it and load the newest step first. torchtitan looks for the "
+            "folders of DCP "
+            f"and needs initial_load_path={root!r} with initial_load_model_only=False"
         )

@@ -31,7 +31,7 @@ from holdfast.dcp.forms import DictForm, PlanItem, form_of
 from holdfast.dcp.plan_state import PlannedPart, describe_part, items_of
 from holdfast.dcp.staged_saves import STAGED, StagedSave, close_session, wait_durable
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Generation
 from holdfast.oneshot import save_described
 from holdfast.persist.removal import Removal, plan, remove
@@ -237,7 +237,7 @@ class Writer(StorageWriter):
         try:
             remove(store, Removal(plan(store, self.keep, abandoned=False).checkpoints, (), ()))
         except HoldfastError as error:  # the checkpoint is there, whatever becomes of older ones
-            emit(Warned(message=f"older checkpoints in {store.url} were not pruned: {error}"))
+            warn(f"older checkpoints in {store.url} were not pruned: {error}")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """See torch, which calls it on rank 0. The manifest is published by then.

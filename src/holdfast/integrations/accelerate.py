@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.integrations.attached import AttachedCheckpointer, check_free, present
 from holdfast.integrations.seam import Adapter, LoaderPlace, missing, one_or_all
 from holdfast.state.rng import Rng
@@ -82,12 +82,10 @@ class AcceleratorCheckpointer(AttachedCheckpointer):
         super().__init__(accelerator, root, _LOOP, self._loop, parts, options)
         self.restore(step)
         if accelerator._save_model_state_pre_hook:
-            emit(
-                Warned(
-                    message="hooks of register_save_state_pre_hook() are not called by a "
-                    "Checkpointer: give the objects that they save (an average of the weights, "
-                    "say) to register_for_checkpointing() or in state={...}"
-                )
+            warn(
+                "hooks of register_save_state_pre_hook() are not called by a "
+                "Checkpointer: give the objects that they save (an average of the weights, "
+                "say) to register_for_checkpointing() or in state={...}"
             )
         self._updates = (
             _Updates(accelerator._optimizers)

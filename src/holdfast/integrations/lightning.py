@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.integrations.checkpoint_hooks import give_to_hooks, kept_by_hooks
 from holdfast.integrations.lightning_limits import (
     batches_an_update,
@@ -429,13 +429,11 @@ class FabricWatch:
         """Called by Fabric after each step of an optimizer that it has set up."""
         if not self.is_saved:
             self.is_saved = True  # it is said once
-            emit(
-                Warned(
-                    message=f"HOLDFAST_ROOT={self._root}, and no fabric_checkpointer was made for "
-                    "this Fabric: unless a Checkpointer of your own saves it, nothing does. Make "
-                    "fabric_checkpointer(fabric, root, state) after fabric.setup(), and call "
-                    "its restore() and step()"
-                )
+            warn(
+                f"HOLDFAST_ROOT={self._root}, and no fabric_checkpointer was made for "
+                "this Fabric: unless a Checkpointer of your own saves it, nothing does. Make "
+                "fabric_checkpointer(fabric, root, state) after fabric.setup(), and call "
+                "its restore() and step()"
             )
 
 

@@ -1,4 +1,4 @@
-"""What the order of a loader's samples is drawn from: generators, and the seeds of its samplers.
+"""Keeps what the order of a loader's samples is drawn from: generators, and samplers' seeds.
 
 Those of the process are torch's, Python's and numpy's. A loader's own are in its samplers, in its
 data where these are a stream, and in itself.

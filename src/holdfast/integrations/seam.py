@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import StateMismatch, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.integrations.orders import (
     is_process_at,
     order_state,
@@ -445,10 +445,8 @@ def _read(batches: Iterator[Any], count: int) -> None:
     started_s = time.monotonic()
     for _ in islice(batches, count):
         pass
-    emit(
-        Warned(
-            message=f"{count} batches were read and dropped in "
-            f"{time.monotonic() - started_s:.1f} s, to reach the place in an epoch of data without "
-            "an index: a StatefulDataLoader, or data with an index, are placed without reading"
-        )
+    warn(
+        f"{count} batches were read and dropped in "
+        f"{time.monotonic() - started_s:.1f} s, to reach the place in an epoch of data without "
+        "an index: a StatefulDataLoader, or data with an index, are placed without reading"
     )

@@ -20,7 +20,7 @@ import torch
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.integrations.seam import Adapter, missing, restore_loop_first
 from holdfast.integrations.trainer_logs import (
     counts_of_trl,
@@ -197,7 +197,7 @@ class HoldfastMixin:
         self._hf_terms = (max_steps, num_train_epochs, trial)
         place = self._take_terms()
         if place[0] >= num_train_epochs and self.state.global_step < max_steps:
-            emit(Warned(message=_over_text(self._hf_root, self.state.global_step, max_steps)))
+            warn(_over_text(self._hf_root, self.state.global_step, max_steps))
         return place
 
     def _take_terms(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 
 
 def warn_of_unsaved(holders: Iterable[Any], saved: Iterable[Any]) -> None:
@@ -27,13 +27,11 @@ def warn_of_unsaved(holders: Iterable[Any], saved: Iterable[Any]) -> None:
             if any(id(tensor) not in known for tensor in _tensors(value))
         ]
         if names:
-            emit(
-                Warned(
-                    message=f"{type(holder).__qualname__} holds tensors in "
-                    f"{', '.join(sorted(names))} that are in no part of the state: a restart makes "
-                    "them anew. Give the object that holds them in state={...}, or leave this be "
-                    "where they need not be kept"
-                )
+            warn(
+                f"{type(holder).__qualname__} holds tensors in "
+                f"{', '.join(sorted(names))} that are in no part of the state: a restart makes "
+                "them anew. Give the object that holds them in state={...}, or leave this be "
+                "where they need not be kept"
             )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from holdfast.catalogue import MANIFESTS, is_root
 from holdfast.collector import paused_collector
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.interop.source_files import SourceFiles
 from holdfast.storage.base import Store
 from holdfast.storage.open import is_bucket, normal_root, open_store, root_around
@@ -144,4 +144,4 @@ def _is_ours(store: Store) -> bool:
 def _warn(notes: tuple[str, ...], where: str) -> None:
     if notes:
         more = f"; and {len(notes) - _NOTES} more" if len(notes) > _NOTES else ""
-        emit(Warned(message=f"{where}: {'; '.join(notes[:_NOTES])}{more}"))
+        warn(f"{where}: {'; '.join(notes[:_NOTES])}{more}")

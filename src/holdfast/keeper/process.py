@@ -35,6 +35,7 @@ from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Caching, Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.loop_watch import LoopWatch
+from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.observe.event_place import event_place, follow_events
@@ -240,8 +241,17 @@ class Keeper:
         self.executor.connect(self.root_access, self.incarnations)
 
     def _serve_trainers(self) -> None:
-        self.role = HostRole(self.host_id, self.executor, self.admission, self._on_run_ended)
-        self.trainer_api = TrainerApi(self.executor, self.role, self.admission)
+        parts = KeeperParts(
+            self.coordinator,
+            self.memory,
+            self.ranks,
+            self.background,
+            self.executor,
+            self.incarnations,
+            self.root_access,
+        )
+        self.role = HostRole(self.host_id, parts, self.admission, self._on_run_ended)
+        self.trainer_api = TrainerApi(parts, self.role, self.admission)
 
     def _look_for_damage(self, scrub_s: float) -> None:
         self.repairer = Repairer(
@@ -294,7 +304,7 @@ class Keeper:
         root = self.root_access.path
         warnings: list[str] = []
         served = serve_metrics(warnings.append)
-        telemetry = send_telemetry(lambda text: warn(text))
+        telemetry = send_telemetry(warn)
         watches = [served[0].take] if served is not None else []
         watches += [telemetry.take] if telemetry is not None else []
 

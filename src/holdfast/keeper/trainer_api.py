@@ -29,9 +29,9 @@ from holdfast.keeper.connections import (
     TrainerConnection,
     peer_of,
 )
-from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import STEP_DOWN_S
+from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.published_images import inventory
 from holdfast.keeper.rank_relay import ReportJoiner
 from holdfast.policy.when import Keep
@@ -43,11 +43,10 @@ R = TypeVar("R", bound=RankReport)
 class TrainerApi:
     """Handles the messages of all trainers, of ranks and of other processes."""
 
-    def __init__(self, executor: Executor, part: HostRole, doors: AdmissionCounters) -> None:
-        self.executor, self.role, self.admission = executor, part, doors
-        self.coordinator, self.memory = executor.coordinator, executor.memory
-        self.ranks = executor.ranks
-        self.incarnations, self.root = executor.incarnations, executor.root
+    def __init__(self, parts: KeeperParts, role: HostRole, doors: AdmissionCounters) -> None:
+        self.executor, self.role, self.admission = parts.executor, role, doors
+        self.coordinator, self.memory, self.ranks = parts.coordinator, parts.memory, parts.ranks
+        self.incarnations, self.root = parts.incarnations, parts.root
         self.open: set[TrainerConnection] = set()
         self.goodbyes: dict[TrainerConnection, int] = {}
         """Connections that wait for the end of the run, with the number of their last request."""
@@ -56,7 +55,7 @@ class TrainerApi:
         self._traces: set[str] = set()
         self._numbers = itertools.count(1)
         self._reports = ReportJoiner(1, self.handle_joined)
-        executor.followers.dispatcher = self
+        self.executor.followers.dispatcher = self
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.events import TrainerDied, Warned, emit, to_record
+from holdfast.events import TrainerDied, Warned, to_record, warn
 from holdfast.observe.error_file import error_in
 from holdfast.observe.event_files import EventFile, encode_alone, encode_event, encode_record
 from holdfast.observe.event_ring import (
@@ -173,7 +173,7 @@ class RingDrain:
                 raise
         except (ValueError, msgspec.DecodeError) as error:
             self._refused.add(name)
-            emit(Warned(message=f"the events in {path} are not read: {error}"))
+            warn(f"the events in {path} are not read: {error}")
 
     def _drain(self, one: _OpenRing) -> bool:
         """Drains a ring; True if its writer is gone and nothing is left in it."""

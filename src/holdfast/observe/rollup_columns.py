@@ -97,8 +97,8 @@ def saves_of(columns: SaveColumns) -> Iterator[SaveRollup]:
     def values(of: dict[str, list[float]], at: int) -> dict[str, PhaseValues]:
         found = {}
         for phase, every in of.items():
-            own = [pair for pair in zip(ranks, every[at * width : (at + 1) * width], strict=True)
-                   if pair[1] >= 0]  # fmt: skip
+            pairs = zip(ranks, every[at * width : (at + 1) * width], strict=True)
+            own = [(rank, seconds) for rank, seconds in pairs if seconds >= 0]
             if own:
                 found[phase] = PhaseValues([rank for rank, _ in own], [s for _, s in own])
         return found

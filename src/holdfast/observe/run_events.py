@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events import Event, RunStarted, Warned, emit, subscribe, to_record
+from holdfast.events import Event, RunStarted, emit, subscribe, to_record, warn
 from holdfast.observe.event_files import (
     BUDGET_BYTES,
     SEGMENT_BYTES,
@@ -83,7 +83,7 @@ def follow_run(
                 each(event, time_s)
     warning = restart_warning(torch_version, os.environ)
     if warning and rank == 0:
-        emit(Warned(message=warning))
+        warn(warning)
     training = TrainingRecorder(
         rank,
         started.incarnation,

@@ -37,7 +37,7 @@ from holdfast.errors import (
     NotFound,
     StorageError,
 )
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Generation, Incarnation, Lease, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
 from holdfast.leases import LeaseWatch, leased_paths
@@ -394,12 +394,10 @@ class Sweeper:
         """
         paths = frozenset(path for path, _ in broken)
         if paths - self._told:
-            emit(
-                Warned(
-                    message=f"no file is removed from {self.store.url}, because "
-                    f"{', '.join(sorted(paths))} cannot be read and may name it: "
-                    "`holdfast repair` mends what a pin or another root has, or delete it"
-                )
+            warn(
+                f"no file is removed from {self.store.url}, because "
+                f"{', '.join(sorted(paths))} cannot be read and may name it: "
+                "`holdfast repair` mends what a pin or another root has, or delete it"
             )
         self._told = paths
         return not paths

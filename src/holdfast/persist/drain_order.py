@@ -23,7 +23,7 @@ from holdfast.catalogue import (
     find_manifest,
 )
 from holdfast.errors import AlreadyPublished, NotFound, StorageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.manifest import Generation, ImageRef, Manifest
 from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store, sync_names
@@ -41,7 +41,7 @@ def sign_cache(cache: Store) -> None:
             cache.publish(_SIGN, b"{}\n", replace=True)
     except StorageError as error:
         text = f"{cache.url} cannot say that it is a cache: do not prune it by hand: {error}"
-        emit(Warned(message=text))
+        warn(text)
 
 
 def waiting(cache: Store, found: Catalogue = EMPTY) -> dict[Generation, Manifest]:
@@ -95,7 +95,7 @@ def mark_all_drained(cache: Store, root: Store) -> None:
                 sync_names(root, MANIFESTS)  # who published it may have died before
                 mark_drained(cache, manifest)
             except StorageError as error:  # a full disk: it is found there when it is drained
-                emit(Warned(message=f"{generation} is durable, and stays in the cache: {error}"))
+                warn(f"{generation} is durable, and stays in the cache: {error}")
 
 
 def forget_marks(cache: Store) -> None:

@@ -11,7 +11,7 @@ import weakref
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 
 #: States of torch's own hooks that remember nothing.
 _EMPTY = ("ProcessGroup", "_AllreduceUpcastHookState")
@@ -27,14 +27,12 @@ def warn_of_hooks(key: str, module: nn.Module) -> None:
             if not isinstance(part, DistributedDataParallel) or _is_empty(state):
                 continue
             _warned.add(module)
-            emit(
-                Warned(
-                    message=f"{key} sends its gradients by "
-                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)}, whose "
-                    f"{type(state).__qualname__} is in no part of the state: a restart makes it "
-                    "anew, and goes on otherwise than without one. Give what it remembers in the "
-                    "state, by an object with state_dict() and load_state_dict()"
-                )
+            warn(
+                f"{key} sends its gradients by "
+                f"{getattr(hook, '__qualname__', type(hook).__qualname__)}, whose "
+                f"{type(state).__qualname__} is in no part of the state: a restart makes it anew, "
+                "and goes on otherwise than without one. Give what it remembers in the state, by "
+                "an object with state_dict() and load_state_dict()"
             )
 
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from holdfast.errors import RootBusy, StorageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.storage.base import root_busy
 from holdfast.storage.bucket import Bucket, Outcome
 
@@ -248,11 +248,9 @@ class ObjectLease:
             self._said, self._etag = there, found.header("etag")
             return True
         self._taken_by = there.owner or "nobody any more"
-        emit(
-            Warned(
-                message=f"the lease {self.name!r} of {self._bucket.url} was taken over by "
-                f"{self._taken_by}: this process writes nothing there any more"
-            )
+        warn(
+            f"the lease {self.name!r} of {self._bucket.url} was taken over by "
+            f"{self._taken_by}: this process writes nothing there any more"
         )
         return False
 
@@ -302,7 +300,7 @@ def _keep_renewing(
         try:
             lease.renew()
         except Exception as error:  # without this thread the lease would be over for good
-            emit(Warned(message=f"the lease {lease.name!r} was not renewed: {error!r}"))
+            warn(f"the lease {lease.name!r} was not renewed: {error!r}")
         del lease
 
 

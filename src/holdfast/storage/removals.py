@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast.errors import HoldfastError, StorageError, UsageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.storage.base import check_path
 from holdfast.storage.bucket import Bucket
 from holdfast.storage.lease_lock import ObjectLease
@@ -157,7 +157,7 @@ class Removals:
         except StorageError as error:
             if not self._note_refused(error, left, trees):
                 raise
-            emit(Warned(message=f"{error} It stays there, and counts as removed."))
+            warn(f"{error} It stays there, and counts as removed.")
             return False
         self._drop(key)
         return True

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Incarnation, unseal
 from holdfast.storage.base import ImageSink, Lock, ReadableStore, Store, read_at_most, settle_s
@@ -143,7 +143,7 @@ class TieredStore:
         if store.url not in self._warned:
             self._warned.add(store.url)
             text = f"the cache {store.url} cannot be read, the next tier is read instead: {error}"
-            emit(Warned(message=text))
+            warn(text)
 
     def list(self, prefix: str) -> list[str]:
         """See ``Store``: the names of all; of manifests, none of another start in a cache, nor of

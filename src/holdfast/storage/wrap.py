@@ -18,7 +18,7 @@ from typing import Protocol
 
 from msgspec import Struct, field
 
-from holdfast.events import Warned, emit
+from holdfast.events import warn
 
 #: Never the generator of the program, which belongs to its state.
 _draw = random.SystemRandom().random
@@ -150,9 +150,7 @@ class RequestCounts(Struct, eq=False, weakref=True):
             if now_s - self._told_s < self.told_every_s:
                 return
             self._told_s, count, self._untold = now_s, self._untold, 0
-        emit(
-            Warned(
-                message=f"{self.url} does not answer as it should, {count} requests are tried "
-                f"again: {kind}: {reason}"
-            )
+        warn(
+            f"{self.url} does not answer as it should, {count} requests are tried "
+            f"again: {kind}: {reason}"
         )

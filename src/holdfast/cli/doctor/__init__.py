@@ -17,8 +17,8 @@ from holdfast.cli.doctor.accelerator import probe_near, probe_torch
 from holdfast.cli.doctor.arena import clean, probe_arenas
 from holdfast.cli.doctor.host import measure, probe_host, probe_place, settings
 from holdfast.cli.doctor.root import probe_meetings, probe_root, probe_storage
-from holdfast.cli.doctor.rules.facts import Facts, Finding, Torch, worst
 from holdfast.cli.doctor.rules.host_rules import judge_host
+from holdfast.cli.doctor.rules.probe_facts import Facts, Finding, Torch, worst
 from holdfast.cli.doctor.rules.run_rules import judge_arenas, judge_run, judge_storage
 from holdfast.cli.doctor.rules.sizing import compute_sizing, parse_size, sizing_rows
 from holdfast.cli.output import SlowProgress, plain_table, stdout

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.doctor.rules.facts import Near, Pinning, Torch
+from holdfast.cli.doctor.rules.probe_facts import Near, Pinning, Torch
 
 TIMEOUT_S = 30.0
 #: Prints what is found about devices, and about a directory in the first argument.

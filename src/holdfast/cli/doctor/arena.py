@@ -23,7 +23,7 @@ from rich.markup import escape
 from holdfast.catalogue import ROOT, read_document
 from holdfast.cli.checkpoints import holders
 from holdfast.cli.command import confirmed, print_json
-from holdfast.cli.doctor.rules.facts import Arena
+from holdfast.cli.doctor.rules.probe_facts import Arena
 from holdfast.cli.output import stdout
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Generation, Root

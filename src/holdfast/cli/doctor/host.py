@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.doctor.rules.facts import HostFacts, PlaceFacts, Speeds
+from holdfast.cli.doctor.rules.probe_facts import HostFacts, PlaceFacts, Speeds
 from holdfast.format.checksum import checksum
 from holdfast.observe.text import SHARE_STORE
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS

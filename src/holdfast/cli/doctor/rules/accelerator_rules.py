@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from holdfast.cli.doctor.rules.facts import Facts, Finding, Near, Torch
+from holdfast.cli.doctor.rules.probe_facts import Facts, Finding, Near, Torch
 from holdfast.observe.text import count_text, rate_text, size_text, version_of
 
 _RAISE = "Raise it: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity"

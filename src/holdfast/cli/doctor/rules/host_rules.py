@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from holdfast.cli.doctor.rules.accelerator_rules import judge_accelerators
-from holdfast.cli.doctor.rules.facts import Facts, Finding, HostFacts, PlaceFacts
+from holdfast.cli.doctor.rules.probe_facts import Facts, Finding, HostFacts, PlaceFacts
 from holdfast.coordinator.slots import SLOTS_PER_IMAGE, SLOTS_WITH_PARITY
 from holdfast.errors import UsageError
 from holdfast.observe import text as torchrun

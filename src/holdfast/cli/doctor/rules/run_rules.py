@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from holdfast.cli.doctor.rules.facts import (
+from holdfast.cli.doctor.rules.host_rules import IN_MEMORY
+from holdfast.cli.doctor.rules.probe_facts import (
     Arena,
     Facts,
     Finding,
@@ -15,7 +16,6 @@ from holdfast.cli.doctor.rules.facts import (
     RootFacts,
     Speeds,
 )
-from holdfast.cli.doctor.rules.host_rules import IN_MEMORY
 from holdfast.observe.text import count_text, rate_text, seconds_text, size_text
 
 _STATES = {
