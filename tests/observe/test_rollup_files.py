@@ -272,22 +272,24 @@ def test_a_roll_up_that_is_lost_between_others_covers_nothing(
 
 
 @pytest.mark.promise
-@pytest.mark.parametrize("is_joined", [False, True], ids=["alone", "joined"])
+@pytest.mark.parametrize("joins", range(3))
 def test_what_damaged_roll_ups_were_of_is_rolled_up_again_before_its_records_are_given_up(
-    is_joined: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    joins: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``joins``: of so many hosts the first roll-ups were joined before."""
     monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(rollup_writer, "PART_BYTES", 1 << 20)
     root = tell_run(tmp_path, RANKS)
     expected = said(root)
     left = {trail: trail.read_bytes() for trail in trails_of(root)}
-    if is_joined:  # what the first ones were of is known by that alone
-        for trail, data in left.items():
-            trail.write_bytes(data[: data.index(b"\n", 2500) + 1])
+    assert len(left) == 2
+    if joins:  # what the first ones were of is known by that alone
+        for number, (trail, data) in enumerate(left.items()):
+            trail.write_bytes(data[: data.index(b"\n", 2500) + 1] if number < joins else b"")
         roll_up_all(root)
         assert RunRollupWriter(lambda: root / "events").join()
         for trail, data in left.items():
-            rollup_path(trail).unlink()
+            rollup_path(trail).unlink(missing_ok=True)
             trail.write_bytes(data)
     roll_up_all(root)
     damage = deflated(lambda data: data[:9] + bytes(9) + data[18:])

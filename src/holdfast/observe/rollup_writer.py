@@ -72,22 +72,24 @@ class _OpenFile:
 
 def _read_known(trail: Path) -> Covered:
     """Returns how far the files of a writer are rolled up, also by what was joined at last: that is
-    durable, and a host that lost its power may have lost what it rolled up. What is missing at the
-    beginning of a file is in what was joined before, if anything was.
+    durable, and a host that lost its power may have lost what it rolled up. Of more that was joined
+    than is read here: what is missing at the beginning of a file may be in that.
     """
     from holdfast.observe.run_rollups import joined_files, read_head  # a start would wait for it
 
     covered, is_all = read_ends(trail), False
     with suppress(OSError):
         joined = joined_files(trail.parent)
-        is_all = not joined
-        for _, path in joined[-_NEWEST_JOINED:]:
-            with suppress(*UNREADABLE, ValueError):  # it covers nothing
+        newest = joined[-_NEWEST_JOINED:]
+        is_all = [number for number, _ in newest] == [*range(1, len(joined) + 1)]
+        for _, path in newest:
+            try:
                 trails = read_head(path).trails
-                for part in (
-                    part for one in trails if one.trail == trail.name for part in one.parts
-                ):
-                    covered.take(part)
+            except (*UNREADABLE, ValueError):  # it covers nothing
+                is_all = False
+                continue
+            for part in (part for one in trails if one.trail == trail.name for part in one.parts):
+                covered.take(part)
     for gaps in covered.gaps.values():
         gaps[:] = [gap for gap in gaps if gap[0] or is_all]
     return covered
