@@ -43,8 +43,9 @@ def state_dict(
 
     Tied tensors are one tensor under several names. In a directory on a file system of this host,
     tensors that one image has whole, as they are wanted, map its file: their bytes are compared
-    with the checksums, and not copied; what is written to them stays in this process. ``copy``: no
-    tensor does that, so that none needs the disk any more.
+    with the checksums, and not copied; what is written to them stays in this process. A page that
+    the system drops later is read from the disk again, and not compared again. ``copy``: no tensor
+    does that, so that none needs the disk any more.
 
     Raises NotFound where there is no such model.
     """
@@ -58,10 +59,8 @@ def state_dict(
                 f"{root} has no model called {key!r}; it has "
                 f"{', '.join(sorted(saved.module_names())) or 'none'}"
             )
-        reader, mapped = (
-            LeafReader(opened.checkpoint, saved.leaves),
-            MappedLeaves(opened.checkpoint),
-        )
+        reader = LeafReader(opened.checkpoint, saved.leaves)
+        mapped = MappedLeaves(opened.checkpoint)
         tensors: dict[str, Any] = {}
         wants: list[tuple[str, Box, memoryview]] = []
         wanted_bytes = 0
