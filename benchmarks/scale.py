@@ -127,7 +127,7 @@ class NoIncarnations:
 class NoStorage:
     """A root whose persister does nothing; the last job for it."""
 
-    store = None
+    store = cache = None
 
     def __init__(self) -> None:
         self.persister = self

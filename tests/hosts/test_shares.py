@@ -161,7 +161,7 @@ def test_other_hosts_are_told_to_write_before_the_own_images_are_written(tmp_pat
         assert told.wait(20), "a host waits until own images are written"
         return []
 
-    vars(persister)["_images"] = SimpleNamespace(write=write)
+    vars(persister)["_images"] = SimpleNamespace(write=write, parts=SimpleNamespace(base=None))
     arrival = SimpleNamespace(abort=lambda _: None)
     job.images = dict.fromkeys(range(8), cast(Any, SimpleNamespace(ring=None, arrival=arrival)))
     job.layout = table_hash(job.layout_data)
