@@ -29,8 +29,8 @@ PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,
 	$(if $(shell $(python) -c 'import sys; print("yes" * (sys.version_info >= (3, 11)))' 2>/dev/null),$(python))))
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
-# Tests share no arena, port or file, and run beside each other. Of those that take long `make test`
-# runs as much as this many seconds of one core, by a seed of the day that it prints.
+# Tests share no arena, port or file, and run beside each other. Beside promises `make test` runs this
+# many seconds, on one core, of those that take long: the next slice of them every day.
 WORKERS ?= 2
 SAMPLE_S ?= 110
 # The same for the simulated device.

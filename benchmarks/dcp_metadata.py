@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.foreign_sources import environment
 from benchmarks.kit import disk, machine, markdown, processes, results, series
+from benchmarks.kit.foreign_sources import environment
 from benchmarks.kit.options import Parser
 
 WAYS = {

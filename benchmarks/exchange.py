@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from benchmarks.kit import images, machine, markdown, processes, results, series, sockets
 from benchmarks.kit.disk import MEMORY
 from benchmarks.kit.options import Parser
@@ -208,8 +210,10 @@ def serve_orders(orders: Connection, directory: Path, number: int, size: int) ->
     """The process of a member: it does what it is told, and says when it has."""
     processes.end_with_parent()
     member = Member(directory, number, size)
-    orders.send(member.told)
-    orders.send(member.meet(*orders.recv()))
+    fact, peer, port = member.told
+    orders.send((msgspec.msgpack.encode(fact), peer, port))
+    terms, peers, ports = orders.recv()
+    orders.send(member.meet(msgspec.msgpack.decode(terms, type=RecordTerms), peers, ports))
     while (order := orders.recv()) is not None:
         try:
             getattr(member, order)()
@@ -232,6 +236,7 @@ class Group:
             self._orders.append(here)
             self._processes.append(process)
         told = [one.recv() for one in self._orders]
+        facts = [msgspec.msgpack.decode(fact, type=MemberFact) for fact, _, _ in told]
         self.terms = RecordTerms(
             "benchmark",
             GENERATION,
@@ -239,11 +244,17 @@ class Group:
             hosts,
             "0" * 32,
             parity,
-            tuple(fact for fact, _, _ in told),
+            tuple(facts),
             round_id=0,
         )
         for one in self._orders:
-            one.send((self.terms, [peer for _, peer, _ in told], [port for _, _, port in told]))
+            one.send(
+                (
+                    msgspec.msgpack.encode(self.terms),
+                    [peer for _, peer, _ in told],
+                    [port for _, _, port in told],
+                )
+            )
         self.extra_bytes = max(one.recv() for one in self._orders)
         self.moved_bytes = sum(
             one.size for member in range(hosts) for one in ranges(self.terms, member)

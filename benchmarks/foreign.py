@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.foreign_sources import (
+from benchmarks.kit import disk, machine, markdown, processes, results, series
+from benchmarks.kit.foreign_sources import (
     WRITERS,
     build,
     dcp_state,
@@ -33,7 +34,6 @@ from benchmarks.foreign_sources import (
     megatron_shards,
     start_megatron,
 )
-from benchmarks.kit import disk, machine, markdown, processes, results, series
 from benchmarks.kit.options import Parser
 
 GIB = 1 << 30

@@ -27,7 +27,7 @@ ASKS_FOR_MORE = {
     # The frameworks, and what these bring themselves.
     "integrations": {
         *("accelerate", "deepspeed", "lightning", "megatron", "pyarrow", "ray"),
-        *("torchdata", "torchft", "torchtitan", "transformers", "tyro"),
+        *("torchdata", "torchft", "torchmetrics", "torchtitan", "transformers", "tyro"),
     },
     "observe": {"opentelemetry", "perfetto", "prometheus_client", "pyarrow"},
     "offload": {"triton"},  # where torch has it

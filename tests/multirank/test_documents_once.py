@@ -35,6 +35,7 @@ Reads = list[tuple[str, int, int]]
 def noting_reads(reads: Reads, fail: Callable[[str], bool] = lambda _: False) -> Iterator[None]:
     """Every read of a store's file by this rank; those that ``fail`` names fail."""
     real_read, real_into = LocalStore.read, LocalStore.read_into
+    real_bounded = LocalStore.read_at_most
 
     def refuse(path: str) -> None:
         if fail(path):
@@ -46,6 +47,12 @@ def noting_reads(reads: Reads, fail: Callable[[str], bool] = lambda _: False) ->
         reads.append((path, offset, len(found)))
         return found
 
+    def read_at_most(store: LocalStore, path: str, limit_bytes: int) -> bytes | int:
+        refuse(path)
+        found = real_bounded(store, path, limit_bytes)
+        reads.append((path, 0, len(found) if isinstance(found, bytes) else 0))
+        return found
+
     def read_into(
         store: LocalStore, path: str, offset: int, buffer: memoryview, **how: bool
     ) -> None:
@@ -55,6 +62,7 @@ def noting_reads(reads: Reads, fail: Callable[[str], bool] = lambda _: False) ->
 
     with (
         mock.patch.object(LocalStore, "read", read),
+        mock.patch.object(LocalStore, "read_at_most", read_at_most),
         mock.patch.object(LocalStore, "read_into", read_into),
     ):
         yield

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast import events, oneshot
+from holdfast import events
 from holdfast.catalogue import catalogue
+from holdfast.restore import from_storage
 from holdfast.restore import read_once as together
 from holdfast.restore.exchange.block_exchange import BlockExchange
 from holdfast.restore.planning.block_rounds import BlockRange
@@ -354,7 +355,7 @@ def _stalls(rank: int, world: int, root: str) -> str:
         raise KeyboardInterrupt
 
     trouble = Tampering(1, hang) if rank == 1 else _nothing()
-    with mock.patch.object(oneshot, "_IO_PATIENCE", 1), trouble:
+    with mock.patch.object(from_storage, "READ_PATIENCE", 1), trouble:
         try:
             run.load("always", timeout_s=8)
         except holdfast.DeadlineExceeded as error:

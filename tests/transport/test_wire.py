@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +53,7 @@ def raw(*, without: bytes = b"", line: bytes = b"", first: bytes = LINES[0]) -> 
 
 
 _bare = st.builds(
-    replace,
+    msgspec.structs.replace,
     st.just(REQUEST),
     method=st.sampled_from(["GET", "HEAD"]),
     counter=st.integers(0, 10**18 - 1),

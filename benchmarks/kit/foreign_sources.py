@@ -138,7 +138,13 @@ def write_deepspeed(directory: Path, size_bytes: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.foreign_sources", str(directory), str(size_bytes)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kit.foreign_sources",
+        str(directory),
+        str(size_bytes),
+    ]
     more = {"WORLD_SIZE": str(ZERO_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     more |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     ranks = [
