@@ -1,7 +1,7 @@
 """Measure what a user waits for: import, a keeper's start, saves, restores.
 
-With `--before DIRECTORY`, the `src` of another version, both versions are measured in one
-alternating series and compared round by round.
+With `--before DIRECTORY`, the `src` of another version, both versions act by turns, save by save,
+and are compared round by round.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import holdfast
 from benchmarks.kit import machine, markdown, results, series
 from benchmarks.kit.disk import MEMORY
 from benchmarks.kit.options import Parser
+from benchmarks.versions.visit import TURN
 from holdfast.persist import commit
 from holdfast.protocol.client import SOCKET_NAME
 from holdfast.storage.local import LocalStore
@@ -97,21 +99,64 @@ def interval(ratios: Sequence[float], samples: int = 5000) -> tuple[float, float
     return medians[samples // 40], medians[-samples // 40 - 1]
 
 
-def visit(source: Path) -> dict[str, float]:
-    """Seconds by name of all acts of one version."""
-    acts = (import_package, start_keeper)
-    found = {act.__name__: min(_time(act, source) for _ in range(TIMES)) for act in acts}
-    with (
-        tempfile.TemporaryDirectory(prefix="hf-versions-") as directory,
-        tempfile.TemporaryDirectory(dir=MEMORY, prefix="hf-versions-") as arena,
-    ):
-        environment = _environment(source) | {"HOLDFAST_ARENA_DIR": arena}
-        for act in ("train", *["restore"] * RESTARTS, "end"):
-            command = [sys.executable, str(VISIT), act, directory]
-            ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-            for name, took in json.loads(ended.stdout).items():
-                found[name] = min(took, found.get(name, math.inf))
+def visit(sources: dict[str, Path], *, first: str) -> dict[str, dict[str, float]]:
+    """Seconds by name of all acts, by version. The versions act by turns; ``first`` begins."""
+    names = sorted(sources, key=lambda name: name != first)
+    found: dict[str, dict[str, float]] = {name: {} for name in names}
+    for act in (import_package, start_keeper):
+        for name in names * TIMES:
+            took = min(_time(act, sources[name]), found[name].get(act.__name__, math.inf))
+            found[name][act.__name__] = took
+    with ExitStack() as stack:
+        directories, environments = {}, {}
+        for name in names:
+            directory = tempfile.TemporaryDirectory(prefix="hf-versions-")
+            arena = tempfile.TemporaryDirectory(dir=MEMORY, prefix="hf-versions-")
+            directories[name] = stack.enter_context(directory)
+            arena_path = stack.enter_context(arena)
+            environments[name] = _environment(sources[name]) | {"HOLDFAST_ARENA_DIR": arena_path}
+        for act_name in ("train", *["restore"] * RESTARTS, "end"):
+            children = {
+                name: subprocess.Popen(
+                    [sys.executable, str(VISIT), act_name, directories[name]],
+                    env=environments[name],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for name in names
+            }
+            for name, seconds in play(children).items():
+                for what, took in seconds.items():
+                    found[name][what] = min(took, found[name].get(what, math.inf))
     return found
+
+
+def play(children: dict[str, subprocess.Popen[str]]) -> dict[str, dict[str, float]]:
+    """Give each child its turn until all have ended; what each found. Who begins changes."""
+    said = {name: _said(child) for name, child in children.items()}
+    order = list(children)
+    while waiting := [name for name in order if said[name] == TURN]:
+        for name in waiting:
+            order_pipe = children[name].stdin
+            assert order_pipe is not None
+            order_pipe.write("\n")
+            order_pipe.flush()
+            said[name] = _said(children[name])
+        order.reverse()
+    for name, child in children.items():
+        child.communicate()
+        if child.returncode:
+            raise SystemExit(f"the visit to {name!r} ended with {child.returncode}")
+    return {name: json.loads(text) for name, text in said.items()}
+
+
+def _said(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    line = child.stdout.readline().strip()
+    if not line:
+        raise SystemExit(f"a visit ended with {child.wait()} before its time")
+    return line
 
 
 def _time(act: Callable[[Path], object], source: Path) -> float:
@@ -121,13 +166,15 @@ def _time(act: Callable[[Path], object], source: Path) -> float:
 
 
 def measure(sources: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Seconds of each act of each version, in one alternating series; the first round warms up."""
+    """Seconds of each act of each version; the first round warms up."""
     found: dict[str, dict[str, list[float]]] = {}
-    for turn, name in series.alternate(list(sources), rounds + 1):
+    names = list(sources)
+    for turn in range(rounds + 1):
         with machine.alone():
-            seconds = visit(sources[name])
-        for act, took in seconds.items() if turn else ():
-            found.setdefault(act, {one: [] for one in sources})[name].append(took)
+            seconds = visit(sources, first=names[turn % len(names)])
+        for name, acts in seconds.items() if turn else ():
+            for act, took in acts.items():
+                found.setdefault(act, {one: [] for one in names})[name].append(took)
     return {"acts": {act: series.summaries(by_name) for act, by_name in found.items()}}
 
 

@@ -1,6 +1,7 @@
 """One visit to one version, run as a script: train and save, or restore what the last visit left.
 
-Uses public names only, which versions share. Prints the least seconds of each act, as JSON.
+Uses public names only, which versions share. Before each act it prints ``TURN`` and waits for a
+line, so that two versions act by turns. At its end it prints the least seconds of each, as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ import holdfast
 MALLOC_OPTIONS = {-1: 1 << 30, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 #: Name -> (number of square weights, their width); with AdamW each makes four leaves.
 STATES = {"large": (12, 1024), "many": (750, 16)}
-SAVES, DURABLE_SAVES, LOADS = 48, 24, 8
+SAVES, DURABLE_SAVES, LOADS = 32, 12, 6
+TURN = "turn"
+
+
+def await_turn() -> None:
+    """Return when the other version has ended its act."""
+    print(TURN, flush=True)
+    sys.stdin.readline()
 
 
 def build(name: str) -> tuple[dict[str, Any], Callable[[], object]]:
@@ -48,6 +56,7 @@ def train(name: str, directory: Path) -> dict[str, float]:
     checkpointer.restore()
     found: dict[str, list[float]] = defaultdict(list)
     for step in range(SAVES):
+        await_turn()
         update()
         began = time.perf_counter()
         handle = checkpointer.save(step)
@@ -58,11 +67,13 @@ def train(name: str, directory: Path) -> dict[str, float]:
         update()
         found["update behind it"].append(time.perf_counter() - began)
     for step in range(SAVES, SAVES + DURABLE_SAVES):
+        await_turn()
         update()
         began = time.perf_counter()
         checkpointer.save(step, durable=True).wait_durable(120)
         found["durable"].append(time.perf_counter() - began)
     for _ in range(LOADS):
+        await_turn()
         began = time.perf_counter()
         holdfast.load(directory / name, build(name)[0])
         found["load from storage"].append(time.perf_counter() - began)
@@ -72,6 +83,7 @@ def train(name: str, directory: Path) -> dict[str, float]:
 def restore(name: str, directory: Path, *, is_last: bool = False) -> dict[str, float]:
     """Restore out of memory, as after a crash of the trainer."""
     state, _ = build(name)
+    await_turn()
     began = time.perf_counter()
     checkpointer = holdfast.Checkpointer(directory / name, state, storage=None)
     restored = checkpointer.restore()
@@ -84,6 +96,7 @@ def restore(name: str, directory: Path, *, is_last: bool = False) -> dict[str, f
 
 
 def main() -> None:
+    acts: dict[str, Callable[[str, Path], dict[str, float]]]
     acts = {"train": train, "restore": restore, "end": partial(restore, is_last=True)}
     act, directory = acts[sys.argv[1]], Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -92,6 +105,7 @@ def main() -> None:
     found: dict[str, float] = {}
     for name in STATES:
         found.update(act(name, directory))
+        await_turn()
     print(json.dumps(found), flush=True)
     os._exit(0)  # nothing is closed: the keepers keep what they have
 
