@@ -145,7 +145,10 @@ def _layout(data: bytes) -> Layout:
 
 @cache
 def _plan(data: bytes, rank: int) -> ImagePlan:
-    return plan_rank(_layout(data), rank)
+    """Where each tensor is stands in the plan's text: thousands of entries of hundreds of ranks
+    would take gigabytes, and collections of garbage most of the run.
+    """
+    return msgspec.structs.replace(plan_rank(_layout(data), rank), entries=())
 
 
 def image_of(host: Host, id_: AttemptId, rank: int) -> tuple[bytes, m.Captured]:
