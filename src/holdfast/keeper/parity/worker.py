@@ -22,7 +22,7 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildWorker
 from holdfast.keeper.parity.store import HALVES, ShardFiles, ShardStore, StoredParity
 from holdfast.keeper.published_images import PublishedImages
-from holdfast.parity.exchange.shard_exchange import PATIENCE_S, ShardExchange, ShardMemory
+from holdfast.parity.exchange.shard_exchange import ShardExchange, ShardMemory
 from holdfast.parity.exchange.terms import TermsReader, heads_of, list_of
 from holdfast.parity.exchange.windows import BudgetedPuller, CancelScope, RateBudget
 from holdfast.parity.planning.budget import staging_bytes
@@ -291,9 +291,6 @@ class ParityWorker:
         if puller is None:
             raise NotProtected("this keeper serves no peers")
 
-        def patience() -> float:
-            return PATIENCE_S
-
         members = TermsReader(
             run.member,
             [peer for peer in run.group.members if peer.name != self._own],
@@ -301,9 +298,7 @@ class ParityWorker:
             round_id=order.round_id,
             generation=run.generation,
             heads=run.heads,
-            budgeted=BudgetedPuller(puller, self._budget, run.scope, patience=patience),
-            scope=run.scope,
-            patience=patience,
+            budgeted=BudgetedPuller(puller, self._budget, run.scope),
         ).run()
         terms = RecordTerms(
             self._memory.run_id,

@@ -9,14 +9,14 @@ checksum in its seal by ``RecordTerms``; and that all members read the same, wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from holdfast.errors import DeadlineExceeded, PeerError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.image import MAX_HEADER_BYTES
-from holdfast.parity.exchange.windows import BudgetedPuller, CancelScope
+from holdfast.parity.exchange.windows import BudgetedPuller
 from holdfast.parity.planning.record import ImageFact, MemberFact, MemberImage, ParityRecord
 from holdfast.transport.client import WantedRange
 from holdfast.transport.client_connection import Peer, SignedRequest, failed
@@ -106,12 +106,10 @@ class TermsReader:
         generation: str,
         heads: Mapping[str, memoryview],
         budgeted: BudgetedPuller,
-        scope: CancelScope,
-        patience: Callable[[], float],
     ) -> None:
         self._own, self._peers, self._heads = own, peers, heads
         self._attempt, self._generation = attempt, generation
-        self._budgeted, self._scope, self._patience = budgeted, scope, patience
+        self._budgeted, self._scope = budgeted, budgeted.scope
         self._task = SignedRequest("GET", members_path(attempt, round_id), generation)
 
     def run(self) -> tuple[MemberFact, ...]:
@@ -156,10 +154,9 @@ class TermsReader:
         """Return the list of one host, as soon as that host has begun the round."""
         pause_s, began_s = _SOON_S, time.monotonic()
         while (data := self._document(peer)) is None:
-            if time.monotonic() - began_s > self._patience():
+            if time.monotonic() - began_s > (patience_s := self._budgeted.patience()):
                 raise DeadlineExceeded(
-                    f"{peer} did not list its images in {self._patience():.0f} s: look at that "
-                    "host",
+                    f"{peer} did not list its images in {patience_s:.0f} s: look at that host",
                     phase="parity",
                 )
             self._scope.sleep(pause_s)

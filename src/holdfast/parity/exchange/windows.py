@@ -31,6 +31,8 @@ from holdfast.transport.wire.http import generation_name, manifest_path, window_
 if TYPE_CHECKING:
     from holdfast.transport.server import ThreadSafeServer
 
+PATIENCE_S = 30.0
+"""Timeout for anything one member waits for from another, beside the waits of its rate budget."""
 MOST_PIECE_BYTES = 16 << 20
 _NAP_S = 0.1
 """The longest sleep of a wait for the rate budget, because the rate may change."""
@@ -137,8 +139,9 @@ class CancelScope:
 
 
 class BudgetedPuller:
-    """Pulls within the rate budget, for one exchange. ``patience`` returns the timeout of each
-    pull.
+    """Pulls within the rate budget, for one exchange.
+
+    A wait for a peer may take ``patience_s``, and as long as ``before_bytes`` take at the rate.
     """
 
     def __init__(
@@ -147,22 +150,27 @@ class BudgetedPuller:
         budget: RateBudget,
         scope: CancelScope,
         *,
-        patience: Callable[[], float],
+        patience_s: float = PATIENCE_S,
+        before_bytes: int = 0,
     ) -> None:
-        self.puller, self._budget, self._scope = puller, budget, scope
-        self._patience = patience
+        self.puller, self._budget, self.scope = puller, budget, scope
+        self._patience_s, self._before_bytes = patience_s, before_bytes
         self.pulled_bytes = 0
+
+    def patience(self) -> float:
+        """Return the timeout of each wait for a peer, at the present rate."""
+        return self._patience_s + self._budget.seconds(self._before_bytes)
 
     def pull(self, wanted: Sequence[WantedRange]) -> None:
         """Fill the memory of all ``wanted`` ranges. PeerError of the first peer that failed."""
         self.spend(sum(one.into.nbytes for one in wanted))
-        pull = self.puller.begin(wanted, within_s=self._patience())
-        self._scope.add(pull)
+        pull = self.puller.begin(wanted, within_s=self.patience())
+        self.scope.add(pull)
         try:
             failures = pull.wait()
         finally:
-            self._scope.remove(pull)
-        self._scope.check()
+            self.scope.remove(pull)
+        self.scope.check()
         for failure in failures.values():
             raise failure
 
@@ -170,11 +178,11 @@ class BudgetedPuller:
     def stream(self, peer: Peer, path: str, generation: str, start: int) -> Iterator[PeerDownload]:
         """Open a download, to be read within this scope; call ``spend`` for each request."""
         stream = self.puller.stream(peer, path, generation, start=start)
-        self._scope.add(stream)
+        self.scope.add(stream)
         try:
             yield stream
         finally:
-            self._scope.remove(stream)
+            self.scope.remove(stream)
             stream.close()
 
     @property
@@ -186,14 +194,14 @@ class BudgetedPuller:
         """Wait until the budget allows so many bytes. Raises ExchangeEnded when the exchange
         ends.
         """
-        self._scope.check()
+        self.scope.check()
         self.pulled_bytes += count
         left = count
         while left:
             granted, wait_s = self._budget.acquire(left)
             left -= granted
             if not granted:
-                self._scope.sleep(min(wait_s, _NAP_S))
+                self.scope.sleep(min(wait_s, _NAP_S))
 
 
 # Transfers a parity shard from its encoder to the member that stores it, window by window.
@@ -244,14 +252,13 @@ class Outbox:
         file: Path | int,
         offset_bytes: int,
         offers: ThreadSafeServer,
-        scope: CancelScope,
-        patience: Callable[[], float],
+        budgeted: BudgetedPuller,
     ) -> None:
         self._terms, self._stripe = terms, stripe
         self._generation = generation_name(terms.generation)
         self._rows = range(1, terms.parity)
         self._memory, self._file, self._offset_bytes = memory, file, offset_bytes
-        self._offers, self._scope, self._patience = offers, scope, patience
+        self._offers, self._scope, self._patience = offers, budgeted.scope, budgeted.patience
         self._sums: dict[int, dict[int, bytes]] = {row: {} for row in self._rows}
         self._unfetched: set[tuple[int, int]] = set()
         """(window, row) of every window that is offered and not yet fetched."""
@@ -349,12 +356,10 @@ class Inbox:
         memory: memoryview,
         encoder: Peer,
         budgeted: BudgetedPuller,
-        scope: CancelScope,
-        patience: Callable[[], float],
     ) -> None:
         self._terms, self._kept, self._memory = terms, kept, memory
-        self._encoder, self._budgeted, self._scope = encoder, budgeted, scope
-        self._patience = patience
+        self._encoder, self._budgeted, self._scope = encoder, budgeted, budgeted.scope
+        self._patience = budgeted.patience
         self._task = SignedRequest(
             "GET",
             manifest_path(terms.attempt, terms.round_id, kept.stripe, kept.row),
