@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.parity.planning.budget import DEPTH, WINDOW_BYTES
 from holdfast.parity.planning.placement import StoredShard
 from holdfast.parity.planning.record import RecordTerms
-from holdfast.transport.client import Puller, WantedRange
+from holdfast.transport.client import MOST_DOCUMENT_BYTES, Puller, WantedRange
 from holdfast.transport.client_connection import Peer, SignedRequest, failed
 from holdfast.transport.pull import PeerDownload, PullOperation
 from holdfast.transport.wire import admission as refusals
@@ -31,9 +31,12 @@ from holdfast.transport.wire.http import generation_name, manifest_path, window_
 if TYPE_CHECKING:
     from holdfast.transport.server import ThreadSafeServer
 
+Document = TypeVar("Document")
 PATIENCE_S = 30.0
 """Timeout for anything one member waits for from another, beside the waits of its rate budget."""
 MOST_PIECE_BYTES = 16 << 20
+_SOON_S, _LATER_S = 0.001, 0.05
+"""Delay between two requests of a document: longer each time that nothing is new."""
 _NAP_S = 0.1
 """The longest sleep of a wait for the rate budget, because the rate may change."""
 
@@ -190,6 +193,41 @@ class BudgetedPuller:
         """Return the size of one request: small where a rate must be kept."""
         return MOST_PIECE_BYTES if self._budget.rate_bytes_s is None else BLOCK_BYTES
 
+    def document(
+        self,
+        peer: Peer,
+        task: SignedRequest,
+        kind: type[Document],
+        *,
+        late: str,
+        most_bytes: int = MOST_DOCUMENT_BYTES,
+        is_awaited: Callable[[Document], bool] = lambda _: True,
+    ) -> Document:
+        """Return the peer's document as soon as it is there, and ``is_awaited``.
+
+        DeadlineExceeded says that the peer did it too ``late``.
+        """
+        pause_s, began_s = _SOON_S, time.monotonic()
+        while True:
+            self.scope.check()
+            try:
+                data = self.puller.document(
+                    peer, task.path, generation=task.generation, most_bytes=most_bytes
+                )
+                found = msgspec.msgpack.decode(data, type=kind)
+                if is_awaited(found):
+                    return found
+            except (ValueError, RecursionError) as error:
+                raise nonsense(peer, task, str(error)) from None
+            except PeerError as error:  # it has not begun
+                if error.fields.get("status") != refusals.UNKNOWN.status:
+                    raise
+            if time.monotonic() - began_s > (patience_s := self.patience()):
+                why = f"{peer} {late} in {patience_s:.0f} s: look at that host"
+                raise DeadlineExceeded(why, phase="parity")
+            self.scope.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LATER_S)
+
     def spend(self, count: int) -> None:
         """Wait until the budget allows so many bytes. Raises ExchangeEnded when the exchange
         ends.
@@ -215,8 +253,6 @@ class BudgetedPuller:
 
 
 _MOST_NOTE_BYTES = 1 << 20
-_SOON_S, _LATER_S = 0.001, 0.05
-"""Delay between two polls of a manifest: longer each time that nothing is new."""
 
 
 class WindowManifest(msgspec.Struct, frozen=True, array_like=True):
@@ -358,8 +394,7 @@ class Inbox:
         budgeted: BudgetedPuller,
     ) -> None:
         self._terms, self._kept, self._memory = terms, kept, memory
-        self._encoder, self._budgeted, self._scope = encoder, budgeted, budgeted.scope
-        self._patience = budgeted.patience
+        self._encoder, self._budgeted = encoder, budgeted
         self._task = SignedRequest(
             "GET",
             manifest_path(terms.attempt, terms.round_id, kept.stripe, kept.row),
@@ -375,47 +410,22 @@ class Inbox:
 
     def _next_manifest(self, at: int) -> WindowManifest:
         """Return the manifest, as soon as it lists bytes from ``at`` on."""
-        pause_s, began_s = _SOON_S, time.monotonic()
-        while True:
-            manifest = self._read_manifest()
-            if (
-                manifest is not None
-                and manifest.first + len(manifest.sums) > at // manifest.window_bytes
-            ):
-                return manifest
-            if time.monotonic() - began_s > self._patience():
-                raise DeadlineExceeded(
-                    f"{self._encoder} made nothing of row {self._kept.row} of stripe "
-                    f"{self._kept.stripe} from byte {at} on in "
-                    f"{self._patience():.0f} s: look at that host",
-                    phase="parity",
-                )
-            self._scope.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LATER_S)
+        row, stripe = self._kept.row, self._kept.stripe
+        return self._budgeted.document(
+            self._encoder,
+            self._task,
+            WindowManifest,
+            late=f"made nothing of row {row} of stripe {stripe} from byte {at} on",
+            most_bytes=_MOST_NOTE_BYTES,
+            is_awaited=lambda one: self._checked_stop(one) > at // WINDOW_BYTES,
+        )
 
-    def _read_manifest(self) -> WindowManifest | None:
-        """Return the encoder's present manifest; None when the encoder has not begun."""
-        self._scope.check()
-        try:
-            data = self._budgeted.puller.document(
-                self._encoder,
-                self._task.path,
-                generation=self._task.generation,
-                most_bytes=_MOST_NOTE_BYTES,
-            )
-        except PeerError as error:
-            if error.fields.get("status") == refusals.UNKNOWN.status:
-                return None
-            raise
-        try:
-            manifest = msgspec.msgpack.decode(data, type=WindowManifest)
-        except (ValueError, RecursionError) as error:
-            raise self._nonsense(str(error)) from None
+    def _checked_stop(self, manifest: WindowManifest) -> int:
         if manifest.window_bytes != WINDOW_BYTES or manifest.first < 0:
             raise self._nonsense(
                 f"windows of {manifest.window_bytes} bytes from {manifest.first} on"
             )
-        return manifest
+        return manifest.first + len(manifest.sums)
 
     def _fetch(self, at: int, manifest: WindowManifest) -> bytes:
         """Pull the windows listed from ``at`` on; return their checksums."""
@@ -453,4 +463,9 @@ class Inbox:
         return actual
 
     def _nonsense(self, what: str) -> PeerError:
-        return failed(self._encoder, self._task, "body", f"its note makes no sense: {what}")
+        return nonsense(self._encoder, self._task, what)
+
+
+def nonsense(peer: Peer, task: SignedRequest, what: str) -> PeerError:
+    """Return the error of a peer whose document cannot be."""
+    return failed(peer, task, "body", f"its note makes no sense: {what}")
