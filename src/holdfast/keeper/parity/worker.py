@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from holdfast.errors import HoldfastError, NotFound, NotProtected
 from holdfast.format.image import header_size
 from holdfast.format.manifest import AttemptId
+from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.facts import Report
@@ -114,7 +115,7 @@ class ParityWorker:
 
         NotFound if one is missing, or is not the one that was captured.
         """
-        wanted = {rank for first, stop in order.ranks for rank in range(first, stop)}
+        wanted = set(ranks_in(order.ranks))
         slots = {slot.id: slot for slot in self._memory.discovered()[0]}
         there = {rank: slots[n] for rank, n in self._slots_of(order.attempt).items()}
         if lacking := sorted(wanted - there.keys()):
