@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.geometry.rank_ranges import Range, ranks_in
 from holdfast.meeting import LOOPBACK, address_of_this_host, host_id
 from holdfast.policy.arguments import parity_rate
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import boot_id
 from holdfast.transport.channel import secret_from_environment
-from holdfast.transport.wire.rank_tree import Range, Said, ranks_in
+from holdfast.transport.wire.rank_tree import Said
 
 DOMAIN = "HOLDFAST_FAILURE_DOMAIN"
 PARITY_RATE = "HOLDFAST_PARITY_RATE"

@@ -19,6 +19,7 @@ import msgspec
 
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.meeting import LOOPBACK, MEETING, RankMeeting, absent
 from holdfast.transport.rank_channels import RankChannels
 from holdfast.transport.wire.rank_tree import (
@@ -28,7 +29,6 @@ from holdfast.transport.wire.rank_tree import (
     Word,
     all_said,
     join_said,
-    ranks_in,
     said_by,
     with_column,
 )

@@ -27,6 +27,7 @@ from holdfast.catalogue import ROOT, is_root, read_document
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import warn
 from holdfast.format.manifest import Root
+from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
 from holdfast.meeting import given_host_id, host_id
 from holdfast.overview import UNSEEN, Overview, read_newest
@@ -46,7 +47,7 @@ from holdfast.storage.base import Store
 from holdfast.storage.files import common_identity
 from holdfast.storage.local import LocalStore
 from holdfast.storage.tiered import TieredStore, cache_place
-from holdfast.transport.wire.rank_tree import Said, ranks_in
+from holdfast.transport.wire.rank_tree import Said
 from holdfast.world import World, all_said_or_raise
 
 #: What an error says of a cache's place that cannot be right, on whatever disk.

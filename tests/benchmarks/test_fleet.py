@@ -9,9 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
+from holdfast.geometry.layout import merge, table_from_json
 from holdfast.keeper import loop_watch
+from holdfast.protocol.image_plan import plan_rank
 
 #: A coordinator that plans the images of all ranks itself, on its loop.
 PLANS_ALL = """
@@ -104,6 +107,17 @@ def test_a_rack_of_real_keepers_is_lost_with_the_coordinator_and_nothing_of_the_
 ) -> None:
     few = ("--ranks", "1", "--saves", "1", "--parity", "2")
     told(fleet, tmp_path, "--hosts", "32", "--real", "32", *few, *way)
+
+
+def test_players_plan_the_images_that_their_keepers_plan(importable: None) -> None:
+    """Ranks of one digit and of two, of which each eighth is planned."""
+    run, trainers = map(
+        importlib.import_module, ("benchmarks.fleet.run", "benchmarks.fleet.trainers")
+    )
+    layout = merge([table_from_json(run.leaf_table(18, 5))] * 18)
+    for rank in range(18):
+        expected = msgspec.structs.replace(plan_rank(layout, rank), entries=())
+        assert trainers.plan_of(layout.to_json(), rank) == expected
 
 
 def use_of_first_save(fleet: ModuleType, root: Path) -> Any:

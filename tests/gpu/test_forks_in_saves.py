@@ -27,6 +27,7 @@ from torch import nn
 import holdfast
 from gpu.test_device_faults import STEPS, build, train, truths
 from holdfast.events import ImagePassed
+from support.project.devices import leave_out_objects
 from support.runs.mishaps import listening
 
 pytestmark = pytest.mark.gpu
@@ -134,11 +135,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def frozen() -> Iterator[None]:
+def frozen() -> None:
     """A child collects what was made since, and not all of torch and pytest."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    leave_out_objects()  # for good: collections of tests behind this one would take long otherwise
 
 
 def ended(children: list[int]) -> Iterator[int]:

@@ -25,7 +25,7 @@ from holdfast.keeper.parity import worker
 from holdfast.keeper.parity.scheduler import ParityScheduler
 from holdfast.keeper.parity.worker import ParityWorker
 from holdfast.keeper.published_images import PublishedImages
-from holdfast.parity.exchange.shard_exchange import PATIENCE_S
+from holdfast.parity.exchange.windows import PATIENCE_S
 from holdfast.parity.planning.record import MemberFact, seals_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord

@@ -68,6 +68,7 @@ def test_a_keeper_told_to_stop_makes_the_newest_snapshot_durable_and_training_go
         assert stop_keeper(arena_dir) == 0
         assert durable_steps(tmp_path) == [3]
         assert list(arena_of(arena_dir).glob("*.slot"))  # for the next keeper
+        assert "Traceback" not in (arena_of(arena_dir) / "keeper.log").read_text()
         capture_at_last(checkpointer, 4)
     assert durable_steps(tmp_path) == [3, 4]
 

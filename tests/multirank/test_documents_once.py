@@ -21,10 +21,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import holdfast
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.manifest import FRONT_BYTES
+from holdfast.geometry.rank_ranges import union
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.local import LocalStore
-from holdfast.transport.wire.rank_tree import union
 from support.runs.launch import run_ranks
 
 HOSTS = "aabc"

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.observe.text import (
-    counts_text,
-    moment_text,
-    ranks_text,
-    rate_text,
-    seconds_text,
-    size_text,
-)
+from holdfast.geometry.rank_ranges import ranks_text
+from holdfast.observe.text import counts_text, moment_text, rate_text, seconds_text, size_text
 
 
 @pytest.mark.parametrize(

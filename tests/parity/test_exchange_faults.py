@@ -18,8 +18,8 @@ from holdfast.errors import Fenced, NotProtected, UsageError
 from holdfast.format.checksum import Buffer
 from holdfast.format.manifest import Generation
 from holdfast.keeper.hosts.network import LIMITS
-from holdfast.parity.exchange.shard_exchange import PATIENCE_S, SealedShard, ShardExchange
-from holdfast.parity.exchange.windows import RateBudget
+from holdfast.parity.exchange.shard_exchange import SealedShard, ShardExchange
+from holdfast.parity.exchange.windows import PATIENCE_S, RateBudget
 from holdfast.parity.planning.record import RecordTerms
 from holdfast.transport.server import ThreadSafeServer
 from support.peers.exchanging import BEFORE, MIB, POISON, Group, Host

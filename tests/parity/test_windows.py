@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.manifest import Generation
-from holdfast.parity.exchange.windows import CancelScope, ExchangeEnded, Outbox
+from holdfast.parity.exchange.windows import (
+    BudgetedPuller,
+    CancelScope,
+    ExchangeEnded,
+    Outbox,
+    RateBudget,
+)
 from holdfast.parity.planning.budget import WINDOW_BYTES, passing_bytes
 from holdfast.parity.planning.record import MemberFact, RecordTerms
 from holdfast.transport.server import ThreadSafeServer
 from support.peers.exchanging import fact_of, make_image
+from support.peers.peering import close_pullers, puller
 
 
 class Noted(ThreadSafeServer):
@@ -39,7 +46,7 @@ class Noted(ThreadSafeServer):
 
 
 @pytest.fixture
-def made() -> tuple[Outbox, Noted, CancelScope]:
+def made() -> Iterator[tuple[Outbox, Noted, CancelScope]]:
     members = tuple(MemberFact(f"host-{n}", (fact_of(n, make_image(n, 0)),)) for n in range(4))
     terms = RecordTerms("run", Generation(3, 1200), "a0", 4, "0" * 32, 3, members, 1)
     offers, scope = Noted(), CancelScope()
@@ -50,11 +57,11 @@ def made() -> tuple[Outbox, Noted, CancelScope]:
         file=-1,
         offset_bytes=0,
         offers=offers,
-        scope=scope,
-        patience=lambda: 0.2,
+        budgeted=BudgetedPuller(puller(), RateBudget(), scope, patience_s=0.2),
     )
     outbox.begin()
-    return outbox, offers, scope
+    yield outbox, offers, scope
+    close_pullers()
 
 
 def fill(outbox: Outbox, window: int) -> list[memoryview]:

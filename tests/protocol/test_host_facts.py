@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import UsageError
+from holdfast.geometry.rank_ranges import Range
 from holdfast.hosts import HostFact, hosts_of
-from holdfast.transport.wire.rank_tree import Range
 
 
 def test_a_host_tells_its_rate_and_its_domain_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from holdfast.errors import UsageError
+from holdfast.geometry.rank_ranges import Range
 from holdfast.hosts import HostFact, HostTable, hosts_of, secret_word
-from holdfast.transport.wire.rank_tree import Range, all_said, join_said, said_by
+from holdfast.transport.wire.rank_tree import all_said, join_said, said_by
 
 A = HostFact("a", "boot-1", "10.0.0.1", "rack-1")
 B = HostFact("b", "boot-2", "10.0.0.2", "rack-2")

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.transport.wire.rank_tree import (
-    ANSWER_S,
-    GRACE_S,
-    RankPhases,
-    Word,
-    places_of,
-    ranks_in,
-)
+from holdfast.geometry.rank_ranges import ranks_in
+from holdfast.transport.wire.rank_tree import ANSWER_S, GRACE_S, RankPhases, Word, places_of
 
 TIMEOUT_S = 10.0
 LATE_S = TIMEOUT_S + 10 * GRACE_S + ANSWER_S

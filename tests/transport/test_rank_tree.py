@@ -10,16 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.geometry.rank_ranges import in_ranges, ranks_in, union
 from holdfast.transport.wire.rank_tree import (
     FAN_OUT,
     all_said,
     by_rank,
-    in_ranges,
     join_said,
     places_of,
-    ranks_in,
     said_by,
-    union,
 )
 
 Join = Callable[[bytes, bytes], bytes]

@@ -16,6 +16,7 @@ from holdfast.geometry.leaves import (
     list_parts,
 )
 from holdfast.geometry.mesh import REPLICATE, Instance, Mesh
+from holdfast.geometry.rank_ranges import ranks_text
 
 #: Differences written out in the message; all of them are in the error's fields.
 SHOWN = 20
@@ -229,15 +230,3 @@ def _collapse(instances: Iterable[Instance], alone: Iterable[int]) -> list[Insta
         ranks = tuple(sorted(set(whole)))
         found.append(Instance(Mesh((len(ranks),), ranks), (REPLICATE,)))
     return found
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Formats ranks as ``rank 3`` or ``ranks 0-2, 5``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"

@@ -91,6 +91,8 @@ class TrainerApi:
             self.admission.refused(SOCKET, "malformed")
         except (asyncio.IncompleteReadError, ConnectionError, HoldfastError):
             pass  # a trainer that disconnected or sent invalid data is treated alike: it is gone
+        except asyncio.CancelledError:
+            pass  # the keeper ends; asyncio before 3.12 would print that as an error
         finally:
             self.admission.removed(connection)
             connection.watch_no_more()

@@ -22,13 +22,13 @@ import msgspec
 from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import AnyEvent, Event, ReplicasDiffer, Sink
+from holdfast.geometry.rank_ranges import ranks_text
 from holdfast.observe.event_files import LINE_BYTES, UNREADABLE, open_parts, trails
 from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.text import (
     count_text,
     counts_text,
     printable,
-    ranks_text,
     rate_text,
     seconds_text,
     shared_text,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from holdfast.geometry.rank_ranges import ranks_text
 from holdfast.observe.findings import find
 from holdfast.observe.log import lines_of
 from holdfast.observe.phases import OF_SAVES
@@ -31,7 +32,6 @@ from holdfast.observe.text import (
     counts_text,
     moment_text,
     on_one_line,
-    ranks_text,
     rate_text,
     seconds_text,
     shared_text,

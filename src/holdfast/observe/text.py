@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from unicodedata import category
 
 NOTHING = "-"
@@ -58,19 +58,6 @@ def counts_text(counts: Mapping[str, int]) -> str:
     """Formats ``12 forged, 3 too large``: the most frequent first."""
     by_number = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in by_number)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Formats ``rank 3``, ``ranks 0, 2-5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"rank {shown}" if is_one else f"ranks {shown}"
 
 
 def moment_text(time_s: float) -> str:

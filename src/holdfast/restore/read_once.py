@@ -20,6 +20,7 @@ from holdfast.events import Warned, emit
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.layout import table_from_json, table_to_json
+from holdfast.geometry.rank_ranges import Range, in_ranges, ranks_in, union
 from holdfast.meeting import host_id
 from holdfast.restore.destinations import Destinations
 from holdfast.restore.exchange.block_exchange import BlockExchange, BlockScatter, Traffic
@@ -49,7 +50,7 @@ from holdfast.restore.planning.plan import BUDGET_BYTES, Fetch, Want, plan_fetch
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import BorrowBuffer
 from holdfast.restore.restore_clock import RestoreClock
-from holdfast.transport.wire.rank_tree import Range, Said, by_rank, in_ranges, ranks_in, union
+from holdfast.transport.wire.rank_tree import Said, by_rank
 from holdfast.world import World, all_said_or_raise, reduce_or_raise
 
 SETTING = "HOLDFAST_EXCHANGE"

@@ -114,7 +114,9 @@ def provide(config: pytest.Config, delays: Delays | None, allowed: str) -> Itera
     check_simulated(config)
     from device import simulator, vendor
 
-    _leave_out_modules()
+    if len(sys.modules) > _frozen[-1] + _MANY_MODULES:  # such as a compiler of torch
+        leave_out_objects()
+        _frozen.append(len(sys.modules))
     sim = simulator.load()
     vendor.add_simulated_vendor(sim)
     sim.reports()
@@ -127,14 +129,12 @@ def provide(config: pytest.Config, delays: Delays | None, allowed: str) -> Itera
         pytest.fail("nothing orders these accesses:\n" + "\n".join(sorted(reports)))
 
 
-def _leave_out_modules() -> None:
-    """Leaves what a test imported (a compiler of torch) out of collections of garbage from now on:
-    those that tests ask for took half of the processor time of their run.
+def leave_out_objects() -> None:
+    """Leaves what there is out of collections of garbage from now on: those that tests ask for took
+    half of the processor time of their run.
     """
-    if len(sys.modules) > _frozen[-1] + _MANY_MODULES:
-        gc.collect()
-        gc.freeze()
-        _frozen.append(len(sys.modules))
+    gc.collect()
+    gc.freeze()
 
 
 def _name(delays: Delays | None) -> str:

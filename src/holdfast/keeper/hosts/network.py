@@ -7,7 +7,7 @@ from functools import partial
 
 from holdfast.errors import KeeperError
 from holdfast.keeper.connections import CONTROL, PEERS, AdmissionCounters
-from holdfast.parity.exchange.shard_exchange import PATIENCE_S
+from holdfast.parity.exchange.windows import PATIENCE_S
 from holdfast.transport.channel import ChannelServer, Welcome
 from holdfast.transport.server import PeerServer
 from holdfast.transport.server_connection import Limits

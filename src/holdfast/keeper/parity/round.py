@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.slots import Slot, host_of
 from holdfast.format.manifest import Generation, ImageId
+from holdfast.geometry.rank_ranges import in_ranges
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import ParityShards
 from holdfast.parity.planning.groups import Division, GroupHost, divide, preferred_group_size
@@ -63,17 +64,11 @@ class RoundOrders:
     def order(self, host: int, state: Protection, rate_bytes_s: int | None) -> messages.MakeParity:
         """Return the order for a host, by its number."""
         attempt, images = self._attempt, self._images.get(host, [])
-        ranges: list[tuple[int, int]] = []
-        for image in images:
-            if ranges and ranges[-1][1] == image.rank:
-                ranges[-1] = ranges[-1][0], image.rank + 1
-            else:
-                ranges.append((image.rank, image.rank + 1))
         return messages.MakeParity(
             round_id=state.round_id,
             half=state.coding_half,
             attempt=attempt.id,
-            ranks=tuple(ranges),
+            ranks=tuple(in_ranges(image.rank for image in images)),
             seals=seals_of(images),
             rate_bytes_s=rate_bytes_s,
             attempt_id=None if images else attempt.attempt_id,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from holdfast.errors import HoldfastError, NotFound, NotProtected
 from holdfast.format.image import header_size
 from holdfast.format.manifest import AttemptId
+from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.facts import Report
@@ -22,7 +23,7 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildWorker
 from holdfast.keeper.parity.store import HALVES, ShardFiles, ShardStore, StoredParity
 from holdfast.keeper.published_images import PublishedImages
-from holdfast.parity.exchange.shard_exchange import PATIENCE_S, ShardExchange, ShardMemory
+from holdfast.parity.exchange.shard_exchange import ShardExchange, ShardMemory
 from holdfast.parity.exchange.terms import TermsReader, heads_of, list_of
 from holdfast.parity.exchange.windows import BudgetedPuller, CancelScope, RateBudget
 from holdfast.parity.planning.budget import staging_bytes
@@ -114,7 +115,7 @@ class ParityWorker:
 
         NotFound if one is missing, or is not the one that was captured.
         """
-        wanted = {rank for first, stop in order.ranks for rank in range(first, stop)}
+        wanted = set(ranks_in(order.ranks))
         slots = {slot.id: slot for slot in self._memory.discovered()[0]}
         there = {rank: slots[n] for rank, n in self._slots_of(order.attempt).items()}
         if lacking := sorted(wanted - there.keys()):
@@ -291,9 +292,6 @@ class ParityWorker:
         if puller is None:
             raise NotProtected("this keeper serves no peers")
 
-        def patience() -> float:
-            return PATIENCE_S
-
         members = TermsReader(
             run.member,
             [peer for peer in run.group.members if peer.name != self._own],
@@ -301,9 +299,7 @@ class ParityWorker:
             round_id=order.round_id,
             generation=run.generation,
             heads=run.heads,
-            budgeted=BudgetedPuller(puller, self._budget, run.scope, patience=patience),
-            scope=run.scope,
-            patience=patience,
+            budgeted=BudgetedPuller(puller, self._budget, run.scope),
         ).run()
         terms = RecordTerms(
             self._memory.run_id,

@@ -22,6 +22,7 @@ from holdfast.format.image import BlockTable, table_offset
 from holdfast.parity.coding.backends import chosen
 from holdfast.parity.coding.codes import Coder
 from holdfast.parity.exchange.windows import (
+    PATIENCE_S,
     BudgetedPuller,
     CancelScope,
     ExchangeEnded,
@@ -47,9 +48,6 @@ from holdfast.transport.wire.http import generation_name, image_path
 
 if TYPE_CHECKING:
     from holdfast.transport.server import ThreadSafeServer
-
-PATIENCE_S = 30.0
-"""Timeout for anything one member waits for from another, beside the waits of its rate budget."""
 
 
 class ShardMemory(Struct, frozen=True):
@@ -100,9 +98,14 @@ class ShardExchange:
         if missing := {one.host for one in terms.members} - {own, *peers}:
             raise UsageError(f"it is not said where the keepers of {sorted(missing)} are")
         self._peers, self._room, self._offers = peers, room, offers
-        self._budget, self._patience_s = budget, patience_s
         self._scope = CancelScope()
-        self._budgeted = BudgetedPuller(puller, budget, self._scope, patience=self._patience)
+        self._budgeted = BudgetedPuller(
+            puller,
+            budget,
+            self._scope,
+            patience_s=patience_s,
+            before_bytes=len(terms.members) * WINDOW_BYTES,  # a window of every column comes first
+        )
         self._sums: dict[StoredShard, bytes] = {}
 
     @property
@@ -170,7 +173,6 @@ class ShardExchange:
                 staging=self._room.staging,
                 outbox=outbox,
                 budgeted=self._budgeted,
-                scope=self._scope,
             ).run()
         finally:
             if outbox is not None:
@@ -184,8 +186,7 @@ class ShardExchange:
             file=self._room.file,
             offset_bytes=self._room.offset_bytes,
             offers=self._offers,
-            scope=self._scope,
-            patience=self._patience,
+            budgeted=self._budgeted,
         )
 
     def _fetch(self, kept: StoredShard) -> bytes:
@@ -196,8 +197,6 @@ class ShardExchange:
             memory=self._memory(kept),
             encoder=self._peers[encoder],
             budgeted=self._budgeted,
-            scope=self._scope,
-            patience=self._patience,
         ).run()
 
     def _coder(self) -> Coder:
@@ -205,11 +204,6 @@ class ShardExchange:
 
     def _memory(self, kept: StoredShard) -> memoryview:
         return self._room.rows[kept.stripe, kept.row][: kept.size_bytes]
-
-    def _patience(self) -> float:
-        """Return the timeout: peers first pull a window of every column, probably at our rate."""
-        count = len(self.terms.members) * WINDOW_BYTES
-        return self._patience_s + self._budget.seconds(count)
 
     def _error(self, reason: BaseException) -> BaseException:
         if isinstance(reason, (Fenced, NotProtected)) or not isinstance(reason, HoldfastError):
@@ -269,9 +263,9 @@ class Encoder:
         staging: memoryview,
         outbox: Outbox | None,
         budgeted: BudgetedPuller,
-        scope: CancelScope,
     ) -> None:
-        self._row, self._coder, self._outbox, self._scope = row, coder, outbox, scope
+        self._row, self._coder, self._outbox = row, coder, outbox
+        self._scope = budgeted.scope
         columns = [
             Column(terms, source, peers[terms.members[source.member].host], budgeted)
             for source in stripes(terms.placement)[stripe].data

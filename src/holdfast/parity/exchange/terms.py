@@ -8,23 +8,17 @@ checksum in its seal by ``RecordTerms``; and that all members read the same, wit
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from holdfast.errors import DeadlineExceeded, PeerError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.image import MAX_HEADER_BYTES
-from holdfast.parity.exchange.windows import BudgetedPuller, CancelScope
+from holdfast.parity.exchange.windows import BudgetedPuller, nonsense
 from holdfast.parity.planning.record import ImageFact, MemberFact, MemberImage, ParityRecord
 from holdfast.transport.client import WantedRange
-from holdfast.transport.client_connection import Peer, SignedRequest, failed
-from holdfast.transport.wire import admission as refusals
+from holdfast.transport.client_connection import Peer, SignedRequest
 from holdfast.transport.wire.http import image_path, members_path
-
-_SOON_S, _LATER_S = 0.001, 0.05
-"""Delay between two requests of a list: longer each time that its host has not begun."""
 
 
 class ListedImage(MemberImage, frozen=True, array_like=True):
@@ -106,12 +100,10 @@ class TermsReader:
         generation: str,
         heads: Mapping[str, memoryview],
         budgeted: BudgetedPuller,
-        scope: CancelScope,
-        patience: Callable[[], float],
     ) -> None:
         self._own, self._peers, self._heads = own, peers, heads
         self._attempt, self._generation = attempt, generation
-        self._budgeted, self._scope, self._patience = budgeted, scope, patience
+        self._budgeted = budgeted
         self._task = SignedRequest("GET", members_path(attempt, round_id), generation)
 
     def run(self) -> tuple[MemberFact, ...]:
@@ -154,39 +146,13 @@ class TermsReader:
 
     def _list(self, peer: Peer) -> MemberList:
         """Return the list of one host, as soon as that host has begun the round."""
-        pause_s, began_s = _SOON_S, time.monotonic()
-        while (data := self._document(peer)) is None:
-            if time.monotonic() - began_s > self._patience():
-                raise DeadlineExceeded(
-                    f"{peer} did not list its images in {self._patience():.0f} s: look at that "
-                    "host",
-                    phase="parity",
-                )
-            self._scope.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LATER_S)
-        try:
-            listed = msgspec.msgpack.decode(data, type=MemberList)
-        except (ValueError, RecursionError) as error:
-            raise self._nonsense(peer, str(error)) from None
+        task = self._task
+        listed = self._budgeted.document(peer, task, MemberList, late="did not list its images")
         if listed.host != peer.name:
-            raise self._nonsense(peer, f"it is that of {listed.host}")
+            raise nonsense(peer, task, f"it is that of {listed.host}")
         if any(not 0 < image.data_start <= MAX_HEADER_BYTES for image in listed.images):
-            raise self._nonsense(peer, "no image has such a header")
+            raise nonsense(peer, task, "no image has such a header")
         return listed
-
-    def _document(self, peer: Peer) -> bytes | None:
-        self._scope.check()
-        try:
-            return self._budgeted.puller.document(
-                peer, self._task.path, generation=self._task.generation
-            )
-        except PeerError as error:
-            if error.fields.get("status") == refusals.UNKNOWN.status:
-                return None
-            raise
-
-    def _nonsense(self, peer: Peer, what: str) -> PeerError:
-        return failed(peer, self._task, "body", f"its list of images makes no sense: {what}")
 
 
 def _facts(listed: MemberList, heads: Mapping[tuple[str, int], memoryview]) -> Iterator[ImageFact]:

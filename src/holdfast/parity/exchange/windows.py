@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.parity.planning.budget import DEPTH, WINDOW_BYTES
 from holdfast.parity.planning.placement import StoredShard
 from holdfast.parity.planning.record import RecordTerms
-from holdfast.transport.client import Puller, WantedRange
+from holdfast.transport.client import MOST_DOCUMENT_BYTES, Puller, WantedRange
 from holdfast.transport.client_connection import Peer, SignedRequest, failed
 from holdfast.transport.pull import PeerDownload, PullOperation
 from holdfast.transport.wire import admission as refusals
@@ -31,7 +31,12 @@ from holdfast.transport.wire.http import generation_name, manifest_path, window_
 if TYPE_CHECKING:
     from holdfast.transport.server import ThreadSafeServer
 
+Document = TypeVar("Document")
+PATIENCE_S = 30.0
+"""Timeout for anything one member waits for from another, beside the waits of its rate budget."""
 MOST_PIECE_BYTES = 16 << 20
+_SOON_S, _LATER_S = 0.001, 0.05
+"""Delay between two requests of a document: longer each time that nothing is new."""
 _NAP_S = 0.1
 """The longest sleep of a wait for the rate budget, because the rate may change."""
 
@@ -137,8 +142,9 @@ class CancelScope:
 
 
 class BudgetedPuller:
-    """Pulls within the rate budget, for one exchange. ``patience`` returns the timeout of each
-    pull.
+    """Pulls within the rate budget, for one exchange.
+
+    A wait for a peer may take ``patience_s``, and as long as ``before_bytes`` take at the rate.
     """
 
     def __init__(
@@ -147,22 +153,27 @@ class BudgetedPuller:
         budget: RateBudget,
         scope: CancelScope,
         *,
-        patience: Callable[[], float],
+        patience_s: float = PATIENCE_S,
+        before_bytes: int = 0,
     ) -> None:
-        self.puller, self._budget, self._scope = puller, budget, scope
-        self._patience = patience
+        self.puller, self._budget, self.scope = puller, budget, scope
+        self._patience_s, self._before_bytes = patience_s, before_bytes
         self.pulled_bytes = 0
+
+    def patience(self) -> float:
+        """Return the timeout of each wait for a peer, at the present rate."""
+        return self._patience_s + self._budget.seconds(self._before_bytes)
 
     def pull(self, wanted: Sequence[WantedRange]) -> None:
         """Fill the memory of all ``wanted`` ranges. PeerError of the first peer that failed."""
         self.spend(sum(one.into.nbytes for one in wanted))
-        pull = self.puller.begin(wanted, within_s=self._patience())
-        self._scope.add(pull)
+        pull = self.puller.begin(wanted, within_s=self.patience())
+        self.scope.add(pull)
         try:
             failures = pull.wait()
         finally:
-            self._scope.remove(pull)
-        self._scope.check()
+            self.scope.remove(pull)
+        self.scope.check()
         for failure in failures.values():
             raise failure
 
@@ -170,11 +181,11 @@ class BudgetedPuller:
     def stream(self, peer: Peer, path: str, generation: str, start: int) -> Iterator[PeerDownload]:
         """Open a download, to be read within this scope; call ``spend`` for each request."""
         stream = self.puller.stream(peer, path, generation, start=start)
-        self._scope.add(stream)
+        self.scope.add(stream)
         try:
             yield stream
         finally:
-            self._scope.remove(stream)
+            self.scope.remove(stream)
             stream.close()
 
     @property
@@ -182,18 +193,53 @@ class BudgetedPuller:
         """Return the size of one request: small where a rate must be kept."""
         return MOST_PIECE_BYTES if self._budget.rate_bytes_s is None else BLOCK_BYTES
 
+    def document(
+        self,
+        peer: Peer,
+        task: SignedRequest,
+        kind: type[Document],
+        *,
+        late: str,
+        most_bytes: int = MOST_DOCUMENT_BYTES,
+        is_awaited: Callable[[Document], bool] = lambda _: True,
+    ) -> Document:
+        """Return the peer's document as soon as it is there, and ``is_awaited``.
+
+        DeadlineExceeded says that the peer did it too ``late``.
+        """
+        pause_s, began_s = _SOON_S, time.monotonic()
+        while True:
+            self.scope.check()
+            try:
+                data = self.puller.document(
+                    peer, task.path, generation=task.generation, most_bytes=most_bytes
+                )
+                found = msgspec.msgpack.decode(data, type=kind)
+                if is_awaited(found):
+                    return found
+            except (ValueError, RecursionError) as error:
+                raise nonsense(peer, task, str(error)) from None
+            except PeerError as error:  # it has not begun
+                if error.fields.get("status") != refusals.UNKNOWN.status:
+                    raise
+            if time.monotonic() - began_s > (patience_s := self.patience()):
+                why = f"{peer} {late} in {patience_s:.0f} s: look at that host"
+                raise DeadlineExceeded(why, phase="parity")
+            self.scope.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LATER_S)
+
     def spend(self, count: int) -> None:
         """Wait until the budget allows so many bytes. Raises ExchangeEnded when the exchange
         ends.
         """
-        self._scope.check()
+        self.scope.check()
         self.pulled_bytes += count
         left = count
         while left:
             granted, wait_s = self._budget.acquire(left)
             left -= granted
             if not granted:
-                self._scope.sleep(min(wait_s, _NAP_S))
+                self.scope.sleep(min(wait_s, _NAP_S))
 
 
 # Transfers a parity shard from its encoder to the member that stores it, window by window.
@@ -207,8 +253,6 @@ class BudgetedPuller:
 
 
 _MOST_NOTE_BYTES = 1 << 20
-_SOON_S, _LATER_S = 0.001, 0.05
-"""Delay between two polls of a manifest: longer each time that nothing is new."""
 
 
 class WindowManifest(msgspec.Struct, frozen=True, array_like=True):
@@ -244,14 +288,13 @@ class Outbox:
         file: Path | int,
         offset_bytes: int,
         offers: ThreadSafeServer,
-        scope: CancelScope,
-        patience: Callable[[], float],
+        budgeted: BudgetedPuller,
     ) -> None:
         self._terms, self._stripe = terms, stripe
         self._generation = generation_name(terms.generation)
         self._rows = range(1, terms.parity)
         self._memory, self._file, self._offset_bytes = memory, file, offset_bytes
-        self._offers, self._scope, self._patience = offers, scope, patience
+        self._offers, self._scope, self._patience = offers, budgeted.scope, budgeted.patience
         self._sums: dict[int, dict[int, bytes]] = {row: {} for row in self._rows}
         self._unfetched: set[tuple[int, int]] = set()
         """(window, row) of every window that is offered and not yet fetched."""
@@ -349,12 +392,9 @@ class Inbox:
         memory: memoryview,
         encoder: Peer,
         budgeted: BudgetedPuller,
-        scope: CancelScope,
-        patience: Callable[[], float],
     ) -> None:
         self._terms, self._kept, self._memory = terms, kept, memory
-        self._encoder, self._budgeted, self._scope = encoder, budgeted, scope
-        self._patience = patience
+        self._encoder, self._budgeted = encoder, budgeted
         self._task = SignedRequest(
             "GET",
             manifest_path(terms.attempt, terms.round_id, kept.stripe, kept.row),
@@ -370,47 +410,22 @@ class Inbox:
 
     def _next_manifest(self, at: int) -> WindowManifest:
         """Return the manifest, as soon as it lists bytes from ``at`` on."""
-        pause_s, began_s = _SOON_S, time.monotonic()
-        while True:
-            manifest = self._read_manifest()
-            if (
-                manifest is not None
-                and manifest.first + len(manifest.sums) > at // manifest.window_bytes
-            ):
-                return manifest
-            if time.monotonic() - began_s > self._patience():
-                raise DeadlineExceeded(
-                    f"{self._encoder} made nothing of row {self._kept.row} of stripe "
-                    f"{self._kept.stripe} from byte {at} on in "
-                    f"{self._patience():.0f} s: look at that host",
-                    phase="parity",
-                )
-            self._scope.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LATER_S)
+        row, stripe = self._kept.row, self._kept.stripe
+        return self._budgeted.document(
+            self._encoder,
+            self._task,
+            WindowManifest,
+            late=f"made nothing of row {row} of stripe {stripe} from byte {at} on",
+            most_bytes=_MOST_NOTE_BYTES,
+            is_awaited=lambda one: self._checked_stop(one) > at // WINDOW_BYTES,
+        )
 
-    def _read_manifest(self) -> WindowManifest | None:
-        """Return the encoder's present manifest; None when the encoder has not begun."""
-        self._scope.check()
-        try:
-            data = self._budgeted.puller.document(
-                self._encoder,
-                self._task.path,
-                generation=self._task.generation,
-                most_bytes=_MOST_NOTE_BYTES,
-            )
-        except PeerError as error:
-            if error.fields.get("status") == refusals.UNKNOWN.status:
-                return None
-            raise
-        try:
-            manifest = msgspec.msgpack.decode(data, type=WindowManifest)
-        except (ValueError, RecursionError) as error:
-            raise self._nonsense(str(error)) from None
+    def _checked_stop(self, manifest: WindowManifest) -> int:
         if manifest.window_bytes != WINDOW_BYTES or manifest.first < 0:
             raise self._nonsense(
                 f"windows of {manifest.window_bytes} bytes from {manifest.first} on"
             )
-        return manifest
+        return manifest.first + len(manifest.sums)
 
     def _fetch(self, at: int, manifest: WindowManifest) -> bytes:
         """Pull the windows listed from ``at`` on; return their checksums."""
@@ -448,4 +463,9 @@ class Inbox:
         return actual
 
     def _nonsense(self, what: str) -> PeerError:
-        return failed(self._encoder, self._task, "body", f"its note makes no sense: {what}")
+        return nonsense(self._encoder, self._task, what)
+
+
+def nonsense(peer: Peer, task: SignedRequest, what: str) -> PeerError:
+    """Return the error of a peer whose document cannot be."""
+    return failed(peer, task, "body", f"its note makes no sense: {what}")

@@ -16,6 +16,7 @@ from msgspec import Struct, msgpack
 from holdfast.errors import FormatError, NotFound, PeerError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
 from holdfast.format.manifest import ImageId
+from holdfast.geometry.rank_ranges import in_ranges
 from holdfast.parity.planning.placement import StripePlacement, stripes
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.planning.candidates import Candidate
@@ -192,7 +193,14 @@ def encode_choice(recovery: Recovery | None) -> bytes:
             alone.setdefault(one.hosts[0], []).append(one.image)
         else:
             others.append(one)
-    shares = (_HostShare(host, _runs(images), _seal(images)) for host, images in alone.items())
+    shares = (
+        _HostShare(
+            host,
+            tuple((a, b - a) for a, b in in_ranges(image.rank for image in images)),
+            _seal(images),
+        )
+        for host, images in alone.items()
+    )
     choice = _Choice(
         recovery.candidate,
         recovery.world,
@@ -218,16 +226,6 @@ def decode_choice(data: bytes, ask: Callable[[str, str], Mapping[int, ImageId]])
         tuple(share.host for share in choice.shares),
         choice.survives,
     )
-
-
-def _runs(images: Sequence[ImageId]) -> tuple[tuple[int, int], ...]:
-    runs: list[tuple[int, int]] = []
-    for image in images:
-        if runs and sum(runs[-1]) == image.rank:
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((image.rank, 1))
-    return tuple(runs)
 
 
 def _seal(images: Iterable[ImageId]) -> bytes:

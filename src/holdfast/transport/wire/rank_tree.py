@@ -18,10 +18,10 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct, field, msgpack
 
+from holdfast.geometry.rank_ranges import Range, in_ranges, ranks_in, union
+
 #: The most hosts that speak to one.
 FAN_OUT = 32
-#: Ranks from the first to before the second.
-Range = tuple[int, int]
 #: For each different value, the ranks that said it.
 _Column = dict[bytes, list[Range]]
 
@@ -66,30 +66,6 @@ def _non_leaders(parents: Sequence[int], first: dict[str, int]) -> Iterator[int]
 def _above(parents: Sequence[int], rank: int) -> Iterator[int]:
     while (rank := parents[rank]) >= 0:
         yield rank
-
-
-# ── sets of ranks ────────────────────────────────────────────────────────────────────────────
-
-
-def in_ranges(ranks: Iterable[int]) -> list[Range]:
-    """Return these ranks as ranges, in order."""
-    return union((rank, rank + 1) for rank in ranks)
-
-
-def union(ranges: Iterable[Range]) -> list[Range]:
-    """Return the ranks that are in any of these ranges."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
-
-
-def ranks_in(ranges: Iterable[Range]) -> list[int]:
-    """Return the ranks of these ranges."""
-    return [rank for start, stop in ranges for rank in range(start, stop)]
 
 
 # ── words that are alike ─────────────────────────────────────────────────────────────────────
