@@ -325,7 +325,7 @@ def _as_it_was(found: dict[Any, Any]) -> dict[Any, Any]:
     if isinstance(groups, list) and isinstance(state, dict):
         members = [one.get("params") if isinstance(one, dict) else None for one in groups]
         if all(isinstance(some, list) for some in members):
-            is_numbered = any(type(one) is int for some in members for one in some)
+            is_numbered = any(type(one) is int for some in members for one in some or ())
             return {**found, "state": _by_numbers(state) if is_numbered else state}
     milestones = found.get("milestones")  # of a MultiStepLR
     if isinstance(milestones, dict) and "last_epoch" in found:
