@@ -240,13 +240,17 @@ def measure(name: str, directory: Path, size_bytes: int) -> dict[str, float]:
 
 
 def run_series(
-    directory: Path, size_bytes: int, rounds: int, pythons: Mapping[str, str]
+    directory: Path,
+    size_bytes: int,
+    rounds: int,
+    pythons: Mapping[str, str],
+    among: Sequence[str],
 ) -> dict[str, list[dict[str, float]]]:
     """Every way in a process of its own, ``rounds`` times, each with its files in the page cache.
 
-    ``pythons``: the interpreter of each group of ways that is measured.
+    ``pythons``: the interpreter of each group of ways that is measured, of ``among`` alone.
     """
-    names = [name for group in pythons for name in sorted(GROUPS[group])]
+    names = [name for group in pythons for name in sorted(GROUPS[group]) if name in among]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     if not rounds:  # only whether it works: in this process
         for name in names:
@@ -318,6 +322,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--group", choices=GROUPS, action="append", help="measure this group alone (all)"
     )
+    parser.add_argument(
+        "--among", choices=TITLES, action="append", help="measure this way of its group alone (all)"
+    )
     parser.add_argument("--way", choices=TITLES, help="measure this one here; --dir has its files")
     parser.add_argument("--write", choices=GROUPS, help="write what this group reads into --dir")
     parser.add_bytes(0, "the size of the state of --way and --write")
@@ -344,10 +351,11 @@ def main(arguments: Sequence[str]) -> int:
                 _in(python, "--write", group, *sizes)
             else:
                 WRITERS[group](directory, size_bytes)
-        ways = run_series(directory, size_bytes, options.rounds, pythons)
+        among = options.among or [*TITLES]
+        ways = run_series(directory, size_bytes, options.rounds, pythons, among)
     found = {"size_bytes": size_bytes, "rounds": options.rounds, "ways": ways}
     text = shown(facts, found)
     print(text)
-    if not options.quick:
+    if not options.quick and not options.among:  # a part never takes the place of the whole
         results.keep("foreign", facts, found, text, document=options.document, section=SECTION)
     return 0

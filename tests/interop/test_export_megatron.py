@@ -20,10 +20,12 @@ from holdfast.interop.pickles import interpret
 from support.checkpoints.commands import error_of, json_of
 
 Out = pytest.CaptureFixture[str]
-GOLDEN = Path(__file__).parents[1] / "golden" / "foreign" / "megatron-core-0.16.1"
+FOREIGN = Path(__file__).parents[1] / "golden" / "foreign"
+GOLDEN = FOREIGN / "megatron-core-0.16.1"
 CASES = ("tp2-pp2", "tp2-dp2", "dp2-buckets", "ep2")
-#: The environment of `make foreign`.
-MEGATRON = Path(__file__).parents[2] / ".venv-foreign" / "megatron-core" / "bin" / "python"
+#: The environments of `make foreign`, and what each of them wrote.
+ENVIRONMENTS = Path(__file__).parents[2] / ".venv-foreign"
+MEGATRONS = {"megatron-core": GOLDEN, "megatron-core-0.19": FOREIGN / "megatron-core-0.19.2"}
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -42,9 +44,9 @@ def all_of(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
         return leaves, values, found.step
 
 
-def exported(case: str, tmp_path: Path) -> Path:
+def exported(case: str, tmp_path: Path, golden: Path = GOLDEN) -> Path:
     root, out = tmp_path / "root", tmp_path / "out"
-    assert main(["import", str(GOLDEN / case / "checkpoint"), str(root)]) == 0
+    assert main(["import", str(golden / case / "checkpoint"), str(root)]) == 0
     assert main(["export", str(root), str(out), "--to", "megatron"]) == 0
     return out
 
@@ -151,8 +153,8 @@ def test_state_of_chained_optimizers_is_refused_by_name(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not MEGATRON.exists(), reason="`make foreign` makes Megatron's environment")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("version", MEGATRONS)
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
@@ -162,23 +164,29 @@ def test_state_of_chained_optimizers_is_refused_by_name(tmp_path: Path, capsys: 
         ("tp2-dp2", {"tp": 1, "bf16": 1, "optimizer": 1}),
     ],
 )
-def test_megatron_itself_loads_it(case: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    inner = exported(case, tmp_path) / "iter_0000020"
+def test_megatron_itself_loads_it(
+    version: str, case: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """Some 20 s of processor time, most of it for what Megatron-Core imports on each rank."""
+    python, golden = ENVIRONMENTS / version / "bin" / "python", MEGATRONS[version]
+    if not python.exists():
+        pytest.skip(f"`make foreign` makes {version}'s environment")
+    inner = exported(case, tmp_path, golden) / "iter_0000020"
     whole = {"tp": 1, "pp": 1, "ep": 1, "bf16": 0, "optimizer": 0, **sizes}
     subprocess.run(
         [
-            *(MEGATRON, GOLDEN.parent / "read_megatron_core.py", inner, tmp_path / "got"),
+            *(python, FOREIGN / "read_megatron_core.py", inner, tmp_path / "got"),
             json.dumps(whole),
         ],
-        env={**os.environ, "PYTHONPATH": str(GOLDEN.parents[2])},
+        env={**os.environ, "PYTHONPATH": str(FOREIGN.parents[1])},
         check=True,
     )
     wanted, got = (
-        load_file(one / "expected.safetensors") for one in (GOLDEN / case, tmp_path / "got")
+        load_file(one / "expected.safetensors") for one in (golden / case, tmp_path / "got")
     )
     assert {name: bits(one) for name, one in got.items()} == {
         name: bits(one) for name, one in wanted.items()
     }
     assert json.loads((tmp_path / "got" / "expected.json").read_text()) == json.loads(
-        (GOLDEN / case / "expected.json").read_text()
+        (golden / case / "expected.json").read_text()
     )

@@ -8,7 +8,7 @@ never made up.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from holdfast.interop.parameter_names import UnknownOrder, names_of_numbers, wra
 from holdfast.interop.pickle_records import (
     GlobalName,
     NumpyArray,
+    NumpyDtype,
     Opaque,
     Record,
     StorageRef,
@@ -245,7 +246,7 @@ class _Fitting:
         return self._single(value, where)
 
     def _dictionary(self, value: dict[Any, Any], where: str, depth: int) -> dict[Any, Any]:
-        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        kept: dict[Any, Any] = type(value)() if isinstance(value, (OrderedDict, Counter)) else {}
         unknown: list[_Unknown] = []
         for key, item in value.items():
             key = _plain_key(key)
@@ -265,7 +266,7 @@ class _Fitting:
     def _single(self, value: Any, where: str) -> Any:
         if isinstance(value, Opaque):
             raise _Unknown(f"{where:.200} is {value.what} (byte {value.offset} of its pickle)")
-        if isinstance(value, (GlobalName, StorageRef)):
+        if isinstance(value, (GlobalName, StorageRef, NumpyDtype, complex)):
             what = "a storage" if isinstance(value, StorageRef) else shown(value)
             raise _Unknown(f"{where:.200} is {what}, which is no value of a state")
         if isinstance(value, TorchDtype):
@@ -378,7 +379,9 @@ def array_of(value: NumpyArray, where: str) -> Any:
         if dtype is None or dtype.kind not in "biufcSU" or dtype.itemsize == 0:
             raise _Unknown(f"{where:.200} is an array of numpy's {value.dtype!r:.40}")
         flat: Any = np.frombuffer(value.data, dtype)
-        return flat.reshape(value.shape or ()).copy() if value.shape is not None else flat[0]
+        if value.shape is None:
+            return flat[0]
+        return flat.reshape(value.shape, order="F" if value.by_columns else "C").copy()
     except (TypeError, ValueError, IndexError) as error:
         if isinstance(error, Unfit):
             raise

@@ -7,6 +7,7 @@ in it the elements lie is looked up when a range of it is first read: planning o
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ MAX_RANKS_SHOWN = 1 << 16
 #: The files of one save, and of most copies, are written within so many seconds.
 LATER_S = 60.0
 _FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
+_NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 def read_dcp(files: SourceFiles, prefix: str, step: int, orders: Orders) -> ForeignCheckpoint:
@@ -312,4 +314,26 @@ def _closed(value: Any) -> Any:
         and sorted(value) == list(range(len(value)))
     ):
         return [_closed(value[number]) for number in range(len(value))]
-    return {key: _closed(item) for key, item in value.items()}
+    return _as_it_was({key: _closed(item) for key, item in value.items()})
+
+
+def _as_it_was(found: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary with what paths do not keep: numbers that were keys are texts in them, and an
+    empty dictionary has none.
+    """
+    groups, state = found.get("param_groups"), found.get("state", {})
+    if isinstance(groups, list) and isinstance(state, dict):
+        members = [one.get("params") if isinstance(one, dict) else None for one in groups]
+        if all(isinstance(some, list) for some in members):
+            is_numbered = any(type(one) is int for some in members for one in some or ())
+            return {**found, "state": _by_numbers(state) if is_numbered else state}
+    milestones = found.get("milestones")  # of a MultiStepLR
+    if isinstance(milestones, dict) and "last_epoch" in found:
+        return {**found, "milestones": Counter(_by_numbers(milestones))}
+    return found
+
+
+def _by_numbers(value: dict[Any, Any]) -> dict[Any, Any]:
+    """The same with numbers as keys; as it is where some key is none."""
+    known = {int(key): one for key, one in value.items() if _NUMBER.fullmatch(str(key))}
+    return known if len(known) == len(value) else value

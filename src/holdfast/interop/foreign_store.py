@@ -97,8 +97,8 @@ class ForeignStore:
         attempt = found_attempt(found.format)
         self._id = AttemptId(_INCARNATION, found.step, attempt, found.world, self.layout.hash)
         self._images: dict[int, list[_Segment]] = {}
-        self._copies = RankCopies(files)
         self._located = functools.lru_cache(_LOCATED)(self._locate)
+        self._copies = RankCopies(files, self._located)
         self._parts = ForeignImages(found.leaves, found.world)
         manifest = self._manifest(shared)
         root = Root(run_id=self._run_id)

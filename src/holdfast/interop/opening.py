@@ -84,7 +84,9 @@ def _shown(files: SourceFiles, format_: str | None, live: Orders | None) -> Fore
         found = read_directory(files, format_, live)
         if found is None:
             return None
-        return ForeignStore(files, found if live is None else _unwrapped(found, live))
+        if live is not None:
+            found = _tied(_unwrapped(found, live), live)
+        return ForeignStore(files, found)
 
 
 def _open_in_bucket(where: str, format_: str | None, orders: Callable[[], Orders] | None) -> Store:
@@ -127,6 +129,31 @@ def _unwrapped(found: ForeignCheckpoint, live: Orders) -> ForeignCheckpoint:
         return found
     aliases = {renamed.get(one, one): renamed.get(of, of) for one, of in found.aliases.items()}
     aliases |= {name: renamed[name] for name in found.leaves if name in renamed}
+    return replace(found, leaves=leaves, aliases=aliases)
+
+
+def _tied(found: ForeignCheckpoint, live: Orders) -> ForeignCheckpoint:
+    """The same with one leaf for what is one tensor of the live objects: DCP has it under each of
+    its names, which are compared when it is read, and safetensors have one of them.
+    """
+    from holdfast.state.parameter_order import LiveOrders
+
+    leaves, aliases = dict(found.leaves), dict(found.aliases)
+    for names in live.ties if isinstance(live, LiveOrders) else ():
+        there = [name for name in names if name in leaves]
+        if not there:
+            continue
+        first, leaf = there[0], leaves[there[0]]
+        others = [leaves[name] for name in there[1:]]
+        if any((one.dtype, one.shape) != (leaf.dtype, leaf.shape) for one in others):
+            continue
+        copies = [copy for one in others for copy in (*one.parts, *one.copies)]
+        leaves[first] = replace(leaf, copies=(*leaf.copies, *copies))
+        for name in there[1:]:
+            del leaves[name]
+        gone = set(there[1:])
+        aliases = {name: first if of in gone else of for name, of in aliases.items()}
+        aliases |= {name: first for name in names if name != first and name not in aliases}
     return replace(found, leaves=leaves, aliases=aliases)
 
 

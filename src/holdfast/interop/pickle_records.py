@@ -8,7 +8,7 @@ can be listed and never becomes state.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,11 +94,14 @@ class NumpyDtype:
 
 @dataclass(slots=True)
 class NumpyArray:
-    """An array or, with ``shape`` None, a scalar of numpy: its elements as bytes, row by row."""
+    """An array or, with ``shape`` None, a scalar of numpy: its elements as bytes, row by row unless
+    ``by_columns``. One of objects has none.
+    """
 
     dtype: str = ""
     shape: tuple[int, ...] | None = ()
     data: bytes = b""
+    by_columns: bool = False
 
 
 #: The element types of torch, by the names that torch has for them.
@@ -173,7 +176,11 @@ ENUMS = {
     ("signal", "Signals"),  # of an argument of Megatron
 }
 #: Classes of Python's library of which objects may stand in a checkpoint and become no state.
-_LISTED = {("_io", "BytesIO")}  # what modules of Transformer Engine give as extra state
+_LISTED = {
+    ("_io", "BytesIO"),  # what modules of Transformer Engine give as extra state
+    *(("builtins", "range"), ("builtins", "slice")),
+    *(("__builtin__", "xrange"), ("__builtin__", "slice")),
+}
 
 
 def shown(value: Any) -> str:
@@ -294,9 +301,10 @@ def _build_array(array: NumpyArray, state: Any) -> None:
     if not (isinstance(state, tuple) and len(state) == 5):
         raise Unbuildable("an array of numpy without its five parts")
     _, shape, dtype, is_fortran, data = state
-    if not isinstance(dtype, NumpyDtype) or not isinstance(data, bytes) or is_fortran:
-        raise Unbuildable("an array of numpy that is no plain row of elements")
-    array.shape, array.dtype, array.data = _sizes(shape), dtype.text, data
+    if not isinstance(dtype, NumpyDtype) or not isinstance(data, (bytes, list)):
+        raise Unbuildable("an array of numpy without its elements")
+    array.shape, array.dtype, array.by_columns = _sizes(shape), dtype.text, bool(is_fortran)
+    array.data = data if isinstance(data, bytes) else b""
 
 
 def storage(parts: Any) -> StorageRef | Opaque:
@@ -406,21 +414,32 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     return found
 
 
+def _counter(counts: Any = None) -> Counter[Any]:
+    """Without its counts where a dictionary of them follows."""
+    if counts is not None and not (isinstance(counts, dict) and len(counts) <= 1 << 16):
+        raise Unbuildable("a counter of no counts")
+    found: Counter[Any] = Counter()
+    dict.update(found, counts or {})
+    return found
+
+
 def _default_dict(*_: Any) -> dict[Any, Any]:
     return {}
 
 
-def _set(items: Any = ()) -> set[Any]:
-    plain = (str, int, float, bytes, type(None))
-    if not isinstance(items, (list, tuple)) or any(type(one) not in plain for one in items):
-        raise Unbuildable("a set of other things than plain values")
+def _set(items: Any = ()) -> set[Any] | Opaque:
+    if not isinstance(items, (list, tuple)):
+        raise Unbuildable("a set of no list")
+    if any(type(one) not in (str, int, float, bool, bytes, type(None)) for one in items):
+        return Opaque("a set of other things than plain values", 0)
     if any(type(one) is int and abs(one) >= MAX_KEY for one in items):
         raise Unbuildable("a set of integers that are too large")
     return set(items)
 
 
-def _frozen_set(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_set(items))
+def _frozen_set(items: Any = ()) -> frozenset[Any] | Opaque:
+    found = _set(items)
+    return found if isinstance(found, Opaque) else frozenset(found)
 
 
 #: Integers from here on may have equal hashes, so many that a dictionary of them takes hours.
@@ -470,9 +489,9 @@ def _numpy_scalar(dtype: Any, data: Any) -> NumpyArray:
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> NumpyArray:
     if not isinstance(dtype, NumpyDtype) or not isinstance(data, (bytes, bytearray)):
         raise Unbuildable("an array of numpy without dtype and bytes")
-    if order != "C":
-        raise Unbuildable("an array of numpy by columns")
-    return NumpyArray(dtype.text, _sizes(shape), bytes(data))
+    if order not in ("C", "F"):
+        raise Unbuildable("an array of numpy in no order")
+    return NumpyArray(dtype.text, _sizes(shape), bytes(data), order == "F")
 
 
 MAX_PATH = 4096
@@ -515,6 +534,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.serialization", "_get_layout"): _text,
     ("collections", "OrderedDict"): _ordered,
     ("collections", "defaultdict"): _default_dict,
+    ("collections", "Counter"): _counter,
     ("_codecs", "encode"): _encode,
     ("numpy", "dtype"): _numpy_dtype,
     ("numpy._core.numeric", "_frombuffer"): _from_buffer,

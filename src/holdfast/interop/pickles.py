@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -279,7 +280,8 @@ class _Machine:
             if (type(key) is Rows or type(value) is Rows) and key is not value:
                 raise Unlike
         before_bytes, count = sys.getsizeof(target), len(target) + len(keys)
-        target.update(zip(keys, items[1::2], strict=True))
+        kind = dict if type(target) is Counter else type(target)  # which would count the pairs
+        kind.update(target, zip(keys, items[1::2], strict=True))
         if len(target) < count:
             raise self.error("a dictionary has a key twice, which no writer gives it")
         self.room_bytes -= sys.getsizeof(target) - before_bytes

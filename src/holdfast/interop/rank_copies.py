@@ -7,11 +7,12 @@ saves, or training has gone apart: neither may be taken for all without a word.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from holdfast.errors import ForeignFormatError
 from holdfast.geometry.box import ITEMSIZE, Box, flat_boxes
@@ -20,12 +21,17 @@ from holdfast.interop.foreign import Extent, ForeignLeaf, StoredBox
 from holdfast.interop.pickle_records import Record
 from holdfast.interop.source_files import SourceFiles
 
+Locate = Callable[[str, str, Box, Extent], Extent]
+
 
 class RankCopies:
-    """Compares tensors and values in the files of one checkpoint."""
+    """Compares tensors and values in the files of one checkpoint.
 
-    def __init__(self, files: SourceFiles) -> None:
-        self._files = files
+    ``locate``: finds the elements of a box of a leaf in an item of DCP.
+    """
+
+    def __init__(self, files: SourceFiles, locate: Locate | None = None) -> None:
+        self._files, self._locate = files, locate
 
     def require_same(
         self,
@@ -53,18 +59,24 @@ class RankCopies:
                 if common is None:
                     continue
                 theirs = bytearray(common.volume * item)
-                extent = extent_of(copy, common, dtype)
+                extent = extent_of(self._placed(leaf, dtype, copy), common, dtype)
                 read_extent(self._files, extent, common.shape, dtype, 0, memoryview(theirs))
                 if mine[common.relative_to(here).slices()].tobytes() != theirs:
                     raise self._differs(leaf, common, copy.extent)
 
+    def _placed(self, leaf: str, dtype: str, part: StoredBox) -> StoredBox:
+        """The same part with the place of its elements, where that is not known yet."""
+        if part.extent.item_bytes is None or self._locate is None:
+            return part
+        return structs.replace(part, extent=self._locate(leaf, dtype, part.box, part.extent))
+
     def _differs(self, leaf: str, box: Box, extent: Extent) -> ForeignFormatError:
         where = self._files.where(extent.file)
         return ForeignFormatError(
-            f"{where}: {leaf!r:.200} is on several ranks, which should have it alike, and has "
-            f"other bytes here than on the first, in its box {box.start} to {box.stop}: files of "
-            "two saves are mixed, or the ranks' training has gone apart. Give a checkpoint whose "
-            "ranks agree, or leave this tensor out",
+            f"{where}: {leaf!r:.200} is on several ranks, which should have it alike, or under "
+            f"several names, and has other bytes here than on the first, in its box {box.start} to "
+            f"{box.stop}: files of two saves are mixed, or the ranks' training has gone apart. "
+            "Give a checkpoint whose ranks agree, or leave this tensor out",
             path=where,
             offset=extent.offset,
         )
@@ -75,7 +87,7 @@ class RankCopies:
             if not leaf.copies:
                 continue
             try:
-                for part in leaf.parts:
+                for part in (self._placed(name, leaf.dtype, one) for one in leaf.parts):
                     for begin, data in self._windows(part, leaf.dtype):
                         self.require_same(name, leaf.dtype, part.box, begin, data, leaf.copies)
             except ForeignFormatError as error:

@@ -123,9 +123,11 @@ def choose_step(path: Path, places: list[StepPlace], step: int | str | None) -> 
 
 
 def _last_named(path: Path) -> int | None:
+    files = SourceFiles(path)  # which a pipe of this name does not hold
     try:
-        text = (path / _LAST).read_bytes()[:64].decode(errors="replace").strip()
-    except OSError:
+        size_bytes = min(64, files.size_bytes(_LAST))
+        text = files.read(_LAST, 0, size_bytes).decode(errors="replace").strip()
+    except HoldfastError:
         return None
     return int(text) if text.isdecimal() and len(text) < 16 else None
 

@@ -6,7 +6,6 @@ torch before 1.6 (a tar, or bare pickles) are refused by name.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,8 +160,10 @@ class Tree:
             record = self._made[id(value)] = Record(value.kind, {})
             record.fields = self._of(value.fields, depth)
             return record
-        found = self._made[id(value)] = OrderedDict() if isinstance(value, OrderedDict) else {}
-        found.update((key, self._of(item, depth)) for key, item in value.items())
+        found: dict[Any, Any] = type(value)()
+        self._made[id(value)] = found
+        for key, item in value.items():
+            found[key] = self._of(item, depth)
         return found
 
     def _leaf(self, ref: TensorRef) -> ForeignLeaf:

@@ -28,9 +28,15 @@ class ParameterOrder(Struct, frozen=True):
 class LiveOrders(dict[str, ParameterOrder]):
     """The orders of the optimizers of a live state, by their keys.
 
-    ``paths``: the places of all objects and values of that state, keys joined by dots.
+    ``paths``: the places of all objects and values of that state, keys joined by dots. ``ties``:
+    the names of each tensor that its modules have under several, as leaves have them.
     """
 
-    def __init__(self, orders: Mapping[str, ParameterOrder], paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        orders: Mapping[str, ParameterOrder],
+        paths: Collection[str],
+        ties: Collection[Sequence[str]] = (),
+    ) -> None:
         super().__init__(orders)
-        self.paths = frozenset(paths)
+        self.paths, self.ties = frozenset(paths), ties

@@ -114,14 +114,17 @@ def group_names(objects: Objects) -> dict[str, list[list[str]]]:
 def parameter_orders(state: State) -> LiveOrders:
     """Returns what tells the parameters of each optimizer of a state, as it is now."""
     objects = sort_objects(state)
-    placed = [id(one) for some in objects.tensors.values() for one in (h.tensor for h in some)]
+    placed: dict[int, list[str]] = {}
+    for key, some in objects.tensors.items():
+        for held in some:
+            placed.setdefault(id(held.tensor), []).append(f"{key}.{held.name}")
     found = {}
     for key, groups in group_names(objects).items():
         names = {id(p): n for n, p in _parameters(objects, key).items()}
         options = objects.optimizers[key].param_groups
-        registered = [names[one] for one in dict.fromkeys(placed) if one in names]
+        registered = [names[one] for one in placed if one in names]
         found[key] = ParameterOrder(groups, options, registered, objects.module_of(key))
-    return LiveOrders(found, objects.paths)
+    return LiveOrders(found, objects.paths, [some for some in placed.values() if len(some) > 1])
 
 
 def _parameters(objects: Objects, key: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from holdfast.interop.writing.torch_zip import TorchTensor, plan_torch_zip
 #: The version whose layout it is: its loaders want to know.
 _VERSION, _UNIVERSAL = "0.19.8", 0.4
 _STEP = "step"
+#: What the file of a parameter itself is called.
+_MASTER = "fp32"
 #: What the file has before its name where ZeRO-3 looks for it.
 _THIRD = "zero_pp_rank_0_"
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -166,7 +168,7 @@ class _Universal:
         """(name, value) of each file below ``zero/``."""
         for name in self._names:
             parameter = self._module[name]
-            yield f"{name}/fp32", {"cat_dim": 0, "param": parameter}
+            yield f"{name}/{_MASTER}", {"cat_dim": 0, "param": parameter}
             for kind, value in self._state.get(name, {}).items():
                 if kind == _STEP:
                     yield f"{name}/{kind}", value
@@ -176,10 +178,11 @@ class _Universal:
 
     def _require_moment(self, name: str, kind: str, value: Any) -> None:
         shape = self._module[name].shape
-        if not isinstance(value, TorchTensor) or value.shape != shape or "/" in kind:
+        is_named = "/" not in kind and kind != _MASTER
+        if not isinstance(value, TorchTensor) or value.shape != shape or not is_named:
             raise UsageError(
-                f"{name}: its {kind} has not the shape of the parameter, and DeepSpeed's universal "
-                "form has a place for such state and `step` only",
+                f"{name}: its {kind} has not the shape of the parameter, or is called as that, and "
+                "DeepSpeed's universal form has a place for such state and `step` only",
                 leaf=name,
             )
         self._require(name, value, f"its {kind}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import ITEMSIZE, STORED_AS_BYTES, Box
+from holdfast.interop.safetensors_files import METADATA
 from holdfast.interop.writing.chosen_leaves import ChosenLeaf
 from holdfast.interop.writing.planned_files import (
     FormatPlan,
@@ -91,7 +92,13 @@ def _name(number: int, count: int) -> str:
 
 def _file(path: str, shard: Mapping[str, ChosenLeaf], leaves: Mapping[str, str]) -> PlannedFile:
     """One file; large elements first, so that all are aligned, as safetensors itself orders."""
-    header: dict[str, object] = {"__metadata__": _METADATA}
+    if METADATA in shard:
+        raise UsageError(
+            f"{leaves[METADATA]} would be called as the metadata of safetensors are: leave it out "
+            "with --only, or give it another name with --rules",
+            leaf=leaves[METADATA],
+        )
+    header: dict[str, object] = {METADATA: _METADATA}
     placed: list[tuple[str, ChosenLeaf, int]] = []
     at = 0
     for name, leaf in sorted(shard.items(), key=lambda item: (-ITEMSIZE[item[1].dtype], item[0])):
