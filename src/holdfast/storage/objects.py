@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from types import TracebackType
 
@@ -38,7 +39,7 @@ from holdfast.storage.lease_lock import (
 )
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.providers import open_bucket
-from holdfast.storage.removals import Removals
+from holdfast.storage.removals import ANNOUNCED, Removals
 from holdfast.storage.uploads import PART_BYTES, ComparingSink, UploadSink, part_bytes
 from holdfast.storage.wrap import Patience
 
@@ -53,6 +54,8 @@ _RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
 _WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
 _PAGE = 1000
 _READERS_LEASES = "readers/"
+#: The lock of the pins, and the directory that has them.
+_PINS = "pins"
 #: Directories below which there are no images.
 _DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", "pins", "readers"})
 #: Directories of a root, which nobody takes for objects.
@@ -418,7 +421,7 @@ class ObjectStore:
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
         lease = take_lease(bucket, key, name, owner, times)
-        lease.unanswered_s = self._unanswered_s
+        lease.unanswered_s = partial(self._unanswered_s, self._changed_under(name))
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
@@ -428,9 +431,16 @@ class ObjectStore:
             raise
         return lease
 
-    def _unanswered_s(self) -> float:
+    def _changed_under(self, lock: str) -> tuple[str, ...]:
+        """Returns what the keys begin with that the holder of a lock changes: who sets a pin needs
+        to know of late requests for pins alone.
+        """
+        own = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
+        return own if lock == _PINS else ("",)
+
+    def _unanswered_s(self, above: tuple[str, ...]) -> float:
         """Returns for how long a request of this process may land whose end is not known."""
-        return max(0.0, self._bucket.unanswered_s + self.settle_s - time.monotonic())
+        return max(0.0, self._bucket.unanswered_s(above) + self.settle_s - time.monotonic())
 
     def unsettled_s(self) -> float:
         """Returns for how long a request may land that the holder of the lock knows nothing of: of

@@ -22,7 +22,8 @@ from holdfast.storage.base import check_path
 from holdfast.storage.bucket import Bucket
 from holdfast.storage.lease_lock import ObjectLease
 
-_ANNOUNCED = ".removals"
+#: Where removals are announced, below the name of each lock.
+ANNOUNCED = ".removals"
 #: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
 _MANIFESTS, _PINS = "manifests/", "pins/"
 #: An announcement that says nothing any more.
@@ -181,7 +182,7 @@ class Removals:
         return outcome.is_done
 
     def _of(self, lease: ObjectLease) -> str:
-        return f"{self._below}{_ANNOUNCED}/{lease.name}/"
+        return f"{self._below}{ANNOUNCED}/{lease.name}/"
 
     def _remove(self, files: Sequence[str], trees: Sequence[str]) -> None:
         if not files and not trees:
