@@ -507,3 +507,41 @@ def test_a_lease_is_never_renewed_without_a_condition(monkeypatch: pytest.Monkey
     assert b"theirs" in world.objects[lease.key]
     with pytest.raises(RootBusy):
         lease.require_held()
+
+
+@pytest.mark.promise
+def test_a_removal_is_completed_by_one_thread_before_any_names_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("manifests/1-1.json", b"{}")
+    lease, is_in, may_end = store.lock("writer", "me"), threading.Event(), threading.Event()
+    world.fault = lambda kind, key: "dropped" if kind == "DELETE" else ""
+    with pytest.raises(StorageError):
+        store.remove("manifests/1-1.json")
+
+    def wait() -> None:
+        kind = threading.current_thread().name == "slow" and not may_end.is_set()
+        if kind and world.log and world.log[-1] == ("HEAD", "root/pins/1-1.json"):
+            is_in.set()
+            assert may_end.wait(30)
+
+    world.fault, world.before = (lambda kind, key: ""), wait
+    slow = threading.Thread(target=store.publish, args=("one", b""), name="slow")
+    slow.start()
+    assert is_in.wait(30)
+    fast = threading.Thread(target=store.publish, args=("manifests/1-1.json", b"{}"))
+    fast.start()
+    fast.join(0.5)
+    may_end.set()
+    slow.join()
+    fast.join()
+    assert store.list("manifests") == ["1-1.json"]
+    lease.release()
+
+
+def test_what_changed_on_the_way_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = model_store(World(), monkeypatch).bucket
+    assert bucket.failure(Outcome(400, "BadDigest"), "write", "key").retryable
+    assert not bucket.failure(Outcome(400, "EntityTooLarge"), "write", "key").retryable

@@ -397,7 +397,7 @@ class Bucket(ABC):
             said = f": {outcome.message}" if outcome.message else ""
             text = f"{where} failed: {code}{said}. {self._advice(outcome)}".rstrip()
         error = StorageError(text, operation=operation, path=key, url=self.url, errno=0)
-        error.retryable = not outcome.status or outcome.status in BUSY
+        error.retryable = outcome.may_be_tried_again
         return error
 
     def _advice(self, outcome: Outcome) -> str:

@@ -35,7 +35,7 @@ class Removals:
 
     def __init__(self, bucket: Bucket, below: str) -> None:
         self._bucket, self._below = bucket, below
-        self._lock = threading.Lock()
+        self._lock, self._finishing = threading.Lock(), threading.Lock()
         self._count = 0
         self._left: dict[str, tuple[list[str], list[str]]] = {}
         """What was announced and not removed, by its announcement."""
@@ -98,15 +98,16 @@ class Removals:
         if lease is None or not (self._left or self._over):
             return
         own = self._of(lease) + lease.nonce  # else who took the lease did it
-        for key, (files, trees) in list(self._left.items()):
-            if key.startswith(own):
-                self._complete(key, files, trees, lease)
-            self._left.pop(key, None)
-        for key in list(self._over):
-            if key.startswith(own):
-                self._drop(key)
-            else:
-                self._over.pop(key, None)
+        with self._finishing:  # else another thread would remove what this one names next
+            for key, (files, trees) in list(self._left.items()):
+                if key.startswith(own):
+                    self._complete(key, files, trees, lease)
+                self._left.pop(key, None)
+            for key in list(self._over):
+                if key.startswith(own):
+                    self._drop(key)
+                else:
+                    self._over.pop(key, None)
 
     def adopt(self, lease: ObjectLease) -> None:
         """Completes what earlier holders of this lock announced, but for what was pinned since, and
