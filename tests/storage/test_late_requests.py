@@ -545,3 +545,35 @@ def test_what_changed_on_the_way_may_be_tried_again(monkeypatch: pytest.MonkeyPa
     bucket = model_store(World(), monkeypatch).bucket
     assert bucket.failure(Outcome(400, "BadDigest"), "write", "key").retryable
     assert not bucket.failure(Outcome(400, "EntityTooLarge"), "write", "key").retryable
+
+
+@pytest.mark.promise
+def test_what_a_server_refused_to_remove_lets_no_late_announcement_be_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, held, path = World(), "root/manifests/1-1.json", "manifests/1-2.json"
+    plain = World.answer
+
+    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
+        is_refused = method == "DELETE" and key == held and held in world.objects
+        return Outcome(403, "AccessDenied") if is_refused else plain(self, method, key, *more)
+
+    monkeypatch.setattr(World, "answer", answer)
+    store = model_store(world, monkeypatch)
+    store.publish("manifests/1-1.json", b"{}")
+    store.publish(path, b"{}")
+    lease = store.lock("writer", "me")
+    with pytest.raises(StorageError, match="AccessDenied"):
+        store.remove("manifests/1-1.json")
+    world.fault = lambda kind, key: "late" if kind == "PUT" and "/.removals/" in key else ""
+    with pytest.raises(StorageError):
+        store.remove(path)
+    world.fault = lambda kind, key: ""
+    lease.release()
+    with model_store(world, monkeypatch).lock("writer", "the second"):
+        world.land()  # and the second relies on what it names
+    with model_store(world, monkeypatch).lock("writer", "the third"):
+        assert path in (one.removeprefix("root/") for one in world.objects)
+    del world.objects[held]
+    model_store(world, monkeypatch).lock("writer", "the fourth").release()
+    assert not any("/.removals/" in key for key in world.objects)

@@ -54,7 +54,8 @@ class _Written(Struct, frozen=True):
 
     ``pending_s``: for how long, from when it was written, a request of an earlier holder may land.
     ``is_alone``: every holder of these is known to have ended. ``announced``: the nonces of the
-    holders whose announced removals may not be completed; None where that is not known.
+    holders whose announced removals may not be completed, and the names of single announcements
+    that are not; None where that is not known.
     """
 
     owner: str = ""
@@ -150,11 +151,12 @@ class ObjectLease:
         """Tells this holding from every other."""
         return self._said.nonce
 
-    def may_have_announced(self, nonce: str) -> bool:
-        """False for a holder before whose announced removals were all completed under a holding
-        since: what it announced and nobody answered may be there all the same.
+    def may_have_announced(self, name: str) -> bool:
+        """False for an announcement that was not there when all of its holder were completed, under
+        a holding since: nobody answered it, and it may be there all the same.
         """
-        return self._said.announced is None or nonce in self._said.announced
+        holder = name.rpartition("-")[0]
+        return self._said.announced is None or not {name, holder}.isdisjoint(self._said.announced)
 
     def note_completed(self, left: Iterable[str]) -> None:
         """Called when what earlier holders announced is completed, but for what is ``left`` of

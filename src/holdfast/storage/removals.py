@@ -115,8 +115,7 @@ class Removals:
         """
         own, left = self._of(lease), set()
         for key in list(self._bucket.keys(own)):
-            nonce = key[len(own) :].rpartition("-")[0]
-            if not lease.may_have_announced(nonce):
+            if not lease.may_have_announced(key[len(own) :]):
                 self._drop(key)
                 continue
             found = self._bucket.get(key)
@@ -125,7 +124,7 @@ class Removals:
             self._bucket.require(found, "read", key)
             files, trees = self._read(key, found.body)
             if (files or trees) and not self._complete(key, files, trees, lease):
-                left.add(nonce)
+                left.add(key[len(own) :])
         lease.note_completed(left)
 
     def _read(self, key: str, data: bytes) -> tuple[list[str], list[str]]:
