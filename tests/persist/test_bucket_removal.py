@@ -499,3 +499,33 @@ def test_a_layout_that_an_earlier_holders_request_removes_late_is_written_again(
     persister.stop()
     assert outcomes == [None, None]
     require_whole(store, [1, 2])
+
+
+@pytest.mark.promise
+def test_a_pinned_checkpoint_comes_back_that_a_late_request_removed(
+    world: World, opened: Callable[[], ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = model_store(world, monkeypatch, tries_s=5.0)
+    commit.open_root(store, "r")
+    store.lock("writer", "the run")
+    outcomes, first = list[str | None](), Generation(1, 1)
+    persister = Persister(store, Keep(last=1), lambda _, reason: outcomes.append(reason))
+    removals = iter(["late"])
+
+    def chosen(kind: str, key: str) -> str:
+        if (kind, key) != ("DELETE", f"root/{manifest_path(first)}"):
+            return ""
+        if fault := next(removals, ""):
+            pins.pin(opened(), first)  # the second try is answered, and it is published back
+        return fault
+
+    world.fault = chosen
+    for step in (1, 2):
+        persister.work_one(job_of(Generation(1, step), RECORD, layout=OTHER))
+    assert first in catalogue(store).generations
+    world.land()
+    assert first not in catalogue(store).generations
+    persister.work_one(job_of(Generation(1, 3), RECORD, layout=OTHER))
+    persister.stop()
+    assert outcomes == [None] * 3
+    require_whole(store, [1, 3])

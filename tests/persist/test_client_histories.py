@@ -29,6 +29,7 @@ from holdfast.persist.pins import pin, pinned, unpin
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
+from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.memory import MemoryStore
 from support.project.sample import DAY
 from support.runs.keeper_jobs import job_of
@@ -214,7 +215,8 @@ def test_four_clients_of_a_server_are_told_what_one_order_of_their_calls_explain
     """Each client opens the root for itself, as a process of its own would."""
     use(request.getfixturevalue(server), monkeypatch)
     prefix = f"histories/{uuid.uuid4().hex}"
-    require_one_order(object_store(prefix), [object_store(prefix) for _ in range(3)])
+    opened = [object_store(prefix, lease=LeaseTimes()) for _ in range(4)]  # nobody takes over here
+    require_one_order(opened[0], opened[1:])
 
 
 def require_one_order(store: Store, others: Sequence[Store]) -> None:

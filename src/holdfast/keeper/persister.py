@@ -484,7 +484,8 @@ class Persister:
         """Return what the bucket has, and which of it is pinned."""
         found = self._overview(published, is_known=is_known, listed=first.listed if first else None)
         pins = pinned(self.store)
-        if not is_known and pins and mend(self.store, found):  # a keeper was killed while it pruned
+        # A keeper was killed while it pruned, or a request of its landed late.
+        if pins.difference(found.generations) and mend(self.store, found):
             found = self._overview(published, is_known=False)
         # A keeper may end with its first publication: of few checkpoints no index is left to the
         # next, so all are known at once.

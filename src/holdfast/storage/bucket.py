@@ -131,18 +131,26 @@ class Bucket(ABC):
         self._rate = RateLimit(bytes_per_second(RATE_VARIABLE, os.environ.get(RATE_VARIABLE, "")))
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
-        self._unanswered_s = -math.inf
-        self._under_way: Counter[int] = Counter()
-        """How many changes each process has sent and not seen the end of."""
+        self._unanswered: dict[str, float] = {}
+        """When the last change was tried that may land later, by what is above its key."""
+        self._under_way: Counter[tuple[int, str]] = Counter()
+        """How many changes each process has sent there and not seen the end of."""
 
     def in_child(self) -> None:
         """Makes a new lock."""
         self._lock = threading.Lock()
 
-    @property
-    def unanswered_s(self) -> float:
-        """When the last try of a change was made that may have its effect later."""
-        return time.monotonic() if self._under_way[os.getpid()] else self._unanswered_s
+    def unanswered_s(self, above: tuple[str, ...] = ("",)) -> float:
+        """When the last try of a change was made that may have its effect later, of those whose
+        keys begin with one of these.
+        """
+        process = os.getpid()
+        with self._lock:
+            begun = (at for (pid, at), count in self._under_way.items() if count and pid == process)
+            if any(at.startswith(above) for at in begun):
+                return time.monotonic()
+            times = (at_s for at, at_s in self._unanswered.items() if at.startswith(above))
+            return max(times, default=-math.inf)
 
     # What is a cloud's own.
 
@@ -313,17 +321,18 @@ class Bucket(ABC):
         """As ``_try``; a change counts as unanswered unless its answer came, also if it raises."""
         if method in ("GET", "HEAD"):
             return self._try(kind, method, key, query, headers, body, into)
-        process, may_have_effect = os.getpid(), True
+        above, may_have_effect = key[: key.rfind("/") + 1], True
+        begun = os.getpid(), above
         with self._lock:
-            self._under_way[process] += 1
+            self._under_way[begun] += 1
         try:
             outcome, may_have_effect = self._try(kind, method, key, query, headers, body, into)
             return outcome, may_have_effect
         finally:
             with self._lock:
-                self._under_way[process] -= 1
+                self._under_way[begun] -= 1
                 if may_have_effect:
-                    self._unanswered_s = time.monotonic()
+                    self._unanswered[above] = time.monotonic()
 
     def _try(
         self,
@@ -388,7 +397,7 @@ class Bucket(ABC):
             said = f": {outcome.message}" if outcome.message else ""
             text = f"{where} failed: {code}{said}. {self._advice(outcome)}".rstrip()
         error = StorageError(text, operation=operation, path=key, url=self.url, errno=0)
-        error.retryable = not outcome.status or outcome.status in BUSY
+        error.retryable = outcome.may_be_tried_again
         return error
 
     def _advice(self, outcome: Outcome) -> str:

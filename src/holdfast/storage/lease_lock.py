@@ -54,7 +54,8 @@ class _Written(Struct, frozen=True):
 
     ``pending_s``: for how long, from when it was written, a request of an earlier holder may land.
     ``is_alone``: every holder of these is known to have ended. ``announced``: the nonces of the
-    holders whose announced removals may not be completed; None where that is not known.
+    holders whose announced removals may not be completed, and the names of single announcements
+    that are not; None where that is not known.
     """
 
     owner: str = ""
@@ -100,7 +101,14 @@ def _parsed(data: bytes, settle_s: float) -> _Written:
         return _Written("somebody whose lease cannot be read", "?")
 
 
-def _quiet_s(found: Outcome) -> float:
+def _tag(found: Outcome) -> str:
+    """Returns what a condition names an object by; what none has where the server does not say it:
+    nothing is written to a lease without a condition.
+    """
+    return found.header("etag") or '"none"'
+
+
+def quiet_s(found: Outcome) -> float:
     """Returns for how long an object did not change, all by the server's clock; 0 where it does not
     say so.
     """
@@ -128,6 +136,8 @@ class ObjectLease:
         self._turn = threading.Lock()
         self._taken_by: str | None = None
         self._settled_s = _now_s() + said.pending_s
+        self.began = ""
+        """When it was taken, as the server says, where there was no lease object before."""
         self.unanswered_s: Callable[[], float] = lambda: 0.0
         """Returns for how long a request of this holder may land that nobody answered."""
         arguments = weakref.ref(self), self._ended, times.renew_s
@@ -141,11 +151,12 @@ class ObjectLease:
         """Tells this holding from every other."""
         return self._said.nonce
 
-    def may_have_announced(self, nonce: str) -> bool:
-        """False for a holder before whose announced removals were all completed under a holding
-        since: what it announced and nobody answered may be there all the same.
+    def may_have_announced(self, name: str) -> bool:
+        """False for an announcement that was not there when all of its holder were completed, under
+        a holding since: nobody answered it, and it may be there all the same.
         """
-        return self._said.announced is None or nonce in self._said.announced
+        holder = name.rpartition("-")[0]
+        return self._said.announced is None or not {name, holder}.isdisjoint(self._said.announced)
 
     def note_completed(self, left: Iterable[str]) -> None:
         """Called when what earlier holders announced is completed, but for what is ``left`` of
@@ -158,6 +169,13 @@ class ObjectLease:
             self._said = replace(self._said, announced=announced)
         if self.unsettled_s:
             self.require_renewed()
+
+    def distrust(self) -> None:
+        """Called where there was one to be found: who held it may go on until it looks for it."""
+        with self._turn:
+            self._said = replace(self._said, is_alone=False)
+            self._settled_s = _now_s() + self._bucket.settle_s
+        self.require_renewed()
 
     @property
     def is_alone(self) -> bool:
@@ -203,7 +221,7 @@ class ObjectLease:
         begun_s = _now_s()
         self.renew()
         self.require_held()
-        if self.is_held and self._renewed_s < begun_s:
+        if self._renewed_s < begun_s:
             raise StorageError(
                 f"the lease {self.name!r} of {self._bucket.url} could not be renewed just now, so "
                 "nothing is removed there",
@@ -233,7 +251,7 @@ class ObjectLease:
         said = replace(self._said, beat=self._said.beat + 1, pending_s=self.unsettled_s)
         outcome = self._bucket.put(self.key, [said.data()], if_match=self._etag)
         if outcome.is_done:
-            self._said, self._etag = said, outcome.header("etag")
+            self._said, self._etag = said, _tag(outcome)
             self._renewed_s = begun_s
         return outcome.status not in (404, 412)
 
@@ -245,7 +263,7 @@ class ObjectLease:
         there = _parsed(found.body, self._bucket.settle_s) if found.is_done else _Written()
         if there.nonce == self._said.nonce:
             there = replace(there, announced=self._said.announced)  # may not be written yet
-            self._said, self._etag = there, found.header("etag")
+            self._said, self._etag = there, _tag(found)
             return True
         self._taken_by = there.owner or "nobody any more"
         warn(
@@ -311,17 +329,19 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
     has the lease, that is watched for as long as a take-over needs.
     """
     said = _Written(owner, secrets.token_hex(16), process_name())
-    watched, since_s, first_s = "", _now_s(), _now_s()
+    watched, was_there, since_s, first_s = "", False, _now_s(), _now_s()
     begun_s = first_s
     outcome = bucket.put(key, [said.data()], if_none=True)
     while True:
         if outcome.is_done:
-            return ObjectLease(bucket, key, name, said, outcome.header("etag"), begun_s, times)
+            lease = ObjectLease(bucket, key, name, said, _tag(outcome), begun_s, times)
+            lease.began = "" if was_there else outcome.header("date")
+            return lease
         if outcome.status not in (0, 412):
             bucket.require(outcome, "lock", name)
         found = bucket.get(key)
         bucket.require(found, "lock", name)
-        there, etag = _parsed(found.body, bucket.settle_s), found.header("etag")
+        there, etag = _parsed(found.body, bucket.settle_s), _tag(found)
         if there.nonce == said.nonce:  # the answer to one of our own requests was lost
             lease = ObjectLease(bucket, key, name, there, etag, first_s, times)
             if begun_s > first_s:  # which of them is not known
@@ -333,12 +353,12 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
             watched, since_s = etag, _now_s()
         is_over = _now_s() - since_s >= times.take_over_s
         if there.has_ended or there.is_by_hand or is_over:
-            watched, begun_s = "", _now_s()
-            quiet_s = _quiet_s(found)
-            is_alone = there.has_ended and there.pending_s <= quiet_s
+            watched, begun_s, was_there = "", _now_s(), True
+            silent_s = quiet_s(found)
+            is_alone = there.has_ended and there.pending_s <= silent_s
             known = there.announced is not None and len(there.announced) < _MOST_HOLDERS
             announced = (*(there.announced or ()), said.nonce) if known else None
-            pending_s = there.left_s(quiet_s, bucket.settle_s)
+            pending_s = there.left_s(silent_s, bucket.settle_s)
             said = replace(said, pending_s=pending_s, is_alone=is_alone, announced=announced)
             outcome = bucket.put(key, [said.data()], if_match=etag)
         else:
@@ -368,7 +388,7 @@ class LeaseView:
         if found.status == 404:
             return None
         self._bucket.require(found, "look-up", self._name)
-        self._etag, there = found.header("etag"), _parsed(found.body, self._bucket.settle_s)
+        self._etag, there = _tag(found), _parsed(found.body, self._bucket.settle_s)
         if not there.nonce:
             return None
         parts = there.process.split("/", 4)

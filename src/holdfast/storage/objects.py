@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from types import TracebackType
 
@@ -34,11 +35,12 @@ from holdfast.storage.lease_lock import (
     LeaseTimes,
     LeaseView,
     ObjectLease,
+    quiet_s,
     take_lease,
 )
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.providers import open_bucket
-from holdfast.storage.removals import Removals
+from holdfast.storage.removals import ANNOUNCED, Removals
 from holdfast.storage.uploads import PART_BYTES, ComparingSink, UploadSink, part_bytes
 from holdfast.storage.wrap import Patience
 
@@ -53,6 +55,10 @@ _RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
 _WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
 _PAGE = 1000
 _READERS_LEASES = "readers/"
+#: The lock of a run, and that of the pins, which is also the directory that has them.
+_WRITER, _PINS = "writer", "pins"
+#: The lease object of an older root that has none was removed by somebody: a new one has had none.
+_YOUNG_S = 60.0
 #: Directories below which there are no images.
 _DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", "pins", "readers"})
 #: Directories of a root, which nobody takes for objects.
@@ -279,26 +285,43 @@ class ObjectStore:
         self._removals.finish(self._lease())
         self._removals.refused -= {path}
         self._require_room(path)
-        outcome = self._bucket.put(key, [data], if_none=not replace)
+        tag = self._tag(key, path) if replace else ""
+        is_new = not replace or (self._is_compared(path) and not tag)
+        outcome = self._bucket.put(key, [data], if_none=is_new, if_match=tag)
         if outcome.is_done:
             self._require_held()  # else it came after another's take-over, who does not know of it
             return
-        if outcome.status == 412 and outcome.is_first_try:
+        if outcome.status == 412 and outcome.is_first_try and not replace:
             raise already_published(path, self.url)
         if outcome.status and outcome.status != 412:
             raise self._bucket.failure(outcome, "publish", path)
-        self._settle(outcome, path, data)
+        self._settle(outcome, path, data, replace=replace)
 
-    def _settle(self, outcome: Outcome, path: str, data: bytes) -> None:
+    def _is_compared(self, path: str) -> bool:
+        """True where a replacement names what it replaces: a try of it that nobody answered would
+        undo the next one. (A reader has its lease for itself.)
+        """
+        return self._kept is not None and self._kept.replace and not _is_readers(path)
+
+    def _tag(self, key: str, path: str) -> str:
+        """Returns the tag of the object that is about to be replaced; "" for none."""
+        if not self._is_compared(path):
+            return ""
+        found = self._bucket.head(key)
+        if not found.is_absent:
+            self._bucket.require(found, "look-up", path)
+        return found.header("etag") if found.is_done else ""
+
+    def _settle(self, outcome: Outcome, path: str, data: bytes, *, replace: bool) -> None:
         """Finds out by reading back what came of a request that may have had its effect."""
         found = self._bucket.get(self._key(path))
         if found.is_done and found.body == data:
             self._require_held()
             return
-        if found.is_done:
+        if found.is_done and not replace:
             raise already_published(path, self.url)
         error = self._bucket.failure(outcome, "publish", path)
-        if found.status == 404:
+        if found.status == 404 or found.is_done:
             raise StorageError(
                 f"{error} Whether it was published is not known: it is not there now, and may be "
                 "later.",
@@ -418,19 +441,34 @@ class ObjectStore:
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
         lease = take_lease(bucket, key, name, owner, times)
-        lease.unanswered_s = self._unanswered_s
+        lease.unanswered_s = partial(self._unanswered_s, self._changed_under(name))
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
+            if name == _WRITER and lease.began and self._root_age_s(lease.began) > _YOUNG_S:
+                lease.distrust()
             self._removals.adopt(lease)
         except BaseException:
             lease.release()
             raise
         return lease
 
-    def _unanswered_s(self) -> float:
+    def _root_age_s(self, now: str) -> float:
+        made = self._made[1] if self._made[0] + _FRESH_S > time.monotonic() else ""
+        if not made:
+            made = self._bucket.head(self._below + ROOT_FILE).header("last-modified")
+        return quiet_s(Outcome(200, headers={"date": now, "last-modified": made}))
+
+    def _changed_under(self, lock: str) -> tuple[str, ...]:
+        """Returns what the keys begin with that the holder of a lock changes: who sets a pin needs
+        to know of late requests for pins alone.
+        """
+        own = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
+        return own if lock == _PINS else ("",)
+
+    def _unanswered_s(self, above: tuple[str, ...]) -> float:
         """Returns for how long a request of this process may land whose end is not known."""
-        return max(0.0, self._bucket.unanswered_s + self.settle_s - time.monotonic())
+        return max(0.0, self._bucket.unanswered_s(above) + self.settle_s - time.monotonic())
 
     def unsettled_s(self) -> float:
         """Returns for how long a request may land that the holder of the lock knows nothing of: of
@@ -460,7 +498,7 @@ class ObjectStore:
         leases have names of their own, and ask nothing of the server.
         """
         self._require_held()
-        is_lease = any(paths) and all(path.startswith(_READERS_LEASES) for path in paths)
+        is_lease = any(paths) and all(map(_is_readers, paths))
         if self._kept is None and not is_lease:
             self._kept = require_conditions(self._bucket, self.probe_prefix)
 
@@ -516,6 +554,10 @@ class ObjectStore:
             raise NotFound(f"there is no {path} in {self.url}", path=path)
         self._bucket.require(outcome, "read", path)
         return outcome
+
+
+def _is_readers(path: str) -> bool:
+    return path.startswith(_READERS_LEASES)
 
 
 class _SoleWriter:

@@ -79,9 +79,10 @@ def _probe_once(bucket: Bucket, prefix: str, *, is_last: bool) -> Kept | None:
             return None
         bucket.require(first, "write", key)
         taken = bucket.put(key, [_OTHER], if_none=True)
-        second = bucket.put(key, [_ONE], if_match=first.header("etag"))
+        tag = first.header("etag") or '"0"'
+        second = bucket.put(key, [_ONE], if_match=tag)
         bucket.put(key, [_OTHER])
-        stale = bucket.put(key, [_ONE], if_match=first.header("etag") or '"0"')
+        stale = bucket.put(key, [_ONE], if_match=tag)
         if not is_last and not all(one.is_first_try for one in (taken, second, stale)):
             return None
         part = bucket.get(key, 9, 13)

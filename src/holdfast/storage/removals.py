@@ -22,7 +22,8 @@ from holdfast.storage.base import check_path
 from holdfast.storage.bucket import Bucket
 from holdfast.storage.lease_lock import ObjectLease
 
-_ANNOUNCED = ".removals"
+#: Where removals are announced, below the name of each lock.
+ANNOUNCED = ".removals"
 #: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
 _MANIFESTS, _PINS = "manifests/", "pins/"
 #: An announcement that says nothing any more.
@@ -34,7 +35,7 @@ class Removals:
 
     def __init__(self, bucket: Bucket, below: str) -> None:
         self._bucket, self._below = bucket, below
-        self._lock = threading.Lock()
+        self._lock, self._finishing = threading.Lock(), threading.Lock()
         self._count = 0
         self._left: dict[str, tuple[list[str], list[str]]] = {}
         """What was announced and not removed, by its announcement."""
@@ -97,15 +98,16 @@ class Removals:
         if lease is None or not (self._left or self._over):
             return
         own = self._of(lease) + lease.nonce  # else who took the lease did it
-        for key, (files, trees) in list(self._left.items()):
-            if key.startswith(own):
-                self._complete(key, files, trees, lease)
-            self._left.pop(key, None)
-        for key in list(self._over):
-            if key.startswith(own):
-                self._drop(key)
-            else:
-                self._over.pop(key, None)
+        with self._finishing:  # else another thread would remove what this one names next
+            for key, (files, trees) in list(self._left.items()):
+                if key.startswith(own):
+                    self._complete(key, files, trees, lease)
+                self._left.pop(key, None)
+            for key in list(self._over):
+                if key.startswith(own):
+                    self._drop(key)
+                else:
+                    self._over.pop(key, None)
 
     def adopt(self, lease: ObjectLease) -> None:
         """Completes what earlier holders of this lock announced, but for what was pinned since, and
@@ -113,8 +115,7 @@ class Removals:
         """
         own, left = self._of(lease), set()
         for key in list(self._bucket.keys(own)):
-            nonce = key[len(own) :].rpartition("-")[0]
-            if not lease.may_have_announced(nonce):
+            if not lease.may_have_announced(key[len(own) :]):
                 self._drop(key)
                 continue
             found = self._bucket.get(key)
@@ -123,7 +124,7 @@ class Removals:
             self._bucket.require(found, "read", key)
             files, trees = self._read(key, found.body)
             if (files or trees) and not self._complete(key, files, trees, lease):
-                left.add(nonce)
+                left.add(key[len(own) :])
         lease.note_completed(left)
 
     def _read(self, key: str, data: bytes) -> tuple[list[str], list[str]]:
@@ -181,7 +182,7 @@ class Removals:
         return outcome.is_done
 
     def _of(self, lease: ObjectLease) -> str:
-        return f"{self._below}{_ANNOUNCED}/{lease.name}/"
+        return f"{self._below}{ANNOUNCED}/{lease.name}/"
 
     def _remove(self, files: Sequence[str], trees: Sequence[str]) -> None:
         if not files and not trees:

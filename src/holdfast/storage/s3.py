@@ -17,7 +17,7 @@ from holdfast.storage.http_client import refuse_plain
 from holdfast.storage.listings import escaped, parsed, text_of
 from holdfast.storage.signing import UNSIGNED, encoded_path, encoded_query, sha256, signed_headers
 from holdfast.storage.wrap import Patience
-from holdfast.storage.xml_bucket import XmlBucket
+from holdfast.storage.xml_bucket import XmlBucket, status_of
 
 UNSIGNED_VARIABLE = "HOLDFAST_BUCKET_UNSIGNED"
 _BULK = 1000
@@ -123,18 +123,32 @@ class S3Bucket(XmlBucket):
         super().delete_many([key for key in keys if not _IS_TEXT(key)])
         named = [key for key in keys if _IS_TEXT(key)]
         for start in range(0, len(named), _BULK):
-            some = named[start : start + _BULK]
-            objects = "".join(f"<Object><Key>{escaped(key)}</Key></Object>" for key in some)
-            body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
-            md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-            query, headers = {"delete": ""}, {"content-md5": md5, "content-type": "text/xml"}
-            outcome = self.send("POST", "", query=query, headers=headers, body=[body])
-            self.require(outcome, "removal", some[0])
-            for failed in parsed(outcome.body).iter("Error"):
-                code, message = text_of(failed, "Code"), text_of(failed, "Message")
-                if code != "NoSuchKey":
-                    found = Outcome(400, code, message)
-                    raise self.failure(found, "removal", text_of(failed, "Key"))
+            some, failed = named[start : start + _BULK], dict[str, Outcome]()
+            for _ in self.patience.pauses():
+                failed = self._delete_some(some)
+                some = [key for key in some if key in failed]
+                if not some or not all(one.may_be_tried_again for one in failed.values()):
+                    break
+            refused = [key for key, one in failed.items() if not one.may_be_tried_again]
+            for key in refused or failed:
+                raise self.failure(failed[key], "removal", key)
+
+    def _delete_some(self, keys: Sequence[str]) -> dict[str, Outcome]:
+        """Returns those that stay: the answer may be that of these some are to be asked for again,
+        while the request itself has succeeded.
+        """
+        objects = "".join(f"<Object><Key>{escaped(key)}</Key></Object>" for key in keys)
+        body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
+        md5 = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+        query, headers = {"delete": ""}, {"content-md5": md5, "content-type": "text/xml"}
+        outcome = self.send("POST", "", query=query, headers=headers, body=[body])
+        self.require(outcome, "removal", keys[0])
+        failed = {}
+        for one in parsed(outcome.body).iter("Error"):
+            code, message = text_of(one, "Code"), text_of(one, "Message")
+            if code != "NoSuchKey":
+                failed[text_of(one, "Key")] = Outcome(status_of(code), code, message)
+        return failed
 
     def _advice(self, outcome: Outcome) -> str:
         right = outcome.header("x-amz-bucket-region")

@@ -134,17 +134,19 @@ def _outcome(answer: Answer, *, is_completion: bool) -> Outcome:
         tag = "" if found is None else found.tag
         if found is not None and tag == "Error":
             code, message = text_of(found, "Code"), text_of(found, "Message")
-            status = status if status >= 300 else _status_of(code)
+            status = status if status >= 300 else status_of(code)
         elif status < 300 and tag != "CompleteMultipartUploadResult":
             status, message = 0, "the answer does not say whether the upload was completed"
     return Outcome(status, code, message, answer.headers, body, answer.size_bytes)
 
 
-def _status_of(code: str) -> int:
+def status_of(code: str) -> int:
+    """Returns the status of an error that an answer of success has in its body."""
     known = {"PreconditionFailed": 412, "ConditionalRequestConflict": 409, "NoSuchUpload": 404}
-    return known.get(code, 500 if code in ("InternalError", "SlowDown") else 400)
+    return known.get(code, 503 if code in _NOT_NOW else 400)
 
 
+_NOT_NOW = frozenset({"InternalError", "OperationAborted", "ServiceUnavailable", "SlowDown"})
 _CHECKSUMS = {
     "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme",
     "ChecksumCRC32": "x-amz-checksum-crc32",
