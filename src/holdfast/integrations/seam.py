@@ -26,6 +26,7 @@ from holdfast.events import warn
 from holdfast.integrations.orders import (
     is_process_at,
     order_state,
+    packed,
     process_state,
     set_own_generators,
     set_process_generators,
@@ -356,7 +357,7 @@ class LoaderPlace:
             return next(batches, _END)
         before = process_state()
         found = next(batches, _END)
-        self._before = None if is_process_at(before) else before
+        self._before = None if is_process_at(before) else packed(before)
         return found
 
     def release(self) -> None:
