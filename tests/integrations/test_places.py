@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError
 from holdfast.integrations.orders import (
+    is_process_at,
     order_state,
+    packed,
     process_state,
     set_own_generators,
     set_process_generators,
@@ -165,7 +167,8 @@ def test_generators_of_a_place_are_few_values_and_those_of_the_first_versions_ar
     loader = DataLoader(Noisy(""), batch_size=BATCH, sampler=sampler)
     state = order_state(loader)
     assert [len(state["python"]), len(state["own"][0])] == [3, 3]
-    assert isinstance(state["python"][1], bytes) and isinstance(state["own"][0][1], bytes)
+    many = (state["torch"], state["python"][1], state["numpy"][1], state["own"][0][1])
+    assert all(isinstance(one, bytes) for one in many)
     plain = {**process_state(), "own": [sampler.own.getstate()], "seeds": []}
     drawn = []
     for each in (state, plain, {**plain, "own": [[3, list(plain["own"][0][1]), None]]}):
@@ -174,3 +177,27 @@ def test_generators_of_a_place_are_few_values_and_those_of_the_first_versions_ar
         assert sampler.own.getstate() == plain["own"][0]
         drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
     assert drawn[0] == drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize("draws", [np.random.random, np.random.randn, random.random, torch.rand])
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_a_number_that_is_drawn_is_seen(draws: Callable[..., Any], *, holds_back: bool) -> None:
+    np.random.seed(3)
+    if holds_back:
+        np.random.randn()  # numpy has made two, and gives the other one without a move
+    state = process_state()
+    assert is_process_at(state)
+    draws(1) if draws is torch.rand else draws()
+    assert not is_process_at(state)
+    set_process_generators(packed(state))
+    assert is_process_at(state)
+
+
+def test_where_numpy_is_not_as_it_was_known_its_own_state_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(np.random, "get_bit_generator")
+    state = process_state()
+    assert is_process_at(state)
+    np.random.random()
+    assert not is_process_at(state)
