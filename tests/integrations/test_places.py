@@ -201,3 +201,44 @@ def test_where_numpy_is_not_as_it_was_known_its_own_state_says_it(
     assert is_process_at(state)
     np.random.random()
     assert not is_process_at(state)
+
+
+class Choosing:
+    """A batch sampler without a length that draws an order, and for each batch a sample more."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES).tolist()
+        for begin in range(0, SAMPLES, BATCH):
+            more = random.randrange(SAMPLES) if self.source == "python" else None
+            more = int(torch.randint(SAMPLES, ())) if more is None else more
+            yield [*order[begin : begin + BATCH], more]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("source", ["python", "torch"])
+@pytest.mark.parametrize("noise", ["", "torch"])
+def test_a_sampler_that_draws_for_each_batch_goes_on_as_if_nothing_had_been(
+    source: str, noise: str, *, runs_ahead: bool
+) -> None:
+    give: Callable[[Any], Any] = one_ahead if runs_ahead else iter
+
+    def begin(settle: Callable[[], None]) -> tuple[Any, LoaderPlace]:
+        loader: Any = DataLoader(Noisy(noise), batch_sampler=Choosing(source))
+        return loader, LoaderPlace(loader, settle, runs_ahead=runs_ahead)
+
+    Rng().load_state_dict(BEGIN)
+    loader, place = begin(lambda: None)
+    unbroken = []
+    for number, each in enumerate(train(give(loader)), start=1):
+        unbroken.append(each)
+        if number == LAST:
+            saved, generators = place.save(LAST), Rng().state_dict()
+    torch.manual_seed(5)
+    loader, place = begin(lambda: Rng().load_state_dict(generators))
+    place.set(saved)
+    Rng().load_state_dict(generators)
+    assert list(train(give(loader))) == unbroken[LAST:]
+    place.release()

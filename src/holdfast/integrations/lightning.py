@@ -46,7 +46,7 @@ try:
     import lightning
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-    from lightning.fabric.utilities.data import _set_sampler_epoch
+    from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
     from lightning.pytorch import Callback
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.loops.progress import _BaseProgress
@@ -237,7 +237,11 @@ class _FitPlace:
                     f"the Trainer's data are a {type(loader).__qualname__}, whose place cannot be "
                     "found again: give it a DataLoader"
                 )
-        self._places = [LoaderPlace(loader, lambda: None) for loader in loaders]
+        # The Trainer fetches a batch more of data without a length, to know the last one.
+        self._places = [
+            LoaderPlace(loader, lambda: None, runs_ahead=sized_len(loader) is None)
+            for loader in loaders
+        ]
         if self._saved:
             self._check_fits()
             self.set_loaders()
