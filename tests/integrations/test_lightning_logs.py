@@ -99,7 +99,8 @@ def test_counters_metrics_and_hooks_are_those_that_lightning_itself_finds() -> N
         enable_model_summary=False,
     )
     model = Model()
-    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2))
+    data: Any = torch.ones(8, 2)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=2))
     fit = trainer.fit_loop
     assert _loops_state(fit) == fit.state_dict()
     assert "epoch_loop.manual_optimization.optim_step_progress" in fit.state_dict()

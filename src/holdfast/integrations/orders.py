@@ -65,7 +65,7 @@ def _is_numpy_at(state: tuple[Any, ...]) -> bool:
         # A number that is held back comes with a move: without one its words say all, and numpy's
         # own way to them takes a hundred times as long.
         words = keys.tobytes() + struct.pack("=i", position)
-        return ctypes.string_at(source.ctypes.state_address, len(words)) == words
+        return bool(ctypes.string_at(source.ctypes.state_address, len(words)) == words)
     now = _of_numpy(sys.modules["numpy"].random)
     return now[2:] == state[2:] and bool((now[1] == keys).all())
 
