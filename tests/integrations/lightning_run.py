@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,15 @@ class Witness(lightning.Callback):  # type: ignore[misc]
         pass_by("epoch end", trainer.current_epoch)
 
 
+class Choosing:
+    """A batch sampler without a length, which draws a sample more for each batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES).tolist()
+        for begin in range(0, SAMPLES, 4):
+            yield [*order[begin : begin + 4], int(torch.randint(SAMPLES, ()))]
+
+
 def make_loader() -> Any:
     options: dict[str, Any] = {"batch_size": OPTIONS.get("batch", 4)}
     options["num_workers"] = OPTIONS.get("workers", 2)
@@ -211,6 +221,8 @@ def make_loader() -> Any:
         sampler = holdfast.ResumableSampler(SAMPLES, batch_size=options.pop("batch_size"), seed=1)
         options |= {"batch_sampler": sampler, "generator": sampler.generator}
         return DataLoader(Samples(SAMPLES), **options)
+    if kind == "choosing":
+        return DataLoader(Samples(SAMPLES), batch_sampler=Choosing(), num_workers=0)
     options["persistent_workers"] = OPTIONS.get("persistent", False)
     return DataLoader(Samples(SAMPLES), shuffle=True, **options)
 

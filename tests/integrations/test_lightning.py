@@ -104,6 +104,7 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         {"scheduling": {"0": 2, "1": 3}},
         {"draws": True, "workers": 0},
         {"draws": True, "workers": 0, "loader": "resumable"},
+        {"draws": True, "workers": 0, "loader": "choosing"},
     ],
     ids=[
         "validation inside",
@@ -117,6 +118,7 @@ def test_a_fit_resumes_from_storage_when_shared_memory_is_gone(
         "accumulation by epoch",
         "random samples",
         "random samples, resumable",
+        "no length, drawn by batch",
     ],
 )
 def test_every_kind_of_fit_goes_on(options: dict[str, Any], tmp_path: Path) -> None:

@@ -14,6 +14,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.errors import UsageError
+from holdfast.integrations.orders import (
+    is_process_at,
+    order_state,
+    packed,
+    process_state,
+    set_own_generators,
+    set_process_generators,
+)
 from holdfast.integrations.seam import LoaderPlace
 from holdfast.state.rng import Rng
 
@@ -149,4 +157,88 @@ def test_a_loader_that_cannot_pass_over_batches_is_refused_by_name() -> None:
     place.set(place.save(LAST))
     with pytest.raises(UsageError, match="a Lasting does not begin its sampler"):
         list(loader)
+    place.release()
+
+
+def test_generators_of_a_place_are_few_values_and_those_of_the_first_versions_are_taken() -> None:
+    """A save encodes them at each step: Python's are 625 numbers."""
+    sampler: Any = torch.utils.data.RandomSampler(range(SAMPLES))
+    sampler.own = random.Random(3)
+    loader = DataLoader(Noisy(""), batch_size=BATCH, sampler=sampler)
+    state = order_state(loader)
+    assert [len(state["python"]), len(state["own"][0])] == [3, 3]
+    many = (state["torch"], state["python"][1], state["numpy"][1], state["own"][0][1])
+    assert all(isinstance(one, bytes) for one in many)
+    plain = {**process_state(), "own": [sampler.own.getstate()], "seeds": []}
+    drawn = []
+    for each in (state, plain, {**plain, "own": [[3, list(plain["own"][0][1]), None]]}):
+        set_process_generators(each)
+        set_own_generators(loader, each)
+        assert sampler.own.getstate() == plain["own"][0]
+        drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize("draws", [np.random.random, np.random.randn, random.random, torch.rand])
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_a_number_that_is_drawn_is_seen(draws: Callable[..., Any], *, holds_back: bool) -> None:
+    np.random.seed(3)
+    if holds_back:
+        np.random.randn()  # numpy has made two, and gives the other one without a move
+    state = process_state()
+    assert is_process_at(state)
+    draws(1) if draws is torch.rand else draws()
+    assert not is_process_at(state)
+    set_process_generators(packed(state))
+    assert is_process_at(state)
+
+
+def test_where_numpy_is_not_as_it_was_known_its_own_state_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(np.random, "get_bit_generator")
+    state = process_state()
+    assert is_process_at(state)
+    np.random.random()
+    assert not is_process_at(state)
+
+
+class Choosing:
+    """A batch sampler without a length that draws an order, and for each batch a sample more."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SAMPLES).tolist()
+        for begin in range(0, SAMPLES, BATCH):
+            more = random.randrange(SAMPLES) if self.source == "python" else None
+            more = int(torch.randint(SAMPLES, ())) if more is None else more
+            yield [*order[begin : begin + BATCH], more]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("source", ["python", "torch"])
+@pytest.mark.parametrize("noise", ["", "torch"])
+def test_a_sampler_that_draws_for_each_batch_goes_on_as_if_nothing_had_been(
+    source: str, noise: str, *, runs_ahead: bool
+) -> None:
+    give: Callable[[Any], Any] = one_ahead if runs_ahead else iter
+
+    def begin(settle: Callable[[], None]) -> tuple[Any, LoaderPlace]:
+        loader: Any = DataLoader(Noisy(noise), batch_sampler=Choosing(source))
+        return loader, LoaderPlace(loader, settle, runs_ahead=runs_ahead)
+
+    Rng().load_state_dict(BEGIN)
+    loader, place = begin(lambda: None)
+    unbroken = []
+    for number, each in enumerate(train(give(loader)), start=1):
+        unbroken.append(each)
+        if number == LAST:
+            saved, generators = place.save(LAST), Rng().state_dict()
+    torch.manual_seed(5)
+    loader, place = begin(lambda: Rng().load_state_dict(generators))
+    place.set(saved)
+    Rng().load_state_dict(generators)
+    assert list(train(give(loader))) == unbroken[LAST:]
     place.release()

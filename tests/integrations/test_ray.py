@@ -33,6 +33,8 @@ def run(
 ) -> tuple[list[str], dict[str, Any]]:
     """Runs two workers to their end; returns what they say, and what Ray has as its result."""
     env = os.environ | {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
+    # Ray ends workers where the machine's memory is nearly full, whoever has it.
+    env["RAY_memory_monitor_refresh_ms"] = "0"
     command = [sys.executable, str(RUN), str(root), str(step), place, json.dumps(options)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]

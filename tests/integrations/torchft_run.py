@@ -20,7 +20,7 @@ from torch import nn
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 import holdfast
-from holdfast.errors import Preempted
+from holdfast.errors import Preempted, SnapshotSkipped
 from holdfast.integrations.torchft import attach
 from holdfast.integrations.torchft_transport import HoldfastTransport
 from integrations.witness import OPTIONS, PLACE, ROOT, STEP, digest
@@ -113,6 +113,21 @@ def main() -> None:
     os._exit(0)
 
 
+def capture(ckpt: Any, saved: Any) -> Any:
+    """Waits until a step is captured; asks again where each slot is still being written."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            saved.wait_captured(60)
+        except SnapshotSkipped:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+            saved = ckpt.checkpointer.save(ckpt.steps)
+        else:
+            return saved
+
+
 def train(manager: Manager, models: Any, optimizers: Any, schedule: Any, ckpt: Any) -> None:
     """Trains; of models and optimizers the first is the plain one."""
     (net, model), (inner, optimizer) = models, optimizers
@@ -142,7 +157,7 @@ def train(manager: Manager, models: Any, optimizers: Any, schedule: Any, ckpt: A
         pass_by("update", now)
         saved = ckpt.step()
         assert saved is not None
-        saved.wait_captured(60)  # so that all groups come back with one step
+        saved = capture(ckpt, saved)  # so that all groups come back with one step
         if saved.durable:
             note(f"durable {now}")
         pass_by("save", now)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning.pytorch import Callback
+from lightning.pytorch.core.hooks import CheckpointHooks
+
 #: In place of a value that is the module's own state, which is saved as the model.
 _OWN = "holdfast: the state of the module"
 
@@ -16,6 +19,9 @@ _OWN = "holdfast: the state of the module"
 def kept_by_hooks(trainer: Any, callbacks: Iterable[Any]) -> dict[str, Any]:
     """Returns what the hooks of ``callbacks`` and of the module add to a checkpoint, by key."""
     module = trainer.lightning_module
+    callbacks = [one for one in callbacks if _has_hook(one, Callback)]
+    if not callbacks and not _has_hook(module, CheckpointHooks):
+        return {}  # without a walk through the module
     given = _checkpoint(trainer)
     checkpoint = dict(given)
     for one in callbacks:
@@ -27,6 +33,12 @@ def kept_by_hooks(trainer: Any, callbacks: Iterable[Any]) -> dict[str, Any]:
         for key, value in checkpoint.items()
         if value is not given.get(key)
     }
+
+
+def _has_hook(one: Any, kind: type) -> bool:
+    """True if ``one`` has another ``on_save_checkpoint`` than its ``kind``, which adds nothing."""
+    own = getattr(one.on_save_checkpoint, "__func__", None)
+    return own is not vars(kind)["on_save_checkpoint"]
 
 
 def give_to_hooks(trainer: Any, callbacks: Iterable[Any], kept: Mapping[str, Any]) -> None:

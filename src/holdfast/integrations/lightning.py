@@ -46,9 +46,10 @@ try:
     import lightning
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-    from lightning.fabric.utilities.data import _set_sampler_epoch
+    from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
     from lightning.pytorch import Callback
     from lightning.pytorch.loops.loop import _Loop
+    from lightning.pytorch.loops.progress import _BaseProgress
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -236,7 +237,11 @@ class _FitPlace:
                     f"the Trainer's data are a {type(loader).__qualname__}, whose place cannot be "
                     "found again: give it a DataLoader"
                 )
-        self._places = [LoaderPlace(loader, lambda: None) for loader in loaders]
+        # The Trainer fetches a batch more of data without a length, to know the last one.
+        self._places = [
+            LoaderPlace(loader, lambda: None, runs_ahead=sized_len(loader) is None)
+            for loader in loaders
+        ]
         if self._saved:
             self._check_fits()
             self.set_loaders()
@@ -355,10 +360,28 @@ def _loops_state(fit: Any) -> dict[str, Any]:
     """Returns the counters of the loops; the state of loaders is in their places."""
     loaders, fit._combined_loader = fit._combined_loader, None
     try:
-        found: dict[str, Any] = fit.state_dict()
+        found: dict[str, Any] = {}
+        _add_loop(found, fit, "")
     finally:
         fit._combined_loader = loaders
     return found
+
+
+def _add_loop(found: dict[str, Any], loop: Any, prefix: str) -> None:
+    """Adds what the ``state_dict`` of a loop has, which copies numbers in ten times the time."""
+    found[f"{prefix}state_dict"] = loop.on_save_checkpoint()
+    for name, one in vars(loop).items():
+        if isinstance(one, _BaseProgress):
+            found[f"{prefix}{name}"] = _counted(one)
+        elif isinstance(one, _Loop):
+            _add_loop(found, one, f"{prefix}{name}.")
+
+
+def _counted(progress: Any) -> dict[str, Any]:
+    return {
+        name: _counted(one) if isinstance(one, _BaseProgress) else one
+        for name, one in vars(progress).items()
+    }
 
 
 def _set_flags(loop: Any, *, is_restarting: bool) -> None:

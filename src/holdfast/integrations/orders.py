@@ -6,7 +6,9 @@ data where these are a stream, and in itself.
 
 from __future__ import annotations
 
+import ctypes
 import random
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +22,7 @@ from holdfast.errors import UsageError
 def order_state(loader: Any) -> dict[str, Any]:
     """Returns the states of the process's generators and of a loader's own, as plain values."""
     return {
-        **process_state(),
+        **packed(process_state()),
         "own": [_state_of(one) for one in _own_generators(loader)],
         "seeds": [one.initial_seed for one in _seeded(loader)],
     }
@@ -34,24 +36,50 @@ def process_state() -> dict[str, Any]:
     return found
 
 
+def packed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what ``process_state`` returned with bytes in place of numbers and of a tensor, which
+    a save encodes in a fifth of the time.
+    """
+    found = {"torch": bytes_of(state["torch"]), "python": _pack(state["python"])}
+    if "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        found["numpy"] = (kind, keys.tobytes(), *rest)
+    return found
+
+
 def is_process_at(state: Mapping[str, Any]) -> bool:
     """True where the process's generators are as ``process_state`` returned them."""
-    now = process_state()
-    if now.keys() != state.keys() or now["python"] != state["python"]:
+    if random.getstate() != state["python"]:
         return False
-    numpy, then = now.get("numpy", ()), state.get("numpy", ())
-    is_same_numpy = numpy[2:] == then[2:] and all(
-        (one == other).all() for one, other in zip(numpy[1:2], then[1:2], strict=True)
-    )
-    return is_same_numpy and torch.equal(now["torch"], state["torch"])
+    if not torch.equal(torch.get_rng_state(), state["torch"]):
+        return False
+    if ("numpy" in sys.modules) != ("numpy" in state):
+        return False
+    return "numpy" not in state or _is_numpy_at(state["numpy"])
+
+
+def _is_numpy_at(state: tuple[Any, ...]) -> bool:
+    _, keys, position, has_gauss, _ = state
+    source = getattr(sys.modules["numpy"].random, "get_bit_generator", lambda: None)()
+    if source is not None and not has_gauss:
+        # A number that is held back comes with a move: without one its words say all, and numpy's
+        # own way to them takes a hundred times as long.
+        words = keys.tobytes() + struct.pack("=i", position)
+        return bool(ctypes.string_at(source.ctypes.state_address, len(words)) == words)
+    now = _of_numpy(sys.modules["numpy"].random)
+    return now[2:] == state[2:] and bool((now[1] == keys).all())
 
 
 def set_process_generators(state: Mapping[str, Any]) -> None:
-    """Sets torch's, Python's and numpy's generators."""
-    torch.set_rng_state(state["torch"].cpu())
-    random.setstate(_nested_tuple(state["python"]))
+    """Sets torch's, Python's and numpy's generators; the first versions kept no bytes."""
+    torch.set_rng_state(tensor_of(state["torch"]))
+    random.setstate(_unpacked(state["python"]))
     if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
+        numpy = sys.modules["numpy"]
+        kind, keys, *rest = state["numpy"]
+        if isinstance(keys, bytes):
+            keys = numpy.frombuffer(keys, dtype=numpy.uint32)
+        numpy.random.set_state((kind, keys, *rest))
 
 
 def set_own_generators(loader: Any, state: Mapping[str, Any]) -> None:
@@ -113,7 +141,7 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return _pack(generator.getstate())
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
     return _of_numpy(generator)
@@ -123,7 +151,7 @@ def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
     elif isinstance(generator, random.Random):
-        generator.setstate(_nested_tuple(state))
+        generator.setstate(_unpacked(state))
     elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = state
     else:
@@ -135,6 +163,27 @@ def _of_numpy(source: Any) -> tuple[Any, ...]:
     return kind, keys, int(position), int(has_gauss), float(gauss)
 
 
-def _nested_tuple(state: Any) -> Any:
+def bytes_of(state: torch.Tensor) -> bytes:
+    """Returns the state of a generator of torch as bytes."""
+    return bytes(state.numpy())
+
+
+def tensor_of(state: Any) -> torch.Tensor:
+    """Returns what ``bytes_of`` was given; the first versions kept a tensor."""
+    if isinstance(state, bytes):
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    found: torch.Tensor = state.cpu()
+    return found
+
+
+def _pack(state: tuple[Any, ...]) -> tuple[Any, ...]:
     version, numbers, gauss = state
+    return version, struct.pack(f"<{len(numbers)}I", *numbers), gauss
+
+
+def _unpacked(state: Any) -> tuple[Any, ...]:
+    """Returns a state of Python's generator; the first versions kept its numbers one by one."""
+    version, numbers, gauss = state
+    if isinstance(numbers, bytes):
+        numbers = struct.unpack(f"<{len(numbers) // 4}I", numbers)
     return version, tuple(numbers), gauss

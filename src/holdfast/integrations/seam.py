@@ -26,6 +26,7 @@ from holdfast.events import warn
 from holdfast.integrations.orders import (
     is_process_at,
     order_state,
+    packed,
     process_state,
     set_own_generators,
     set_process_generators,
@@ -315,7 +316,7 @@ class LoaderPlace:
                 )
         rest, self._rest, self._rests = self._begun_rest(), 0, []
         if draws_itself and rest is not None:
-            rest.draw_order()
+            rest.pass_over()
         if reads:
             _read(batches, count)
         self.given = count
@@ -356,7 +357,7 @@ class LoaderPlace:
             return next(batches, _END)
         before = process_state()
         found = next(batches, _END)
-        self._before = None if is_process_at(before) else before
+        self._before = None if is_process_at(before) else packed(before)
         return found
 
     def release(self) -> None:
@@ -383,21 +384,20 @@ class _Rest:
         self._indices, self._count = indices, count
         self._begun: Iterator[Any] = iter(())
         self.is_begun = False
-        self._first: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
         # At once, as a sampler may draw its order then; a loader may drop this iteration unused.
-        self._begun, self.is_begun = islice(iter(self._indices), self._count, None), True
+        self._begun, self.is_begun = iter(self._indices), True
         return self._behind(self._begun)
 
-    def draw_order(self) -> None:
-        """Lets a sampler draw its order now that would do so with its first batch."""
-        self._first = list(islice(self._begun, 1))
+    def pass_over(self) -> None:
+        """Passes over the batches now: what the sampler draws for the next one is not its order."""
+        count, self._count = self._count, 0
+        for _ in islice(self._begun, count):
+            pass
 
     def _behind(self, indices: Iterator[Any]) -> Iterator[Any]:
-        self._count = 0
-        first, self._first = self._first, []
-        yield from first
+        self.pass_over()
         yield from indices
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ import torch
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import warn
+from holdfast.integrations.orders import bytes_of, tensor_of
 from holdfast.integrations.seam import Adapter, missing, restore_loop_first
 from holdfast.integrations.trainer_logs import (
     counts_of_trl,
@@ -246,10 +247,10 @@ class HoldfastMixin:
         if restored is not None and given["epoch"] == given["epochs_trained"]:
             if given["steps_trained_in_current_epoch"]:
                 # The order of the data may be drawn from it; the Trainer rewinds after the skip.
-                torch.set_rng_state(loop.generator)
+                torch.set_rng_state(tensor_of(loop.generator))
             else:
                 restored.rewind()
-        loop.generator = torch.get_rng_state()
+        loop.generator = bytes_of(torch.get_rng_state())
         return super()._run_epoch(**given)  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +289,7 @@ class _Loop:
         """The step of the last evaluation."""
         self._saved: dict[str, Any] = {}
         self._forget_log()
-        self.generator = torch.get_rng_state()
+        self.generator: Any = bytes_of(torch.get_rng_state())
         """The state of torch's generator at the begin of the epoch."""
 
     def begin(self, updates_an_epoch: int, epoch: int, batches: int, *, is_stream: bool) -> None:
@@ -388,7 +389,7 @@ class _Loop:
             "state": plain,
             "callbacks": _callback_states(trainer),
             "log": self._log_leaf,
-            "generator": self.generator,  # small, so that each rank has its own
+            "generator": self.generator,
             "stopped": self._is_stopped,
             "epoch": self.epoch,
             "updates": self._updates(),
@@ -411,7 +412,7 @@ class _Loop:
         self._forget_log()
         self._is_stopped = False
         if "generator" in found:  # the first version kept none
-            self.generator = found["generator"].clone()
+            self.generator = found["generator"]
         trainer.state = dataclasses.replace(trainer.state, **found["state"], log_history=history)
         _set_callback_states(trainer, found["callbacks"])
         self.epoch, self._updates_before = found["epoch"], found["updates"]
