@@ -237,6 +237,35 @@ def test_what_is_joined_is_given_up_and_not_rolled_up_again(
     assert_alike(said(root), expected)
 
 
+def test_a_full_file_is_read_once_and_the_directory_is_listed_once_for_all_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of hosts change the directory all the time."""
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(rollup_writer, "PART_BYTES", 1)
+    root = tell_run(tmp_path, RANKS)
+    roll_up_all(root)
+    every = [path for trail in trails_of(root) for path in closed_files(rollup_path(trail))]
+    opened, listed = list[Path](), list[Path]()
+    open_file, listdir = run_rollup_writer.open_file, os.listdir
+
+    def open_and_note(path: Path) -> Any:
+        opened.append(path)
+        return open_file(path)
+
+    def list_and_note(path: Any) -> Any:
+        listed.append(Path(path))
+        return listdir(path)
+
+    monkeypatch.setattr(run_rollup_writer, "open_file", open_and_note)
+    monkeypatch.setattr(os, "listdir", list_and_note)
+    writer = writer_of(root, reading_s=60.0)
+    assert writer.join() and not writer.join() and not writer.join()
+    assert sorted(path for path in opened if path in every) == sorted(every)
+    assert listed.count(root / "events" / ROLLUPS) == 3
+    assert all(path.exists() for path in every)
+
+
 def test_none_is_larger_than_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of hosts that have much to say one would be."""
     monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
