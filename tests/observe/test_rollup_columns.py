@@ -15,6 +15,11 @@ from holdfast.observe.rollup_joiner import RollupJoiner
 from holdfast.observe.rollups import NAMED, PhaseRollup
 
 
+def single(seconds: float) -> float:
+    """Returns what columns keep of the seconds of a phase."""
+    return float(np.float32(seconds))
+
+
 def host_saves(host: int, steps: range, chance: random.Random) -> list[SaveRollup]:
     """Saves of eight ranks: each phase of some of them, and now and then a form of its own."""
     ranks = list(range(8 * host, 8 * host + 8))
@@ -23,9 +28,9 @@ def host_saves(host: int, steps: range, chance: random.Random) -> list[SaveRollu
         some = sorted(chance.sample(ranks, chance.randrange(1, 9)))
         phases = {
             "held_s": PhaseValues(
-                ranks, [chance.choice((0.0, 0.25, chance.random())) for _ in ranks]
+                ranks, [chance.choice((0.0, 0.25, single(chance.random()))) for _ in ranks]
             ),
-            "fence_s": PhaseValues(some, [round(chance.random(), 6) for _ in some]),
+            "fence_s": PhaseValues(some, [single(chance.random()) for _ in some]),
         }
         at_s = 100.0 + 10 * step + host / 100
         calls = [(0, at_s, at_s + chance.random(), chance.choice(ranks))]
