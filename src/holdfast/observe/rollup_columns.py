@@ -22,7 +22,7 @@ from holdfast.observe.rollup_groups import (
     SaveColumns,
     SaveRollup,
 )
-from holdfast.observe.rollups import NAMED
+from holdfast.observe.rollups import NAMED, rounded
 from holdfast.observe.save_calls import SaveCalls
 from holdfast.observe.save_records import SaveRecords
 
@@ -162,7 +162,7 @@ def saves_of(columns: SaveColumns) -> Iterator[SaveRollup]:
         found = {}
         for name in getattr(columns, kind):
             pairs = zip(columns.ranks, seconds[kind, name][at], strict=True)
-            own = [(rank, s) for rank, s in pairs if s >= 0]
+            own = [(rank, rounded(s)) for rank, s in pairs if s >= 0]
             if own:
                 found[name] = PhaseValues([rank for rank, _ in own], [s for _, s in own])
         return found
@@ -350,8 +350,9 @@ class _JoinedStart:
             is_there[:] = False
             is_there[own] = True
             for ranks, every in zip((parts.asked, parts.copied, parts.stored), ranges, strict=True):
-                if len(every):
-                    ranks.add_ranges(_union(every[is_there[every[:, 0]], 1:], np))
+                some = every[is_there[every[:, 0]], 1:] if len(every) else every
+                if len(some):
+                    ranks.add_ranges(_union(some, np))
 
     def _add_calls(self) -> None:
         """Adds the first and the last calls, and the first copies, by the common clock."""
@@ -401,7 +402,7 @@ def _union(ranges: Any, np: Any) -> Iterator[tuple[int, int]]:
     """Returns ranges from a first to a last one as few that lie apart."""
     first, last = ranges[np.argsort(ranges[:, 0], kind="stable")].T
     last = np.maximum.accumulate(last)
-    begins = np.flatnonzero(np.append(True, first[1:] > last[:-1] + 1)[: len(first)])
+    begins = np.flatnonzero(np.append(True, first[1:] > last[:-1] + 1))
     return zip(first[begins].tolist(), last[np.append(begins[1:] - 1, -1)].tolist(), strict=True)
 
 
