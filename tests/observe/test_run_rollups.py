@@ -27,7 +27,7 @@ import holdfast
 from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.observe import records, rollup_writer, run_rollup_writer, run_rollups
-from holdfast.observe.event_files import closed_files
+from holdfast.observe.event_files import closed_files, open_file
 from holdfast.observe.rollup_files import ROLLUPS, inflate_rollup, name_of, rollup_path
 from holdfast.observe.rollup_groups import FilePart, Rollup, RunRollupHead, SaveRollup, TrailParts
 from holdfast.observe.rollup_maker import roll_up
@@ -249,7 +249,7 @@ def test_a_full_file_is_read_once_and_the_directory_is_listed_once_for_all_hosts
     roll_up_all(root)
     every = [path for trail in trails_of(root) for path in closed_files(rollup_path(trail))]
     opened, listed = list[Path](), list[Path]()
-    open_file, listdir = run_rollup_writer.open_file, os.listdir
+    listdir = os.listdir
 
     def open_and_note(path: Path) -> Any:
         opened.append(path)

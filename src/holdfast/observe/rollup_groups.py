@@ -102,8 +102,7 @@ class SaveColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             raise ValueError("columns have a value for each save")
         if len(self.moments) != 8 * len(MOMENT_ROWS) * saves or len(self.seconds) != 4 * seconds:
             raise ValueError("columns have a value for each save, and phases for each rank, too")
-        names = {*self.phases}, {*self.even}, {*self.ranks}
-        if [*map(len, names)] != [*map(len, (self.phases, self.even, self.ranks))]:
+        if any(len({*some}) < len(some) for some in (self.phases, self.even, self.ranks)):
             raise ValueError("columns name each phase and each rank once")
 
 
