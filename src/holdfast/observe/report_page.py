@@ -223,8 +223,8 @@ def _timeline(report: Report) -> str:
             f'<g><title>{escaped(title)}</title><path class="stall" '
             f'd="M{at - 5:.1f} 0h10l-5 12z"/></g>'
         )
-    ends = f"from {moment_text(first_s)} to {moment_text(report.last_s)}"
-    key = f'<p class="soft">Starts by number, {ends}; a triangle is an interruption.</p>'
+    when = f"from {moment_text(first_s)} to {moment_text(report.last_s)}"
+    key = f'<p class="soft">Starts by number, {when}; a triangle is an interruption.</p>'
     return key + svg(46, "starts and interruptions over time", parts)
 
 
