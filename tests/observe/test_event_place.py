@@ -124,6 +124,33 @@ def test_what_is_gone_from_a_bucket_is_followed_no_longer(
     tails.close()
 
 
+@pytest.mark.parametrize("fate", ["given up", "removed", "read"])
+def test_of_what_is_no_longer_in_the_spool_no_line_is_kept(
+    fate: str, spool: tuple[places.EventPlace, Store]
+) -> None:
+    """Whether its upload was read, a rule of the bucket was faster, or there was no room for it."""
+    place, store = spool
+    host, other = place.file("host-h"), place.file("host-a")
+    tails = FileTails(ROOT)
+    for names in ("abc", "def"):
+        append(host, *names)
+        append(other, *names.upper())
+        assert list(tails.read()) == []
+    held = sum(len(line) for line in tails._of_spool)
+    assert held == host.stat().st_size + other.stat().st_size - 12  # without their ends
+    if fate == "given up":
+        host.unlink()
+        other.unlink()
+    else:
+        upload(place, store)
+    if fate == "removed":
+        for name in store.list(places.EVENTS):
+            store.remove(f"{places.EVENTS}/{name}")
+    list(tails.read())
+    assert not tails._of_spool
+    tails.close()
+
+
 @pytest.mark.promise
 def test_what_is_uploaded_again_after_a_kill_or_while_it_is_read_counts_once(
     spool: tuple[places.EventPlace, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,9 @@ from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
 from holdfast.observe.rollups import PhaseSpread
 from holdfast.observe.spans import RecordChoice, SaveName, read_spans
+from holdfast.observe.tables import figure_rows
 from holdfast.observe.text import seconds_text
+from holdfast.observe.trouble_lines import trouble_lines
 from support.runs.told import tell_sick_run
 
 EVIL = (
@@ -207,3 +209,22 @@ def test_a_browser_draws_it_and_finds_nothing_to_complain_of(tmp_path: Path) -> 
         colours = picture.convert("RGB").getcolors(1 << 24) or []
     # Productive time is drawn in its colour, on more than a stray pixel.
     assert sum(count for count, colour in colours if colour == (0x2D, 0xA4, 0x4E)) > 500
+
+
+def test_the_page_says_all_that_the_report_says_in_words(tmp_path: Path) -> None:
+    """Its figures of all saves, and what else happened or could not be read."""
+    root = tell_sick_run(tmp_path)
+    with (root / "events" / "host-a.jsonl").open("ab") as file:
+        file.write(b'{"torn\n')
+    report = dataclasses.replace(read_report(root), dropped_sources=("storage: <b>block 3</b>",))
+    text = page_of(report)
+    seen = Page(text).seen
+    lines = trouble_lines(report)
+    assert any("torn line" in line for line in lines) and any("block 3" in line for line in lines)
+    for line in lines:
+        assert " ".join(line.split()) in " ".join(seen.split())
+    rows = list(figure_rows(report.figures))
+    assert any(row[1] == "1-0 rank 0" for row in rows)
+    for row in rows:
+        assert "".join(row) in seen
+    assert "<b>" not in text

@@ -8,11 +8,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from holdfast.observe import rollup_columns
 from holdfast.observe.clocks import ClockComparison, HostClocks, HostMoment
 from holdfast.observe.rollup_columns import columns_of, saves_of
 from holdfast.observe.rollup_groups import ClockRollup, PhaseValues, Rollup, SaveRollup
 from holdfast.observe.rollup_joiner import RollupJoiner
 from holdfast.observe.rollups import NAMED, PhaseRollup
+
+
+def single(seconds: float) -> float:
+    """Returns seconds that stay the same in columns: of 7 digits some do not."""
+    return round(seconds, 5)
 
 
 def host_saves(host: int, steps: range, chance: random.Random) -> list[SaveRollup]:
@@ -23,9 +29,9 @@ def host_saves(host: int, steps: range, chance: random.Random) -> list[SaveRollu
         some = sorted(chance.sample(ranks, chance.randrange(1, 9)))
         phases = {
             "held_s": PhaseValues(
-                ranks, [chance.choice((0.0, 0.25, chance.random())) for _ in ranks]
+                ranks, [chance.choice((0.0, 0.25, single(chance.random()))) for _ in ranks]
             ),
-            "fence_s": PhaseValues(some, [round(chance.random(), 6) for _ in some]),
+            "fence_s": PhaseValues(some, [single(chance.random()) for _ in some]),
         }
         at_s = 100.0 + 10 * step + host / 100
         calls = [(0, at_s, at_s + chance.random(), chance.choice(ranks))]
@@ -58,7 +64,10 @@ def rollup_of(host: int, saves: list[SaveRollup], *, in_columns: bool) -> Rollup
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_saves_that_stood_in_columns_are_the_same(seed: int) -> None:
+def test_saves_that_stood_in_columns_are_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollup_columns, "_LEAST_SAVES", 1)
     saves = host_saves(3, range(12), random.Random(seed))
     columns, others = columns_of(saves)
     found = [*others, *(save for one in columns for save in saves_of(one))]
@@ -68,8 +77,12 @@ def test_saves_that_stood_in_columns_are_the_same(seed: int) -> None:
 
 @pytest.mark.promise
 @pytest.mark.parametrize("seed", range(4))
-def test_columns_that_are_joined_at_once_give_what_their_saves_give(seed: int) -> None:
+@pytest.mark.parametrize("least_saves", [1, 3])
+def test_columns_that_are_joined_at_once_give_what_their_saves_give(
+    seed: int, least_saves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a save of a host is in two parts, and hosts have different saves."""
+    monkeypatch.setattr(rollup_columns, "_LEAST_SAVES", least_saves)
     chance, joined = random.Random(seed), []
     told = []
     for host in range(60):

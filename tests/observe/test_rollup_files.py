@@ -6,11 +6,13 @@ import base64
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -443,11 +445,26 @@ def damaged_apart(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], 
     return damage
 
 
+def changed(at: int, kind: str, change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
+    """One of the arrays of columns, as a list."""
+
+    def change_array(document: dict[str, Any]) -> None:
+        columns = document["columns"][0]
+        values = array(kind, base64.b64decode(columns[at])).tolist()
+        change(values)
+        columns[at] = base64.b64encode(array(kind, values).tobytes()).decode()
+
+    return damaged(change_array)
+
+
+COUNTS, MOMENTS, SECONDS = (9, "q"), (10, "d"), (11, "f")
+
+
 def deflated(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
     def damage(line: bytes) -> bytes:
         document = msgspec.json.decode(line)
-        saves = base64.b64encode(change(base64.b64decode(document["saves"])))
-        return msgspec.json.encode(document | {"saves": saves.decode()})
+        columns = base64.b64encode(change(base64.b64decode(document["saves"]["columns"])))
+        return msgspec.json.encode(document | {"saves": {"columns": columns.decode()}})
 
     return damage
 
@@ -464,10 +481,23 @@ def deflated(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
         damaged(lambda d: d["columns"][0].__setitem__(1, 7)),
         damaged(lambda d: d["columns"][0][2].append(5)),
         damaged(lambda d: d["columns"][0][4].append([5, 1])),
-        damaged(lambda d: d["columns"][0][7].pop()),
-        damaged(lambda d: d["columns"][0][8]["held_s"].pop()),
-        damaged(lambda d: d["columns"][0][8]["held_s"].__setitem__(0, -2.0)),
-        damaged(lambda d: d["columns"][0][15].pop("images")),
+        damaged(lambda d: d["columns"][0][7].append("fence_s")),
+        damaged(lambda d: d["columns"][0].append("of a newer version")),
+        damaged(lambda d: d.__setitem__("new", {})),
+        changed(*COUNTS, list.pop),
+        changed(*COUNTS, list.clear),
+        changed(*COUNTS, lambda counts: counts.__setitem__(0, counts[1])),
+        changed(*COUNTS, lambda counts: counts.__setitem__(0, -2)),
+        changed(*COUNTS, lambda counts: counts.__setitem__(-1, -1)),
+        changed(*COUNTS, lambda counts: counts.__setitem__(-1, (1 << 63) - 1)),
+        changed(*MOMENTS, list.pop),
+        changed(*MOMENTS, lambda moments: moments.__setitem__(0, math.nan)),
+        changed(*MOMENTS, lambda moments: moments.__setitem__(0, -math.inf)),
+        changed(*MOMENTS, lambda moments: moments.__setitem__(-1, -0.5)),
+        changed(*SECONDS, list.pop),
+        changed(*SECONDS, lambda seconds: seconds.__setitem__(0, -2.0)),
+        changed(*SECONDS, lambda seconds: seconds.__setitem__(0, math.nan)),
+        changed(*SECONDS, lambda seconds: seconds.__setitem__(0, 1e31)),
         damaged(lambda d: d["lives"][0].__setitem__(1, 9)),
         damaged(lambda d: d.__setitem__("end", -5)),
         deflated(lambda data: data[:-9]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import gzip
 import json
@@ -10,6 +11,7 @@ import random
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,9 +27,9 @@ import holdfast
 from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.observe import records, rollup_writer, run_rollup_writer, run_rollups
-from holdfast.observe.event_files import closed_files
-from holdfast.observe.rollup_files import ROLLUPS, name_of, rollup_path
-from holdfast.observe.rollup_groups import FilePart, Rollup, RunRollupHead, TrailParts
+from holdfast.observe.event_files import closed_files, open_file
+from holdfast.observe.rollup_files import ROLLUPS, inflate_rollup, name_of, rollup_path
+from holdfast.observe.rollup_groups import FilePart, Rollup, RunRollupHead, SaveRollup, TrailParts
 from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
 from holdfast.observe.rollups import NAMED
@@ -237,6 +239,35 @@ def test_what_is_joined_is_given_up_and_not_rolled_up_again(
     assert_alike(said(root), expected)
 
 
+def test_a_full_file_is_read_once_and_the_directory_is_listed_once_for_all_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of hosts change the directory all the time."""
+    monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(rollup_writer, "PART_BYTES", 1)
+    root = tell_run(tmp_path, RANKS)
+    roll_up_all(root)
+    every = [path for trail in trails_of(root) for path in closed_files(rollup_path(trail))]
+    opened, listed = list[Path](), list[Path]()
+    listdir = os.listdir
+
+    def open_and_note(path: Path) -> Any:
+        opened.append(path)
+        return open_file(path)
+
+    def list_and_note(path: Any) -> Any:
+        listed.append(Path(path))
+        return listdir(path)
+
+    monkeypatch.setattr(run_rollup_writer, "open_file", open_and_note)
+    monkeypatch.setattr(os, "listdir", list_and_note)
+    writer = writer_of(root, reading_s=60.0)
+    assert writer.join() and not writer.join() and not writer.join()
+    assert sorted(path for path in opened if path in every) == sorted(every)
+    assert listed.count(root / "events" / ROLLUPS) == 3
+    assert all(path.exists() for path in every)
+
+
 def test_none_is_larger_than_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of hosts that have much to say one would be."""
     monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
@@ -324,22 +355,81 @@ def _name(path: Path) -> str:
         return name_of(file)
 
 
+def of_newer(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """Returns a line as a newer version writes it, which has more in a roll-up than this one."""
+
+    def changed(line: bytes) -> bytes:
+        rolled_up = json.loads(inflate_rollup(line))
+        change(rolled_up)
+        deflated = base64.b64encode(zlib.compress(json.dumps(rolled_up).encode())).decode()
+        return json.dumps({**json.loads(line), "saves": {"columns": deflated}}).encode() + b"\n"
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: json.dumps({**json.loads(line), "saves": 3}).encode() + b"\n",
+        of_newer(lambda rolled_up: rolled_up.update(tables=[])),
+        of_newer(lambda rolled_up: rolled_up["clocks"][0].append(7)),
+        of_newer(lambda rolled_up: rolled_up["lives"][0].append("of the future")),
+    ],
+    ids=["a line", "a field", "a column of clocks", "a column of lives"],
+)
 def test_what_is_of_another_version_is_not_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A keeper of a newer version rolled it up, or one of an older."""
+    """A keeper of a newer version rolled it up, or one of an older: what this one does not know
+    would be in no roll-up any more.
+    """
     monkeypatch.setattr(rollup_writer, "CHUNK_BYTES", 3000)
     monkeypatch.setattr(rollup_writer, "PART_BYTES", 1)
     root = tell_run(tmp_path, RANKS)
     roll_up_all(root)
-    foreign, *_ = closed_files(rollup_path(trails_of(root)[0]))
-    line = json.loads(gzip.decompress(foreign.read_bytes()))
-    data = json.dumps({**line, "saves": 3}).encode() + b"\n"
-    foreign.write_bytes(gzip.compress(data))
+    foreign = next(
+        path
+        for trail in trails_of(root)
+        for path in closed_files(rollup_path(trail))
+        if b'"lives"' in inflate_rollup(path.read_bytes())
+    )
+    data = change(foreign.read_bytes())
+    foreign.write_bytes(data)
     writer = writer_of(root)
     assert writer.join() and not writer.join()
-    assert foreign in closed_files(rollup_path(trails_of(root)[0]))
-    assert gzip.decompress(foreign.read_bytes()) == data
+    assert [path for path in foreign.parent.glob("*.s*") if path == foreign] == [foreign]
+    assert foreign.read_bytes() == data
+    heads = [read_head(path) for _, path in joined_files(root / "events")]
+    start = json.loads(data)["start"]
+    trail = f"{foreign.name.partition('.')[0]}.jsonl"
+    parts = [part for head in heads for one in head.trails if one.trail == trail
+             for part in one.parts if part.file == json.loads(data)["file"]]  # fmt: skip
+    assert parts and start not in [part.start for part in parts]
+
+
+class _OlderLine(msgspec.Struct):
+    """A line as versions read it that had no columns."""
+
+    file: str
+    start: int
+    end: int
+    is_end: bool
+    saves: bytes
+
+
+class _OlderRollup(msgspec.Struct):
+    saves: list[SaveRollup] = []
+
+
+def test_a_version_that_knows_no_columns_takes_no_line_that_has_some(tmp_path: Path) -> None:
+    """It would join what it knows of them, and give up the rest."""
+    root = tell_run(tmp_path, RANKS)
+    roll_up_all(root)
+    for trail in trails_of(root):
+        for line in rollup_path(trail).read_bytes().splitlines():
+            for older in (_OlderLine, _OlderRollup):
+                with pytest.raises(msgspec.ValidationError):
+                    msgspec.json.decode(line, type=older)
 
 
 @pytest.mark.parametrize(

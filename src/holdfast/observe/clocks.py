@@ -293,6 +293,8 @@ class CommonClock:
         self._hosts, self._walls_s = hosts, walls_s
         self._added_s = list(walls_s)
         self._knots: dict[int, Sequence[_Knot]] = {}
+        self._arrays: dict[int, NDArray[np.float64]] = {}
+        """Moments of the knots of a clock by itself, and by the common one."""
         self._errors_s: dict[int, float | None] = {}
 
     def place(
@@ -364,7 +366,9 @@ class CommonClock:
         knots = self._knots.get(clock)
         if knots is None:
             return self._added_s[clock] + at_s
-        own, common = (np.array([getattr(one, of) for one in knots]) for of in ("at_s", "common_s"))
+        if clock not in self._arrays:
+            self._arrays[clock] = np.array([(one.at_s, one.common_s) for one in knots]).T
+        own, common = self._arrays[clock]
         beyond = np.minimum(0.0, at_s - own[0]) + np.maximum(0.0, at_s - own[-1])
         found: NDArray[np.float64] = np.interp(at_s, own, common) + beyond
         return found

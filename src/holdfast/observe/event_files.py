@@ -16,7 +16,8 @@ import shutil
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -59,14 +60,19 @@ def event_budget() -> int:
 def closed_files(path: Path) -> list[Path]:
     """Returns the full files of the writer of ``path``, oldest first."""
     older = [path.with_suffix(f".{n}.jsonl") for n in (0, 1)]
+    found = [each for each in older if each.exists() or each.is_symlink()]
+    return found + _ordered(path, _numbered_files(path.parent).get(path.stem, ()))
+
+
+def _ordered(path: Path, names: Iterable[str]) -> list[Path]:
+    """Returns the full files of the writer of ``path``, by their names, oldest first."""
     numbered: dict[int, Path] = {}
-    for name in _numbered_files(path.parent).get(path.stem, ()):
+    for name in names:
         number = _number(name)
         # Of a file that is being compressed, both are there; then the compressed one is whole.
         if number not in numbered or name.endswith(".gz"):
             numbered[number] = path.with_name(name)
-    found = [each for each in older if each.exists() or each.is_symlink()]
-    return [*found, *(each for _, each in sorted(numbered.items()))]
+    return [each for _, each in sorted(numbered.items())]
 
 
 #: Of the directories that were listed last when each had changed last, and what was in it: a report
@@ -166,8 +172,22 @@ def trails(root: str | Path) -> list[Path]:
 
 def trails_in(directory: Path) -> list[Path]:
     """Returns the newest file of every writer in a directory; it need not exist yet."""
-    found = [*directory.glob("*.jsonl"), *directory.glob("*.jsonl.gz")]
-    return sorted({path.with_name(_FULL.sub(".jsonl", path.name)) for path in found})
+    return list(closed_files_in(directory))
+
+
+def closed_files_in(directory: Path) -> dict[Path, list[Path]]:
+    """Returns the newest file of every writer in a directory, and with it its full files that have
+    a number, oldest first: those of thousands of writers by one listing.
+    """
+    found = defaultdict[str, list[str]](list)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(directory):
+            full = _FULL.search(name)
+            if full or name.endswith(".jsonl"):
+                closed = found[_FULL.sub(".jsonl", name)]
+                closed += [name] if full and full[1] else []
+    trails = ((directory / name, closed) for name, closed in sorted(found.items()))
+    return {path: _ordered(path, closed) for path, closed in trails}
 
 
 def size_bytes(path: Path) -> int:

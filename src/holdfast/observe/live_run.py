@@ -85,7 +85,8 @@ class FileTails:
         self._tails: dict[Path, _Tail] = {}
         self._is_first = True
         self._of_spool: set[bytes] = set()
-        """Lines that were read before they were uploaded, of which they are read again."""
+        """The lines that the spool had at the last look: those that it lacks at the next one are in
+        objects that are read then, or nowhere."""
 
     @property
     def files(self) -> int:
@@ -94,20 +95,17 @@ class FileTails:
 
     def read(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
         """Yields the records that are new, file by file; lines that are none are passed over."""
+        of_spool = set[bytes]()
         for path, line in self._lines():
-            if self._place.is_spool and self._is_known(path, line):
-                continue
+            if self._place.is_spool:
+                is_known = line in self._of_spool or line in of_spool
+                if is_of_spool(path):
+                    of_spool.add(line)
+                if is_known:
+                    continue
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 yield _decode_event(line), _decode_head(line)
-
-    def _is_known(self, path: Path, line: bytes) -> bool:
-        """Returns True for a line of a bucket that was read out of the spool already."""
-        known = line in self._of_spool
-        if is_of_spool(path):
-            self._of_spool.add(line)
-        else:
-            self._of_spool.discard(line)
-        return known
+        self._of_spool = of_spool
 
     def _lines(self) -> Iterator[tuple[Path, bytes]]:
         directory = self._place.read_from()

@@ -39,6 +39,7 @@ from holdfast.observe.summary import (
     parts_text,
     reliability_lines,
 )
+from holdfast.observe.tables import FIGURE_NAMES, figure_rows
 from holdfast.observe.text import (
     moment_text,
     rate_text,
@@ -46,6 +47,7 @@ from holdfast.observe.text import (
     size_text,
     zone_text,
 )
+from holdfast.observe.trouble_lines import trouble_lines
 
 #: Saves of a chart, and lines of a table; of more the newest are shown.
 MOST_SAVES, MOST_LINES = 240, 200
@@ -130,12 +132,17 @@ def _body(
         yield _restores(report)
     saves = report.saves[-MOST_SAVES:]
     if saves:
+        yield "<h2>All saves</h2>"
+        yield table(FIGURE_NAMES, figure_rows(report.figures), texts=2)
         yield "<h2>Saves over time</h2>"
         yield _chart(saves)
         yield "<h2>Ranks and hosts by saves</h2>"
         yield heat_maps(report, saves, maps)
         yield "<h2>Saves</h2>"
         yield _save_table(report, saves[-MOST_LINES:])
+    troubles = "".join(f"<li>{escaped(line)}</li>" for line in trouble_lines(report))
+    if troubles:
+        yield f"<h2>What else happened</h2><ul>{troubles}</ul>"
 
 
 def _ledger_bar(ledger: Ledger) -> str:
@@ -216,7 +223,9 @@ def _timeline(report: Report) -> str:
             f'<g><title>{escaped(title)}</title><path class="stall" '
             f'd="M{at - 5:.1f} 0h10l-5 12z"/></g>'
         )
-    return svg(46, "starts and interruptions over time", parts)
+    when = f"from {moment_text(first_s)} to {moment_text(report.last_s)}"
+    key = f'<p class="soft">Starts by number, {when}; a triangle is an interruption.</p>'
+    return key + svg(46, "starts and interruptions over time", parts)
 
 
 def _interruptions(report: Report) -> str:

@@ -34,29 +34,51 @@ _FIRST_BYTES = 64 << 10
 #: The most that a roll-up has when it is inflated; one of 256 KiB of records has less than half of
 #: that.
 _INFLATED_BYTES = 4 << 20
-decode_columns = msgspec.json.Decoder(Rollup).decode
+_decode = msgspec.json.Decoder(Rollup).decode
+
+
+def decode_columns(data: bytes) -> Rollup:
+    """Returns a roll-up. Raises msgspec.DecodeError or UnicodeDecodeError."""
+    found = _decode(data)
+    if found.columns:
+        from holdfast.observe.rollup_columns import arrays_of  # a start would wait for it
+
+        try:
+            for one in found.columns:
+                arrays_of(one).check()
+        except ValueError as error:
+            raise msgspec.ValidationError(str(error)) from error
+    return found
 
 
 def decode_rollup(data: bytes) -> Rollup:
     """Returns a roll-up with all of its saves apart. Raises as ``decode_columns`` does."""
-    from holdfast.observe.rollup_columns import saves_of  # a start would wait for it
-
     found = decode_columns(data)
-    found.saves += [save for one in found.columns for save in saves_of(one)]
-    found.columns = []
+    if found.columns:
+        from holdfast.observe.rollup_columns import saves_of
+
+        found.saves += [save for one in found.columns for save in saves_of(one)]
+        found.columns = []
     return found
+
+
+class _InColumns(msgspec.Struct):
+    """A roll-up with its saves in columns, deflated."""
+
+    columns: bytes
 
 
 class _DeflatedRollup(msgspec.Struct):
     """A line of a host's roll-ups: the roll-up, deflated, stands in the place of its saves, so that
-    older versions take the line for one of another version.
+    older versions take the line for one of another version, and leave it as it is. Those of some
+    have it there without columns.
     """
 
     file: str
     start: int
     end: int
     is_end: bool
-    saves: bytes
+    saves: _InColumns | bytes
 
 
 _decode_deflated = msgspec.json.Decoder(_DeflatedRollup).decode
@@ -64,7 +86,7 @@ _decode_deflated = msgspec.json.Decoder(_DeflatedRollup).decode
 
 def encode_rollup(of: Rollup) -> bytes:
     """Returns the line of a host's roll-up."""
-    deflated = zlib.compress(msgspec.json.encode(of))
+    deflated = _InColumns(zlib.compress(msgspec.json.encode(of)))
     line = _DeflatedRollup(of.file, of.start, of.end, of.is_end, deflated)
     return msgspec.json.encode(line) + b"\n"
 
@@ -75,11 +97,12 @@ def inflate_rollup(line: bytes) -> bytes:
     Raises msgspec.DecodeError or UnicodeDecodeError.
     """
     try:
-        deflated = _decode_deflated(line).saves
+        saves = _decode_deflated(line).saves
     except msgspec.ValidationError:
         return line
     inflater = zlib.decompressobj()
     try:
+        deflated = saves if isinstance(saves, bytes) else saves.columns
         data = inflater.decompress(deflated, _INFLATED_BYTES)
     except zlib.error as error:
         raise msgspec.DecodeError(str(error)) from error

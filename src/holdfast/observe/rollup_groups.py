@@ -20,15 +20,18 @@ Wall = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 
 #: Seconds, or seconds a GiB of few bytes; the bucket of a sketch that they are in.
 _Value = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
-_ValueOrNone = Annotated[float, msgspec.Meta(ge=-1, le=1e30)]
 _Bucket = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=4000)]
 
 
 #: The quantities of a save that add up over hosts, but for the size of a ring: the largest counts.
 COUNTED = "asked_bytes", "image_bytes", "images", "written_bytes", "written", "ring_bytes"
+#: What ``SaveColumns`` have of each save beside its phases. ``copied_s``: -1 where no rank of the
+#: host began a copy.
+COUNT_ROWS = "step", "last_by", *COUNTED
+MOMENT_ROWS = "first_s", "last_s", "copied_s", "blocked_s"
 
 
-class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True):
+class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """A roll-up as it is kept in files: the slowest ranks with their seconds, and of all others how
     many are in which bucket of the sketch, and the least.
     """
@@ -39,7 +42,7 @@ class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True):
     least_s: _Value = 0.0
 
 
-class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
+class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """One save over the ranks of a host but 0.
 
     ``calls``: clock, first call, last call, and the rank that made it. ``copies``: clock, and when
@@ -69,10 +72,14 @@ class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True):
     left_out: Count = 0
 
 
-class SaveColumns(msgspec.Struct, array_like=True):
+class SaveColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Saves of one start, by one clock, of the same ranks of a host, as ``rollup_columns`` makes
-    them of ``SaveRollup``: all lists from ``steps`` on have a value for each save, and those of
-    phases one for each save and rank, -1 where there is none.
+    them of ``SaveRollup``, oldest first.
+
+    What differs from save to save stands in arrays (little-endian), for each name a row with a
+    value for each save. ``counts``: ``COUNT_ROWS``, of 64-bit integers. ``moments``:
+    ``MOMENT_ROWS``, of 64-bit floats. ``seconds``: ``phases``, then ``even``, of 32-bit floats, for
+    each save and rank one, -1 where there is none.
     """
 
     incarnation: Count
@@ -82,32 +89,24 @@ class SaveColumns(msgspec.Struct, array_like=True):
     asked: list[tuple[Rank, Rank]]
     copied: list[tuple[Rank, Rank]]
     stored: list[tuple[Rank, Rank]]
-    steps: list[StepOrNone]
-    phases: dict[str, list[_ValueOrNone]]
-    even: dict[str, list[_ValueOrNone]]
-    first_s: list[float]
-    last_s: list[float]
-    last_by: list[int]
-    copied_s: list[float]
-    blocked_s: list[Seconds]
-    counted: dict[str, list[Bytes]]
+    phases: list[str]
+    even: list[str]
+    counts: bytes
+    moments: bytes
+    seconds: bytes
 
     def __post_init__(self) -> None:
-        saves = len(self.steps)
-        floats = self.first_s, self.last_s, self.copied_s, self.blocked_s
-        lengths = {len(self.last_by), *map(len, floats), *map(len, self.counted.values())}
-        if lengths != {saves} or not saves:
+        saves, rest = divmod(len(self.counts), 8 * len(COUNT_ROWS))
+        seconds = saves * len(self.ranks) * (len(self.phases) + len(self.even))
+        if rest or not saves:
             raise ValueError("columns have a value for each save")
-        if len({*self.ranks}) < len(self.ranks) or len({*self.steps}) < saves:
-            raise ValueError("columns name each rank and each save once")
-        if self.counted.keys() != {*COUNTED}:
-            raise ValueError(f"columns have {', '.join(COUNTED)}")
-        for values in (*self.phases.values(), *self.even.values()):
-            if len(values) != saves * len(self.ranks):
-                raise ValueError("a phase has a value for each save and rank")
+        if len(self.moments) != 8 * len(MOMENT_ROWS) * saves or len(self.seconds) != 4 * seconds:
+            raise ValueError("columns have a value for each save, and phases for each rank, too")
+        if any(len({*some}) < len(some) for some in (self.phases, self.even, self.ranks)):
+            raise ValueError("columns name each phase and each rank once")
 
 
-class LifeRollup(msgspec.Struct, array_like=True):
+class LifeRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The signs of life of the ranks of a host but 0 in one start, by one clock.
 
     ``first``, ``last``: wall clock and own clock. ``newest_step``: -1 for none. ``ranks``: each
@@ -122,7 +121,7 @@ class LifeRollup(msgspec.Struct, array_like=True):
     ranks: list[tuple[Rank, Seconds, StepOrNone]]
 
 
-class ClockRollup(msgspec.Struct, array_like=True):
+class ClockRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A clock, with its first and last moment: wall clock and own clock."""
 
     host: str
@@ -131,7 +130,7 @@ class ClockRollup(msgspec.Struct, array_like=True):
     last: tuple[Wall, Seconds]
 
 
-class LinkRollup(msgspec.Struct, array_like=True):
+class LinkRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What the keeper of a host measured by messages to another one, with the clock of its host.
 
     ``trips_s``: the newest round trips. ``compared``: wall clock and own clock, how far this was
@@ -148,7 +147,7 @@ class LinkRollup(msgspec.Struct, array_like=True):
     compared: list[tuple[Wall, Seconds, Difference, Seconds]]
 
 
-class SampleRollup(msgspec.Struct, array_like=True):
+class SampleRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The samples of a host: how many, the sums of the pressure that was told and how often it was,
     and the extremes as one sample.
     """
@@ -160,7 +159,7 @@ class SampleRollup(msgspec.Struct, array_like=True):
     extreme: HostSampled
 
 
-class Rollup(msgspec.Struct, omit_defaults=True):
+class Rollup(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """What the bytes ``start`` to ``end`` of an event file say.
 
     ``file``: the checksum of its first line, as it has several names in its life. ``is_end``:
@@ -201,7 +200,7 @@ class Rollup(msgspec.Struct, omit_defaults=True):
             raise ValueError("a moment is by a clock that is known")
 
 
-class FilePart(msgspec.Struct, array_like=True, omit_defaults=True):
+class FilePart(msgspec.Struct, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
     """Bytes of an event file that are rolled up, as a ``Rollup`` names them."""
 
     file: str
@@ -210,14 +209,14 @@ class FilePart(msgspec.Struct, array_like=True, omit_defaults=True):
     is_end: bool = False
 
 
-class TrailParts(msgspec.Struct, array_like=True):
+class TrailParts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What of the event files of a writer, by the name of the newest, is rolled up."""
 
     trail: str
     parts: list[FilePart]
 
 
-class RunRollupHead(msgspec.Struct):
+class RunRollupHead(msgspec.Struct, forbid_unknown_fields=True):
     """The first line of a roll-up of all hosts: which one it is, and what it is of."""
 
     number: Count

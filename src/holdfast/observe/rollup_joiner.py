@@ -174,9 +174,7 @@ class RollupJoiner:
         common = self._clocks.solve()
         self._known.learn(common, self._ends)
         of_all = {self._numbers[key] for key in self._of_all if key in self._numbers}
-        self._columns.add_to(self._saves, common, of_all)
-        for key, blocked_s in self._columns.blocked_s():
-            self._blocked_s[key] += blocked_s
+        self._columns.add_to(self._saves, self._blocked_s, common, of_all)
         made = self._made
         made.saves = [self._save(save, common, of_all) for save in self._saves.rollups()]
         made.lives = [life.made() for life in self._lives.values()]

@@ -111,7 +111,6 @@ class RollupWriter:
             only_beside=only_beside,
             part_bytes=PART_BYTES,
             budget_bytes=_NO_BUDGET,
-            is_compressing=True,
         )
         self._covered: Covered | None = None
         self._reading: _OpenFile | None = None

@@ -74,10 +74,10 @@ class PhaseRollup:
     def values(self) -> PhaseValues:
         """Returns all that it knows, for a file."""
         named = sorted((-rank, s) for s, rank in self._rolled_up())
-        ranks, seconds = [rank for rank, _ in named], [_rounded(s) for _, s in named]
+        ranks, seconds = [rank for rank, _ in named], [rounded(s) for _, s in named]
         if not self._others.count:
             return PhaseValues(ranks, seconds)
-        return PhaseValues(ranks, seconds, self._others.buckets(), _rounded(self._least_s))
+        return PhaseValues(ranks, seconds, self._others.buckets(), rounded(self._least_s))
 
     @property
     def count(self) -> int:
@@ -160,5 +160,6 @@ class PhaseRollup:
         return PhaseSpread(every.count, p50, p90, p99, times * largest_s, slowest)
 
 
-def _rounded(seconds: float) -> float:
+def rounded(seconds: float) -> float:
+    """Returns what files keep of seconds: 7 digits."""
     return float(f"{seconds:.7g}")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.observe.event_files import UNREADABLE, blocks_in, closed_files, open_file, trails_in
+from holdfast.observe.event_files import UNREADABLE, blocks_in, closed_files_in, open_file
 from holdfast.observe.rollup_files import (
     ROLLUPS,
     Covered,
@@ -49,6 +49,8 @@ _READING_S = 300.0
 _TORN = (msgspec.DecodeError, UnicodeDecodeError)
 #: What is wrong with a file that will never be read; another error may be gone the next time.
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error, ValueError, *_TORN)
+#: What a line of another version is of, which one that knows it may join: nothing covers that.
+_FOREIGN = FilePart("", 0, 0)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -74,6 +76,8 @@ class RunRollupWriter:
         self._missing_s: dict[int, float] = {}
         """Since when one is missing that must have been made before others."""
         self._known = KnownClocks()
+        self._full: dict[Path, list[FilePart]] = {}
+        """What the lines of full files are of, which never change."""
 
     def join(self) -> bool:
         """Joins what is new of each host, at most so much; True if there was anything.
@@ -83,20 +87,24 @@ class RunRollupWriter:
         self.look()
         events = self._events()
         joiner, heads, gone = RollupJoiner(self._known), list[TrailParts](), list[Path]()
-        left_bytes, trails = _JOINED_BYTES, trails_in(events / ROLLUPS)
+        full = dict[Path, list[FilePart]]()
+        left_bytes, trails = _JOINED_BYTES, closed_files_in(events / ROLLUPS)
         share_bytes = min(self._part_bytes, max(1, _JOINED_BYTES // max(1, len(trails))))
-        for trail in trails:
+        for trail, closed in trails.items():
             time.sleep(0)  # other threads of the keeper come first
             most_bytes = min(share_bytes, left_bytes)
             of = _TrailJoin(self._coverage.of(trail), joiner, most_bytes)
-            closed = closed_files(trail)
-            for path in [*closed, trail]:
+            for path in closed:
                 with suppress(*UNREADABLE):  # what cannot be read stays for reports to name
-                    if of.take(path) and path in closed[:-1]:  # the newest says where to go on
-                        gone.append(path)
+                    full[path] = of.take(path, self._full.get(path))
+            # The newest says where to go on.
+            gone += [path for path in closed[:-1] if path in full and of.is_joined(full[path])]
+            with suppress(*UNREADABLE):
+                of.take(trail)
             if of.parts:
                 heads.append(TrailParts(trail.name, of.parts))
                 left_bytes -= most_bytes - of.left_bytes
+        self._full = full
         self._give_up(gone)
         if not heads:
             return False
@@ -144,36 +152,38 @@ class _TrailJoin:
         self._taken = Covered()
         self.parts: list[FilePart] = []
 
-    def take(self, path: Path) -> bool:
-        """Joins what is new in a file; True if nothing was."""
-        is_known = True
-        with open_file(path) as file:
-            for block in blocks_in(file):
-                for line in block.split(b"\n"):
-                    if not self._is_known(line):
-                        is_known = False
-        return is_known
+    def is_joined(self, parts: Iterable[FilePart]) -> bool:
+        """Returns True if all these parts were joined before."""
+        return all(map(self._covered.touches, parts))
 
-    def _is_known(self, line: bytes) -> bool:
+    def take(self, path: Path, known: list[FilePart] | None = None) -> list[FilePart]:
+        """Joins what is new in a file; returns what its lines are of. ``known``: the same, if the
+        file was read before and has not changed.
+        """
+        if known is not None and self.is_joined(known):
+            return known
+        with open_file(path) as file:
+            lines = (line for block in blocks_in(file) for line in block.split(b"\n"))
+            return [part for part in map(self._take_line, lines) if part]
+
+    def _take_line(self, line: bytes) -> FilePart | None:
+        """Joins a line, if it is new and there is room; None if it is torn."""
         try:
             end = decode_end(line)
             part = FilePart(end.file, end.start, end.end, end.is_end)
-            if any(one.touches(part) for one in (self._covered, self._taken)):
-                return True
-            if self.left_bytes <= 0:
-                return False
-            data = inflate_rollup(line)
-            rolled_up = decode_columns(data)
-            if self._taken.take(part):
-                self.left_bytes -= len(data)
-                self._joiner.take(rolled_up)
-                self.parts.append(part)
-                return False
+            is_new = not any(one.touches(part) for one in (self._covered, self._taken))
+            if is_new and self.left_bytes > 0:
+                data = inflate_rollup(line)
+                rolled_up = decode_columns(data)
+                if self._taken.take(part):
+                    self.left_bytes -= len(data)
+                    self._joiner.take(rolled_up)
+                    self.parts.append(part)
+            return part
         except msgspec.ValidationError:
-            return False  # whole, and of another version: one that knows it may join it
+            return _FOREIGN
         except _TORN:  # the next keeper of the host rolls it up again
-            pass
-        return True
+            return None
 
 
 def _publish(events: Path, number: int, data: bytes) -> None:

@@ -13,9 +13,8 @@ from rich.table import Table
 
 from holdfast.geometry.rank_ranges import ranks_text
 from holdfast.observe.findings import find
-from holdfast.observe.log import lines_of
 from holdfast.observe.phases import OF_SAVES
-from holdfast.observe.report import Figures, KeeperLife, Report, Restore, Save, Start
+from holdfast.observe.report import Figures, Report, Restore, Save, Start
 from holdfast.observe.restore_view import restore_lines
 from holdfast.observe.summary import (
     bar_text,
@@ -29,7 +28,6 @@ from holdfast.observe.summary import (
 from holdfast.observe.text import (
     NOTHING,
     count_text,
-    counts_text,
     moment_text,
     on_one_line,
     rate_text,
@@ -38,15 +36,10 @@ from holdfast.observe.text import (
     size_text,
     zone_text,
 )
+from holdfast.observe.trouble_lines import trouble_lines
 
 #: The most of a line of trouble that is shown; all of it is in ``--json``.
 _LINE_LENGTH = 600
-#: The lines of trouble that are shown: a run of thousands of hosts has as many.
-_MOST_TROUBLES = 60
-#: A save that waits for longer to be written is told of.
-_LONG_QUEUED_S = 60.0
-#: Short messages between keepers that take longer are told of.
-_LONG_TRIP_S = 0.1
 
 
 def render(report: Report, console: Console, *, last: int = 20, now_s: float | None = None) -> None:
@@ -122,10 +115,7 @@ def _render_details(report: Report, console: Console, last: int) -> None:
         console.print(_restore_table(report.restores))
         for line in restore_lines(report, last):
             console.print(_shortened(line), markup=False)
-    troubles = _troubles(report)
-    more = len(troubles) - _MOST_TROUBLES
-    told = [f"and {more} more like these: --json has all"] if more > 0 else []
-    for line in [*troubles[:_MOST_TROUBLES], *told, *_gaps(report)]:
+    for line in trouble_lines(report):
         console.print(_shortened(on_one_line(line)), style="yellow", markup=False)
 
 
@@ -229,10 +219,12 @@ _SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
 }
 
 
-def _figure_table(figures: dict[str, Figures]) -> Table:
-    table = _table("All saves", "quantity", "count", "median", "90 %", "99 %", "largest")
-    table.add_column("which", justify="left")
-    table.add_column("sum", justify="right")
+#: What is told of a quantity over all saves.
+FIGURE_NAMES = "quantity", "which", "count", "median", "90 %", "99 %", "largest", "sum"
+
+
+def figure_rows(figures: dict[str, Figures]) -> Iterator[tuple[str, ...]]:
+    """Yields what each quantity of saves was, as ``FIGURE_NAMES`` say; ``which``: the largest."""
     for name, of in figures.items():
         if not of.largest:
             continue
@@ -241,7 +233,13 @@ def _figure_table(figures: dict[str, Figures]) -> Table:
         total = "" if name == "throughput_bytes_per_s" else text(of.total)
         which = of.generation + (f" rank {of.rank}" if of.rank >= 0 else "")
         shown = map(text, (of.median, of.p90, of.p99, of.largest))
-        table.add_row(label, str(of.count), *shown, which, total)
+        yield label, which, str(of.count), *shown, total
+
+
+def _figure_table(figures: dict[str, Figures]) -> Table:
+    table = _table("All saves", *FIGURE_NAMES)
+    for label, which, *others in figure_rows(figures):
+        table.add_row(label, which, *others)
     return table
 
 
@@ -268,83 +266,5 @@ def _table(title: str, first: str, *others: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column(first)
     for name in others:
-        table.add_column(name, justify="left" if name in ("state", "source") else "right")
+        table.add_column(name, justify="left" if name in ("state", "source", "which") else "right")
     return table
-
-
-def _troubles(report: Report) -> list[str]:
-    lines = [f"missed {s.incarnation}-{s.step}: {s.reason}" for s in report.misses]
-    lines += [
-        f"waited for {host} in vain at {count_text(saves, 'save')}"
-        for host, saves in report.late_hosts.items()
-    ]
-    lines += [
-        f"keeper lost {moment_text(loss.time_s)}{' on ' + loss.host if loss.host else ''}"
-        f" (incarnation {loss.incarnation}): {loss.reason}"
-        for loss in report.keeper_losses
-    ]
-    lines += [f"source dropped at a restore: {dropped}" for dropped in report.dropped_sources]
-    if report.differing_values:
-        lines.append(f"values differed between ranks: {', '.join(report.differing_values)}")
-    lines += [
-        f"image of rank {one.rank} of {one.incarnation}-{one.step} was lost with its host: decoded "
-        f"on {one.host}, {size_text(one.size_bytes)} in {seconds_text(one.elapsed_s)}"
-        for one in report.rebuilt
-    ]
-    lines += [line for keeper in report.keepers for line in _keeper_lines(keeper)]
-    lines += [
-        f"messages between the keepers of {one.host} and {one.other} take "
-        f"{seconds_text(one.newest_s)} there and back, {seconds_text(one.largest_s)} at most"
-        for one in report.links
-        if one.newest_s > _LONG_TRIP_S
-    ]
-    lines += [
-        f"rank {one.rank} pinned {size_text(one.pinned_bytes)} of {size_text(one.size_bytes)} "
-        f"of shared memory in {seconds_text(one.elapsed_s)}"
-        for one in report.pinned
-        if one.pinned_bytes < one.size_bytes
-    ]
-    lines += [f"storage trouble at {failure}" for failure in report.persist_failures]
-    lines += [f"not protected {failure}" for failure in report.unprotected]
-    lines += [missing for one in report.protection[-1:] for missing in one.missing]
-    lines += [
-        f"damaged in the memory of {one.host}: {one.what} ({one.name}) of "
-        f"{one.incarnation}-{one.step}, {size_text(one.size_bytes)}: {one.outcome}"
-        + (f", {one.reason}" if one.reason else "")
-        for one in report.damages
-    ]
-    lines += lines_of(report.divergences)
-    lines += [
-        f"refused by the keeper of {at.host} ({at.door}): {counts_text(at.counts)}"
-        for at in report.refused
-    ]
-    return lines + [f"warning: {message}" for message in report.warnings]
-
-
-def _gaps(report: Report) -> list[str]:
-    """Returns what was not read of the records."""
-    lines = []
-    if report.torn_lines:
-        lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")
-    if report.lost_records:
-        lines.append(f"{count_text(report.lost_records, 'record')} of events are in no file")
-    if report.invalid_lines:
-        lines.append(f"{report.invalid_lines} records with values that cannot be were skipped")
-    lines += [f"events not read: {why}" for why in report.unreadable]
-    if report.unknown_lines:
-        lines.append(f"{report.unknown_lines} records of a newer version were skipped")
-    return lines
-
-
-def _keeper_lines(keeper: KeeperLife) -> Iterator[str]:
-    """Yields what a person should know of a host's keepers; that the run ended is no trouble."""
-    where = keeper.host or "a host"
-    for reason, count in keeper.ends.items():
-        if reason != "the run ended":
-            yield f"keeper of {where} stopped {count_text(count, 'time')}: {reason}"
-    if keeper.longest_queued_s > _LONG_QUEUED_S:
-        longest = seconds_text(keeper.longest_queued_s)
-        yield f"storage of {where} was behind: a save waited {longest} to be written"
-    if keeper.held:
-        longest = seconds_text(keeper.longest_held_s)
-        yield f"keeper of {where} answered nobody {keeper.held} times, for {longest} at most"
