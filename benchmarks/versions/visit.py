@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import holdfast
-
 #: mallopt(3): memory that an update frees stays in its process. By itself the C library gives it
 #: back or not, as other blocks happen to lie, and an update takes twice as long where it does.
 MALLOC_OPTIONS = {-1: 1 << 30, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -37,21 +35,28 @@ def await_turn() -> None:
     sys.stdin.readline()
 
 
-def build(name: str) -> tuple[dict[str, Any], Callable[[], object]]:
-    """The state, and one update of it."""
+Built = tuple[dict[str, Any], Callable[[], object]]
+
+
+def build(name: str) -> Built:
+    """The state, and one update of it. Nothing of Holdfast is imported for it: what a version takes
+    from the heap decides where tensors lie that are made behind it, and how fast they are copied.
+    """
     count, width = STATES[name]
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    state = {"model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "count": 0}
-    return state, optimizer.step
+    return {"model": model, "optimizer": optimizer, "count": 0}, optimizer.step
 
 
-def train(name: str, directory: Path) -> dict[str, float]:
+def train(name: str, directory: Path, built: Built) -> dict[str, float]:
     """Save again and again; the last snapshot stays in memory when the process ends."""
-    state, update = build(name)
+    import holdfast
+
+    (state, update), targets = built, [build(name)[0] for _ in range(LOADS)]
+    state["rng"] = holdfast.Rng()
     checkpointer = holdfast.Checkpointer(directory / name, state, storage=None)
     checkpointer.restore()
     found: dict[str, list[float]] = defaultdict(list)
@@ -72,17 +77,21 @@ def train(name: str, directory: Path) -> dict[str, float]:
         began = time.perf_counter()
         checkpointer.save(step, durable=True).wait_durable(120)
         found["durable"].append(time.perf_counter() - began)
-    for _ in range(LOADS):
+    for target in targets:
+        target["rng"] = holdfast.Rng()
         await_turn()
         began = time.perf_counter()
-        holdfast.load(directory / name, build(name)[0])
+        holdfast.load(directory / name, target)
         found["load from storage"].append(time.perf_counter() - began)
     return {f"{name}: {what}": min(values) for what, values in found.items()}
 
 
-def restore(name: str, directory: Path, *, is_last: bool = False) -> dict[str, float]:
+def restore(name: str, directory: Path, built: Built, *, is_last: bool = False) -> dict[str, float]:
     """Restore out of memory, as after a crash of the trainer."""
-    state, _ = build(name)
+    import holdfast
+
+    state, _ = built
+    state["rng"] = holdfast.Rng()
     await_turn()
     began = time.perf_counter()
     checkpointer = holdfast.Checkpointer(directory / name, state, storage=None)
@@ -96,15 +105,19 @@ def restore(name: str, directory: Path, *, is_last: bool = False) -> dict[str, f
 
 
 def main() -> None:
-    acts: dict[str, Callable[[str, Path], dict[str, float]]]
+    acts: dict[str, Callable[[str, Path, Built], dict[str, float]]]
     acts = {"train": train, "restore": restore, "end": partial(restore, is_last=True)}
     act, directory = acts[sys.argv[1]], Path(sys.argv[2])
     torch.set_num_threads(1)
     for option, size_bytes in MALLOC_OPTIONS.items():
         ctypes.CDLL(None).mallopt(option, size_bytes)
     found: dict[str, float] = {}
+    built = {name: build(name) for name in STATES}
+    if act is train:
+        for _, update in built.values():
+            update()  # makes the moments
     for name in STATES:
-        found.update(act(name, directory))
+        found.update(act(name, directory, built.pop(name)))
         await_turn()
     print(json.dumps(found), flush=True)
     os._exit(0)  # nothing is closed: the keepers keep what they have
