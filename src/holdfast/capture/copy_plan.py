@@ -302,13 +302,15 @@ class SharedCopy:
 
         Errors of any thread are raised by ``finish`` alone.
         """
-        while (number := self._next_segment()) is not None:
+        number, _ = self._exchange(None, [])
+        while number is not None:
             try:
                 self._check()
-                self._give_back(number, self._copy(self._segments[number]), None)
-                done(self.final_bytes)
+                number, final_bytes = self._exchange(number, self._copy(self._segments[number]))
+                done(final_bytes)
             except BaseException as error:  # without this segment the image is invalid
-                self._give_back(number, [], error)
+                self._fail(number, error)
+                return
 
     def finish(self) -> list[int]:
         """Wait until no thread copies; return the checksums of all whole blocks, in order.
@@ -331,27 +333,28 @@ class SharedCopy:
             # be freed.
             self._data, self._check = memoryview(b""), check_nothing
 
-    @property
-    def final_bytes(self) -> int:
-        """Return the offset up to which all data is copied and checksummed."""
+    def _exchange(self, number: int | None, sums: list[int]) -> tuple[int | None, int]:
+        """Give back a copied segment for the next one; None: there is none. Return that with the
+        offset up to which all data is copied and checksummed.
+        """
         with self._changed:
+            if number is not None:
+                self._sums[number] = sums
+                self._in_work.discard(number)
+                self._changed.notify_all()
             first = min(self._in_work, default=self._next)
-            return self._segments[first - 1].stop if first else 0
-
-    def _next_segment(self) -> int | None:
-        with self._changed:
+            final_bytes = self._segments[first - 1].stop if first else 0
             if self._next == len(self._segments) or self._error is not None:
-                return None
-            number = self._next
-            self._in_work.add(number)
+                return None, final_bytes
+            self._in_work.add(self._next)
             self._next += 1
-            return number
+            return self._next - 1, final_bytes
 
-    def _give_back(self, number: int, sums: list[int], error: BaseException | None) -> None:
+    def _fail(self, number: int | None, error: BaseException) -> None:
         with self._changed:
-            self._sums[number] = sums
-            self._in_work.discard(number)
             self._error = self._error or error
+            if number is not None:
+                self._in_work.discard(number)
             self._changed.notify_all()
 
     def _copy(self, segment: Segment) -> list[int]:
