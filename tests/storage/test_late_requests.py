@@ -397,54 +397,6 @@ def test_a_replacement_that_nobody_answered_is_unknown_and_its_name_not_taken(
     assert raised.value.retryable and not isinstance(raised.value, AlreadyPublished)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, code: str, times: int) -> list[str]:
-    """Has the server answer so often that one of the objects to be removed stays."""
-    plain, asked = World.answer, list[str]()
-
-    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
-        done = plain(self, method, key, *more)
-        if method == "POST" and not key and len(asked) < times:
-            asked.append(code)
-            self.keep("root/one", b"1")
-            said = f"<Error><Key>root/one</Key><Code>{code}</Code></Error>"
-            return Outcome(200, body=f"<DeleteResult>{said}</DeleteResult>".encode())
-        return done
-
-    monkeypatch.setattr(World, "answer", answer)
-    return asked
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
-def test_an_object_of_many_that_a_busy_server_did_not_remove_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    world = World()
-    store = model_store(world, monkeypatch, tries_s=5.0)
-    store.publish("one", b"1")
-    store.publish("other", b"2")
-    lease, asked = store.lock("writer", "me"), failing(monkeypatch, code, 2)
-    store.remove_all(["one", "other"], [])
-    assert len(asked) == 2 and store.list("") == []
-    lease.release()
-
-
-@pytest.mark.promise
-def test_what_a_busy_server_did_not_remove_is_not_taken_for_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World()
-    store = model_store(world, monkeypatch)
-    store.publish("one", b"1")
-    store.publish("other", b"2")
-    lease = store.lock("writer", "me")
-    failing(monkeypatch, "InternalError", 10**9)
-    with pytest.raises(StorageError, match="InternalError") as raised:
-        store.remove_all(["one", "other"], [])
-    assert raised.value.retryable and store.list("") == ["one"]
-    lease.release()
-
-
 @pytest.mark.promise
 def test_what_is_about_to_be_removed_when_the_lock_is_released_stays(
     monkeypatch: pytest.MonkeyPatch,

@@ -266,7 +266,9 @@ class Bucket(ABC):
         return replace(outcome, status=204) if outcome.is_absent else outcome
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes objects. StorageError names the first that stays."""
+        """Removes objects, each whatever came of the others. StorageError names one that stays, and
+        is ``retryable`` where the server did not say that it does.
+        """
         if not keys:
             return
         with ThreadPoolExecutor(min(_REMOVERS, len(keys))) as pool:
