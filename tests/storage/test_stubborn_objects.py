@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from holdfast.errors import StorageError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import s3
 from holdfast.storage.bucket import Outcome
+from holdfast.storage.removals import Removals
 from support.servers.bucket_model import World, heard, model_store
 
 
@@ -129,3 +132,80 @@ def test_what_a_busy_server_did_not_remove_is_not_taken_for_refused(
     store.publish("third", b"")
     assert store.list("") == ["third"]
     lease.release()
+
+
+@pytest.mark.promise
+def test_threads_that_wait_for_a_removal_that_fails_do_not_try_it_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, count = World(), 8
+    store = model_store(world, monkeypatch)
+    store.publish("one", b"1")
+    lease = store.lock("writer", "me")
+    world.fault = lambda kind, key: "dropped" if kind == "DELETE" else ""
+    with pytest.raises(StorageError):
+        store.remove("one")
+    tries, waiting, plain = list[str](), threading.Semaphore(0), Removals._complete
+
+    def complete(*all_: Any) -> bool:
+        tries.append("")
+        for _ in range(count):
+            assert waiting.acquire(timeout=30)
+        return plain(*all_)
+
+    class Counted:
+        """The lock, of which each who comes is counted first."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+
+        def __enter__(self) -> None:
+            waiting.release()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    monkeypatch.setattr(Removals, "_complete", complete)
+    monkeypatch.setattr(store._removals, "_finishing", Counted())
+    failed = list[HoldfastError]()
+
+    def write(number: int) -> None:
+        try:
+            store.publish(f"manifests/1-{number}.json", b"{}")
+        except HoldfastError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(tries) == 1 and len(failed) == count and store.list("manifests") == []
+    monkeypatch.setattr(Removals, "_complete", plain)
+    world.fault = lambda kind, key: ""
+    store.publish("manifests/1-9.json", b"{}")  # who comes later tries again
+    assert store.list("") == ["manifests"]
+    lease.release()
+
+
+def test_a_forked_child_does_not_wait_for_a_removal_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    removals = model_store(World(), monkeypatch)._removals
+    is_in, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with removals._lock, removals._finishing:
+            is_in.set()
+            assert may_end.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_in.wait(30)
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if removals._lock.acquire(False) and removals._finishing.acquire(False) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    may_end.set()
+    thread.join()
