@@ -340,29 +340,42 @@ def test_an_error_in_a_renewal_does_not_end_the_renewals(monkeypatch: pytest.Mon
 
 
 @pytest.mark.promise
-def test_a_pin_waits_for_late_requests_for_pins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["dropped", "busy"])
+def test_a_pin_waits_for_late_removals_of_pins_alone(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     world = World()
     store = model_store(world, monkeypatch)
-    root, named = store.lock("writer", "me"), ("manifests/1-0.json", "pins/1-0.json")
-    for path, waits in zip(named, (False, True), strict=True):
-        turn = store.lock("pins", "first")
-
-        def dropped(kind: str, key: str, faulty: str = f"root/{path}") -> str:
-            return "dropped" if key == faulty else ""
-
-        world.fault = dropped
-        with pytest.raises(StorageError):
-            store.publish(path, b"")
+    root, bucket = store.lock("writer", "me"), store.bucket
+    for method, path, waits in (
+        ("PUT", "manifests/1-0.json", False),
+        ("DELETE", "manifests/1-0.json", False),
+        ("PUT", "pins/1-0.json", False),
+        ("DELETE", "pins/1-0.json", True),
+        ("PUT", ".removals/pins/1", True),
+        ("DELETE", ".removals/pins/1", True),
+    ):
+        turn, asked = store.lock("pins", "first"), (method, f"root/{path}")
+        world.fault = lambda *request, asked=asked: fault if request == asked else ""
+        outcome = bucket.put(asked[1], [b""]) if method == "PUT" else bucket.delete(asked[1])
+        assert not outcome.status
         world.fault = lambda kind, key: ""
         turn.release()
         after = store.lock("pins", "next")
         assert isinstance(after, ObjectLease)
-        assert (after.unsettled_s > 0) == waits
+        assert (after.unsettled_s > 0) == waits, asked
         after.release()
+        bucket._unanswered.clear()
+        world.now_s += SETTLE_S
+    world.fault = lambda kind, key: fault if key == "root/name" else ""
+    with pytest.raises(StorageError):
+        store.publish("name", b"")
+    world.fault = lambda kind, key: ""
     root.release()
     after = store.lock("writer", "next")
     assert isinstance(after, ObjectLease)
     assert after.unsettled_s > 0  # of the root all counts
+    after.release()
 
 
 @pytest.mark.promise

@@ -132,17 +132,19 @@ class Bucket(ABC):
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
         self._unanswered: dict[str, float] = {}
-        """When the last change was tried that may land later, by what is above its key."""
+        """When the last change was tried that may land later, by its method and what is above its
+        key: "DELETE root/pins/".
+        """
         self._under_way: Counter[tuple[int, str]] = Counter()
-        """How many changes each process has sent there and not seen the end of."""
+        """How many such changes each process has sent and not seen the end of."""
 
     def in_child(self) -> None:
         """Makes a new lock."""
         self._lock = threading.Lock()
 
     def unanswered_s(self, above: tuple[str, ...] = ("",)) -> float:
-        """When the last try of a change was made that may have its effect later, of those whose
-        keys begin with one of these.
+        """When the last try of a change was made that may have its effect later, of those that
+        begin with one of these: the method and the key.
         """
         process = os.getpid()
         with self._lock:
@@ -323,7 +325,7 @@ class Bucket(ABC):
         """As ``_try``; a change counts as unanswered unless its answer came, also if it raises."""
         if method in ("GET", "HEAD"):
             return self._try(kind, method, key, query, headers, body, into)
-        above, may_have_effect = key[: key.rfind("/") + 1], True
+        above, may_have_effect = f"{method} {key[: key.rfind('/') + 1]}", True
         begun = os.getpid(), above
         with self._lock:
             self._under_way[begun] += 1

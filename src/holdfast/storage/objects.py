@@ -460,11 +460,13 @@ class ObjectStore:
         return quiet_s(Outcome(200, headers={"date": now, "last-modified": made}))
 
     def _changed_under(self, lock: str) -> tuple[str, ...]:
-        """Returns what the keys begin with that the holder of a lock changes: who sets a pin needs
-        to know of late requests for pins alone.
+        """Returns what the requests begin with that the next holder of a lock needs to know of: who
+        sets a pin, of late removals of pins. A pin that is set late harms none.
         """
-        own = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
-        return own if lock == _PINS else ("",)
+        if lock != _PINS:
+            return ("",)
+        removed, announced = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
+        return f"DELETE {removed}", *(f"{method} {announced}" for method in ("PUT", "DELETE"))
 
     def _unanswered_s(self, above: tuple[str, ...]) -> float:
         """Returns for how long a request of this process may land whose end is not known."""
