@@ -11,10 +11,9 @@ import time
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from holdfast.catalogue import pin_path
-from holdfast.errors import AlreadyPublished, HoldfastError, RootBusy, StorageError
+from holdfast.errors import AlreadyPublished, HoldfastError, StorageError
 from holdfast.format.manifest import Generation
 from holdfast.persist.commit import Sweeper
 from holdfast.storage import lease_lock
@@ -431,47 +430,6 @@ def test_what_is_about_to_be_removed_when_the_lock_is_released_stays(
     with pytest.raises(StorageError, match="could not be renewed just now"):
         store.remove("name")
     assert "root/name" in world.objects
-
-
-@pytest.mark.promise
-def test_who_finds_no_lock_in_an_old_root_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody removed it by hand, while a run may have held it."""
-    for age_s, waits in ((0.0, False), (3600.0, True)):
-        world = World()
-        store = model_store(world, monkeypatch)
-        store.publish("holdfast.json", b"{}")
-        world.now_s = age_s
-        for name, is_used in (("pins", False), ("writer", waits)):
-            lease = model_store(world, monkeypatch).lock(name, "me")
-            assert isinstance(lease, ObjectLease)
-            assert (lease.unsettled_s > 0, lease.is_alone) == (is_used, not is_used)
-            lease.release()
-        after = model_store(world, monkeypatch).lock("writer", "next")
-        assert isinstance(after, ObjectLease)
-        assert (after.unsettled_s > 0, after.is_alone) == (waits, not waits)
-        after.release()
-
-
-@pytest.mark.promise
-def test_a_lease_is_never_renewed_without_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server on whose way the tags of what was written are dropped."""
-    world = World()
-    plain = World.answer
-
-    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
-        done = plain(self, method, key, *more)
-        return replace(done, headers={}) if method == "PUT" and key.endswith(".lock") else done
-
-    monkeypatch.setattr(World, "answer", answer)
-    lease = model_store(world, monkeypatch).lock("writer", "me")
-    assert isinstance(lease, ObjectLease)
-    lease.renew()
-    lease.require_held()
-    world.keep(lease.key, b'{"owner": "other", "nonce": "theirs"}')
-    lease.renew()
-    assert b"theirs" in world.objects[lease.key]
-    with pytest.raises(RootBusy):
-        lease.require_held()
 
 
 @pytest.mark.promise

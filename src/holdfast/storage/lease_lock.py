@@ -136,8 +136,10 @@ class ObjectLease:
         self._turn = threading.Lock()
         self._taken_by: str | None = None
         self._settled_s = _now_s() + said.pending_s
-        self.began = ""
-        """When it was taken, as the server says, where there was no lease object before."""
+        self.began: str | None = None
+        """When it was taken, as the server says, where there was no lease object before; None where
+        there was one.
+        """
         self.unanswered_s: Callable[[], float] = lambda: 0.0
         """Returns for how long a request of this holder may land that nobody answered."""
         arguments = weakref.ref(self), self._ended, times.renew_s
@@ -335,7 +337,7 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
     while True:
         if outcome.is_done:
             lease = ObjectLease(bucket, key, name, said, _tag(outcome), begun_s, times)
-            lease.began = "" if was_there else outcome.header("date")
+            lease.began = None if was_there else outcome.header("date")
             return lease
         if outcome.status not in (0, 412):
             bucket.require(outcome, "lock", name)
@@ -346,6 +348,7 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
             lease = ObjectLease(bucket, key, name, there, etag, first_s, times)
             if begun_s > first_s:  # which of them is not known
                 lease.renew()
+            lease.began = None if was_there else found.header("date")
             return lease
         if watched and there.nonce and etag != watched:
             raise _busy(name, bucket.url, there.owner)

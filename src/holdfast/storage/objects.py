@@ -445,7 +445,7 @@ class ObjectStore:
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
-            if name == _WRITER and lease.began and self._root_age_s(lease.began) > _YOUNG_S:
+            if name == _WRITER and self._is_older(lease):
                 lease.distrust()
             self._removals.adopt(lease)
         except BaseException:
@@ -453,11 +453,18 @@ class ObjectStore:
             raise
         return lease
 
-    def _root_age_s(self, now: str) -> float:
+    def _is_older(self, lease: ObjectLease) -> bool:
+        """True where a root without a lease object was there well before this lease, and where
+        nothing says that it was not: the next holder trusts what this one releases.
+        """
         made = self._made[1] if self._made[0] + _FRESH_S > time.monotonic() else ""
-        if not made:
-            made = self._bucket.head(self._below + ROOT_FILE).header("last-modified")
-        return quiet_s(Outcome(200, headers={"date": now, "last-modified": made}))
+        if lease.began is not None and not made:
+            outcome = self._bucket.head(self._below + ROOT_FILE)
+            if not outcome.is_done:
+                return not outcome.is_absent
+            made = outcome.header("last-modified")
+        said = Outcome(200, headers={"date": lease.began or "", "last-modified": made})
+        return quiet_s(said) > _YOUNG_S
 
     def _changed_under(self, lock: str) -> tuple[str, ...]:
         """Returns what the requests begin with that the next holder of a lock needs to know of: who

@@ -1,0 +1,100 @@
+"""A lock of which the server does not say all is not taken for one that nobody had before."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from holdfast.errors import RootBusy
+from holdfast.storage.bucket import Outcome
+from holdfast.storage.lease_lock import ObjectLease
+from support.servers.bucket_model import World, model_store
+
+
+@pytest.mark.promise
+def test_who_finds_no_lock_in_an_old_root_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody removed it by hand, while a run may have held it."""
+    for age_s, waits in ((0.0, False), (3600.0, True)):
+        world = World()
+        store = model_store(world, monkeypatch)
+        store.publish("holdfast.json", b"{}")
+        world.now_s = age_s
+        for name, is_used in (("pins", False), ("writer", waits)):
+            lease = model_store(world, monkeypatch).lock(name, "me")
+            assert isinstance(lease, ObjectLease)
+            assert (lease.unsettled_s > 0, lease.is_alone) == (is_used, not is_used)
+            lease.release()
+        after = model_store(world, monkeypatch).lock("writer", "next")
+        assert isinstance(after, ObjectLease)
+        assert (after.unsettled_s > 0, after.is_alone) == (waits, not waits)
+        after.release()
+
+
+@pytest.mark.promise
+def test_a_lease_is_never_renewed_without_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server on whose way the tags of what was written are dropped."""
+    world = World()
+    plain = World.answer
+
+    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
+        done = plain(self, method, key, *more)
+        return replace(done, headers={}) if method == "PUT" and key.endswith(".lock") else done
+
+    monkeypatch.setattr(World, "answer", answer)
+    lease = model_store(world, monkeypatch).lock("writer", "me")
+    assert isinstance(lease, ObjectLease)
+    lease.renew()
+    lease.require_held()
+    world.keep(lease.key, b'{"owner": "other", "nonce": "theirs"}')
+    lease.renew()
+    assert b"theirs" in world.objects[lease.key]
+    with pytest.raises(RootBusy):
+        lease.require_held()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("times", "fault", "request_"),
+    [
+        (1, "lost", ("PUT", "root/.writer.lock")),
+        (10**9, "dropped", ("HEAD", "root/holdfast.json")),
+        (10**9, "busy", ("HEAD", "root/holdfast.json")),
+    ],
+)
+def test_who_finds_no_lock_is_not_alone_where_an_answer_was_lost(
+    monkeypatch: pytest.MonkeyPatch, times: int, fault: str, request_: tuple[str, str]
+) -> None:
+    faults = itertools.repeat(fault, times)
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("holdfast.json", b"{}")
+    world.now_s = 3600.0
+    world.fault = lambda *request: next(faults, "") if request == request_ else ""
+    lease = model_store(world, monkeypatch, tries_s=0.5).lock("writer", "me")
+    world.fault = lambda method, key: ""
+    for _ in range(2):
+        assert isinstance(lease, ObjectLease)
+        assert lease.unsettled_s > 0 and not lease.is_alone
+        lease.release()
+        lease = model_store(world, monkeypatch).lock("writer", "next")
+    lease.release()
+
+
+@pytest.mark.promise
+def test_who_finds_its_own_lock_after_another_s_took_it_from_one_that_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("holdfast.json", b"{}")
+    store.lock("writer", "before").release()
+    world.now_s = 3600.0
+    puts = iter(["", "lost"])  # the lock's creation is refused, its replacement not answered
+    is_lock = ("PUT", "root/.writer.lock")
+    world.fault = lambda *request: next(puts, "") if request == is_lock else ""
+    with model_store(world, monkeypatch).lock("writer", "me") as lease:
+        assert isinstance(lease, ObjectLease)
+        assert lease.is_alone and not lease.unsettled_s
