@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from holdfast.errors import RootBusy
 from holdfast.storage.bucket import Outcome
 from holdfast.storage.lease_lock import ObjectLease
-from support.servers.bucket_model import World, model_store
+from support.servers.bucket_model import World, heard, model_store
 
 
 @pytest.mark.promise
@@ -23,7 +23,10 @@ def test_who_finds_no_lock_in_an_old_root_is_not_alone(monkeypatch: pytest.Monke
         store.publish("holdfast.json", b"{}")
         world.now_s = age_s
         for name, is_used in (("pins", False), ("writer", waits)):
-            lease = model_store(world, monkeypatch).lock(name, "me")
+            with heard() as told:
+                lease = model_store(world, monkeypatch).lock(name, "me")
+            said = "had no lock 'writer'", "For 31 minutes no upload", "`holdfast prune` leaves"
+            assert all(one in "".join(told) for one in said) == is_used == bool(told)
             assert isinstance(lease, ObjectLease)
             assert (lease.unsettled_s > 0, lease.is_alone) == (is_used, not is_used)
             lease.release()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -177,6 +178,13 @@ class ObjectLease:
         with self._turn:
             self._said = replace(self._said, is_alone=False)
             self._settled_s = _now_s() + self._bucket.settle_s
+        minutes = math.ceil(self._bucket.settle_s / 60)
+        warn(
+            f"{self._bucket.url} had no lock {self.name!r} and is older: if somebody removed it, a "
+            "run that held it may go on until it looks for it. "
+            f"For {minutes} minutes no upload that was broken off there is gone on with, and "
+            "`holdfast prune` leaves directories and layouts that nothing names."
+        )
         self.require_renewed()
 
     @property
