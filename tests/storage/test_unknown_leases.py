@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from holdfast.errors import RootBusy
+from holdfast.errors import RootBusy, StorageError
 from holdfast.storage.bucket import Outcome
-from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.lease_lock import LeaseTimes, ObjectLease
 from support.servers.bucket_model import World, heard, model_store
 
 
@@ -101,3 +102,52 @@ def test_who_finds_its_own_lock_after_another_s_took_it_from_one_that_was_there(
     with model_store(world, monkeypatch).lock("writer", "me") as lease:
         assert isinstance(lease, ObjectLease)
         assert lease.is_alone and not lease.unsettled_s
+
+
+@pytest.mark.parametrize(
+    ("weaken", "says"), [(lambda tag: "", "shows none"), (lambda tag: f"W/{tag}", r"refuses .*W/")]
+)
+def test_a_server_that_shows_no_tag_by_which_a_lock_is_replaced_is_named_and_not_asked_on_and_on(
+    monkeypatch: pytest.MonkeyPatch, weaken: Callable[[str], str], says: str
+) -> None:
+    world = World()
+    times = LeaseTimes(renew_s=0.2, stop_s=0.4, take_over_s=0.6)
+    store = model_store(world, monkeypatch, lease=times)
+    store.lock("writer", "before").release()
+    plain = World.answer
+
+    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
+        done = plain(self, method, key, *more)
+        if method != "GET" or not key.endswith(".lock"):
+            return done
+        headers = dict(done.headers or {})
+        return replace(done, headers=headers | {"etag": weaken(headers["etag"])})
+
+    def before() -> None:
+        assert len(world.log) < 100
+
+    monkeypatch.setattr(World, "answer", answer)
+    world.log.clear()
+    world.before = before
+    with pytest.raises(StorageError, match=says) as raised:
+        store.lock("writer", "next")
+    assert f"model-{world.number}" in str(raised.value) and not raised.value.retryable
+
+
+def test_a_lock_that_another_took_first_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    store = model_store(
+        world, monkeypatch, lease=LeaseTimes(renew_s=0.2, stop_s=0.4, take_over_s=30)
+    )
+    with store.lock("writer", "before") as lease:
+        assert isinstance(lease, ObjectLease)
+    others = iter([b'{"pending_s": 1.0}', b'{"pending_s": 2.0}'])
+
+    def outrun(method: str, key: str) -> str:
+        if (method, key) == ("PUT", lease.key) and (theirs := next(others, b"")):
+            world.keep(key, theirs)  # who had it meanwhile, and released it
+        return ""
+
+    world.fault = outrun
+    store.lock("writer", "next").release()
+    assert not next(others, b"")
