@@ -150,6 +150,21 @@ def test_a_request_that_ends_in_an_error_or_is_under_way_counts_as_unanswered(
     assert bucket.unanswered_s() > 0
 
 
+def test_what_was_sent_where_is_forgotten_when_nothing_of_it_can_land(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    bucket = model_store(world, monkeypatch).bucket
+    bucket.settle_s = 0.0
+    for number in range(3):
+        bucket.put(f"root/{number}/name", [b""])
+        world.fault = lambda kind, key: "dropped"
+        bucket.delete(f"root/{number}/name")
+        world.fault = lambda kind, key: ""
+        assert not bucket._under_way
+        assert list(bucket._unanswered) == [f"DELETE root/{number}/"]
+
+
 def test_without_time_a_request_is_tried_once_and_a_strict_one_never_after_its_time() -> None:
     now_s = [0.0]
 

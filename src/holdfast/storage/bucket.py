@@ -335,8 +335,12 @@ class Bucket(ABC):
         finally:
             with self._lock:
                 self._under_way[begun] -= 1
+                if not self._under_way[begun]:
+                    del self._under_way[begun]
                 if may_have_effect:
-                    self._unanswered[above] = time.monotonic()
+                    now_s, before = time.monotonic(), self._unanswered.items()
+                    may_land = {at: at_s for at, at_s in before if at_s + self.settle_s > now_s}
+                    self._unanswered = may_land | {above: now_s}
 
     def _try(
         self,
