@@ -29,7 +29,7 @@ from holdfast.storage.base import (
     short_read,
 )
 from holdfast.storage.bucket import Bucket, Outcome
-from holdfast.storage.files import ROOT_FILE
+from holdfast.storage.files import PINS, ROOT_FILE, WRITER
 from holdfast.storage.lease_lock import (
     ONE_WRITER,
     LeaseTimes,
@@ -55,12 +55,10 @@ _RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
 _WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
 _PAGE = 1000
 _READERS_LEASES = "readers/"
-#: The lock of a run, and that of the pins, which is also the directory that has them.
-_WRITER, _PINS = "writer", "pins"
 #: The lease object of an older root that has none was removed by somebody: a new one has had none.
 _YOUNG_S = 60.0
 #: Directories below which there are no images.
-_DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", "pins", "readers"})
+_DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", PINS, "readers"})
 #: Directories of a root, which nobody takes for objects.
 _OWN = _DOCUMENTS | {"parts", "steps"}
 #: For so long what was just read of the root's file counts as what is there.
@@ -445,7 +443,7 @@ class ObjectStore:
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
-            if name == _WRITER and self._is_older(lease):
+            if name == WRITER and self._is_older(lease):
                 lease.distrust()
             self._removals.adopt(lease)
         except BaseException:
@@ -470,7 +468,7 @@ class ObjectStore:
         """Returns what the requests begin with that the next holder of a lock needs to know of: who
         sets a pin, of late removals of pins. A pin that is set late harms none.
         """
-        if lock != _PINS:
+        if lock != PINS:
             return ("",)
         removed, announced = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
         return f"DELETE {removed}", *(f"{method} {announced}" for method in ("PUT", "DELETE"))

@@ -20,13 +20,14 @@ from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import warn
 from holdfast.storage.base import check_path
 from holdfast.storage.bucket import Bucket
+from holdfast.storage.files import PINS
 from holdfast.storage.lease_lock import ObjectLease
 from holdfast.storage.wrap import renew_in_child
 
 #: Where removals are announced, below the name of each lock.
 ANNOUNCED = ".removals"
 #: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
-_MANIFESTS, _PINS = "manifests/", "pins/"
+_MANIFESTS, _PINS = "manifests/", f"{PINS}/"
 #: An announcement that says nothing any more.
 _NOTHING = b'{"files": [], "trees": []}'
 
