@@ -424,6 +424,24 @@ def test_a_replacement_that_nobody_answered_is_unknown_and_its_name_not_taken(
     assert raised.value.retryable and not isinstance(raised.value, AlreadyPublished)
 
 
+def test_a_replacement_that_another_came_before_is_not_said_to_be_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("name", b"first")
+
+    def outrun(kind: str, key: str) -> str:
+        if (kind, key) == ("PUT", "root/name"):
+            world.keep(key, b"another's")
+        return ""
+
+    world.fault = outrun
+    with pytest.raises(StorageError, match=r"another wrote it meanwhile$") as raised:
+        store.publish("name", b"second", replace=True)
+    assert raised.value.retryable and store.read("name") == b"another's"
+
+
 @pytest.mark.promise
 def test_what_is_about_to_be_removed_when_the_lock_is_released_stays(
     monkeypatch: pytest.MonkeyPatch,

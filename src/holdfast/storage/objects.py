@@ -318,6 +318,9 @@ class ObjectStore:
             return
         if found.is_done and not replace:
             raise already_published(path, self.url)
+        if outcome.status == 412 and outcome.is_first_try:
+            text = f"publish of {path} in {self.url} failed: another wrote it meanwhile"
+            raise StorageError(text, operation="publish", path=path, url=self.url, errno=0)
         error = self._bucket.failure(outcome, "publish", path)
         if found.status == 404 or found.is_done:
             raise StorageError(
