@@ -25,11 +25,12 @@ from holdfast.format.manifest import (
     unseal,
 )
 from holdfast.format.values import decode
+from holdfast.storage import files
 from holdfast.storage.base import Store, read_at_most, settle_s
 
-ROOT, LOCK = "holdfast.json", "writer"
+ROOT, LOCK = files.ROOT_FILE, files.WRITER
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
-PINS, PINS_LOCK = "pins", "pins"
+PINS = PINS_LOCK = files.PINS
 PARTS = "parts"
 LEASES = "readers"
 #: Notes of copies under way, and what a repair has put aside.

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from holdfast.catalogue import catalogue, image_path, manifest_path, part_path
+from holdfast.catalogue import catalogue, image_path, manifest_path, part_path, pin_path
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, seal
 from holdfast.keeper import persister as persister_module
@@ -16,6 +16,7 @@ from holdfast.keeper.persister import Persister
 from holdfast.overview import INDEX, leave_index, overview
 from holdfast.persist import commit
 from holdfast.persist.frozen_parts import FrozenParts
+from holdfast.persist.pins import pin
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.images import StoredImage, read_head
 from holdfast.storage import objects
@@ -323,3 +324,47 @@ def test_the_length_of_an_image_is_asked_for_once(monkeypatch: pytest.MonkeyPatc
     world.objects[f"root/{image.name}"] += b"more"
     with pytest.raises(FormatError, match="the manifest says"):
         read_head(image, {})
+
+
+@pytest.mark.promise
+def test_pins_without_their_checkpoint_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, outcomes, later = World(), list[str | None](), count(1)
+    store = model_store(world, monkeypatch, tries_s=1.0)
+    commit.open_root(store, "r")
+    persister = Persister(store, Keep(last=1), lambda _, reason: outcomes.append(reason))
+    lease = store.lock("writer", "me")
+
+    def pins_read() -> set[str]:
+        begun = len(world.log)
+        persister.work_one(job_of(Generation(1, next(later)), RECORD))
+        asked = world.log[begun:]
+        return {key for kind, key in asked if kind == "GET" and key.startswith("root/pins/")}
+
+    for step in range(1, 9):
+        assert not pins_read()
+        pin(model_store(world, monkeypatch), Generation(1, step))
+    manifest = catalogue(store).manifests[0]
+    assert manifest.generation == Generation(1, 1)
+    whole = dict(world.objects)
+    for path in (manifest_path(manifest.generation), manifest.images[0].path):
+        del world.objects[f"root/{path}"]
+    lease.release()
+    lease = store.lock("writer", "me again")
+    lost = f"root/{pin_path(manifest.generation)}"
+    assert pins_read() == {lost}
+    assert not pins_read()
+    # Another that is gone is brought back all the same, and the first is looked at once more.
+    second = f"root/{manifest_path(Generation(1, 2))}"
+    del world.objects[second]
+    lease.release()
+    lease = store.lock("writer", "me at last")
+    assert pins_read() == {lost, f"root/{pin_path(Generation(1, 2))}"}
+    assert second in world.objects and pins_read() == {lost} and not pins_read()
+    # Under the next holding it may be whole again.
+    world.objects |= {key: data for key, data in whole.items() if "/steps/1-1-" in key}
+    lease.release()
+    lease = store.lock("writer", "the next")
+    assert pins_read() == {lost} and f"root/{manifest_path(manifest.generation)}" in world.objects
+    persister.stop()
+    lease.release()
+    assert not any(outcomes)

@@ -11,10 +11,9 @@ import time
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from holdfast.catalogue import pin_path
-from holdfast.errors import AlreadyPublished, HoldfastError, RootBusy, StorageError
+from holdfast.errors import AlreadyPublished, HoldfastError, StorageError
 from holdfast.format.manifest import Generation
 from holdfast.persist.commit import Sweeper
 from holdfast.storage import lease_lock
@@ -149,6 +148,21 @@ def test_a_request_that_ends_in_an_error_or_is_under_way_counts_as_unanswered(
     with pytest.raises(HoldfastError):
         bucket.delete("root/first")
     assert bucket.unanswered_s() > 0
+
+
+def test_what_was_sent_where_is_forgotten_when_nothing_of_it_can_land(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    bucket = model_store(world, monkeypatch).bucket
+    bucket.settle_s = 0.0
+    for number in range(3):
+        bucket.put(f"root/{number}/name", [b""])
+        world.fault = lambda kind, key: "dropped"
+        bucket.delete(f"root/{number}/name")
+        world.fault = lambda kind, key: ""
+        assert not bucket._under_way
+        assert list(bucket._unanswered) == [f"DELETE root/{number}/"]
 
 
 def test_without_time_a_request_is_tried_once_and_a_strict_one_never_after_its_time() -> None:
@@ -340,29 +354,42 @@ def test_an_error_in_a_renewal_does_not_end_the_renewals(monkeypatch: pytest.Mon
 
 
 @pytest.mark.promise
-def test_a_pin_waits_for_late_requests_for_pins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["dropped", "busy"])
+def test_a_pin_waits_for_late_removals_of_pins_alone(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     world = World()
     store = model_store(world, monkeypatch)
-    root, named = store.lock("writer", "me"), ("manifests/1-0.json", "pins/1-0.json")
-    for path, waits in zip(named, (False, True), strict=True):
-        turn = store.lock("pins", "first")
-
-        def dropped(kind: str, key: str, faulty: str = f"root/{path}") -> str:
-            return "dropped" if key == faulty else ""
-
-        world.fault = dropped
-        with pytest.raises(StorageError):
-            store.publish(path, b"")
+    root, bucket = store.lock("writer", "me"), store.bucket
+    for method, path, waits in (
+        ("PUT", "manifests/1-0.json", False),
+        ("DELETE", "manifests/1-0.json", False),
+        ("PUT", "pins/1-0.json", False),
+        ("DELETE", "pins/1-0.json", True),
+        ("PUT", ".removals/pins/1", True),
+        ("DELETE", ".removals/pins/1", True),
+    ):
+        turn, asked = store.lock("pins", "first"), (method, f"root/{path}")
+        world.fault = lambda *request, asked=asked: fault if request == asked else ""
+        outcome = bucket.put(asked[1], [b""]) if method == "PUT" else bucket.delete(asked[1])
+        assert not outcome.status
         world.fault = lambda kind, key: ""
         turn.release()
         after = store.lock("pins", "next")
         assert isinstance(after, ObjectLease)
-        assert (after.unsettled_s > 0) == waits
+        assert (after.unsettled_s > 0) == waits, asked
         after.release()
+        bucket._unanswered.clear()
+        world.now_s += SETTLE_S
+    world.fault = lambda kind, key: fault if key == "root/name" else ""
+    with pytest.raises(StorageError):
+        store.publish("name", b"")
+    world.fault = lambda kind, key: ""
     root.release()
     after = store.lock("writer", "next")
     assert isinstance(after, ObjectLease)
     assert after.unsettled_s > 0  # of the root all counts
+    after.release()
 
 
 @pytest.mark.promise
@@ -397,52 +424,22 @@ def test_a_replacement_that_nobody_answered_is_unknown_and_its_name_not_taken(
     assert raised.value.retryable and not isinstance(raised.value, AlreadyPublished)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, code: str, times: int) -> list[str]:
-    """Has the server answer so often that one of the objects to be removed stays."""
-    plain, asked = World.answer, list[str]()
-
-    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
-        done = plain(self, method, key, *more)
-        if method == "POST" and not key and len(asked) < times:
-            asked.append(code)
-            self.keep("root/one", b"1")
-            said = f"<Error><Key>root/one</Key><Code>{code}</Code></Error>"
-            return Outcome(200, body=f"<DeleteResult>{said}</DeleteResult>".encode())
-        return done
-
-    monkeypatch.setattr(World, "answer", answer)
-    return asked
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("code", ["InternalError", "SlowDown"])
-def test_an_object_of_many_that_a_busy_server_did_not_remove_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    world = World()
-    store = model_store(world, monkeypatch, tries_s=5.0)
-    store.publish("one", b"1")
-    store.publish("other", b"2")
-    lease, asked = store.lock("writer", "me"), failing(monkeypatch, code, 2)
-    store.remove_all(["one", "other"], [])
-    assert len(asked) == 2 and store.list("") == []
-    lease.release()
-
-
-@pytest.mark.promise
-def test_what_a_busy_server_did_not_remove_is_not_taken_for_refused(
+def test_a_replacement_that_another_came_before_is_not_said_to_be_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
     store = model_store(world, monkeypatch)
-    store.publish("one", b"1")
-    store.publish("other", b"2")
-    lease = store.lock("writer", "me")
-    failing(monkeypatch, "InternalError", 10**9)
-    with pytest.raises(StorageError, match="InternalError") as raised:
-        store.remove_all(["one", "other"], [])
-    assert raised.value.retryable and store.list("") == ["one"]
-    lease.release()
+    store.publish("name", b"first")
+
+    def outrun(kind: str, key: str) -> str:
+        if (kind, key) == ("PUT", "root/name"):
+            world.keep(key, b"another's")
+        return ""
+
+    world.fault = outrun
+    with pytest.raises(StorageError, match=r"another wrote it meanwhile$") as raised:
+        store.publish("name", b"second", replace=True)
+    assert raised.value.retryable and store.read("name") == b"another's"
 
 
 @pytest.mark.promise
@@ -466,47 +463,6 @@ def test_what_is_about_to_be_removed_when_the_lock_is_released_stays(
     with pytest.raises(StorageError, match="could not be renewed just now"):
         store.remove("name")
     assert "root/name" in world.objects
-
-
-@pytest.mark.promise
-def test_who_finds_no_lock_in_an_old_root_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody removed it by hand, while a run may have held it."""
-    for age_s, waits in ((0.0, False), (3600.0, True)):
-        world = World()
-        store = model_store(world, monkeypatch)
-        store.publish("holdfast.json", b"{}")
-        world.now_s = age_s
-        for name, is_used in (("pins", False), ("writer", waits)):
-            lease = model_store(world, monkeypatch).lock(name, "me")
-            assert isinstance(lease, ObjectLease)
-            assert (lease.unsettled_s > 0, lease.is_alone) == (is_used, not is_used)
-            lease.release()
-        after = model_store(world, monkeypatch).lock("writer", "next")
-        assert isinstance(after, ObjectLease)
-        assert (after.unsettled_s > 0, after.is_alone) == (waits, not waits)
-        after.release()
-
-
-@pytest.mark.promise
-def test_a_lease_is_never_renewed_without_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server on whose way the tags of what was written are dropped."""
-    world = World()
-    plain = World.answer
-
-    def answer(self: World, method: str, key: str, *more: Any) -> Outcome:
-        done = plain(self, method, key, *more)
-        return replace(done, headers={}) if method == "PUT" and key.endswith(".lock") else done
-
-    monkeypatch.setattr(World, "answer", answer)
-    lease = model_store(world, monkeypatch).lock("writer", "me")
-    assert isinstance(lease, ObjectLease)
-    lease.renew()
-    lease.require_held()
-    world.keep(lease.key, b'{"owner": "other", "nonce": "theirs"}')
-    lease.renew()
-    assert b"theirs" in world.objects[lease.key]
-    with pytest.raises(RootBusy):
-        lease.require_held()
 
 
 @pytest.mark.promise

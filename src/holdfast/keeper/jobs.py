@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import queue
 import sys
@@ -15,10 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 from holdfast.coordinator.layouts import Agreement, Tables, agree_layout
-from holdfast.errors import HoldfastError, PersistFailed
+from holdfast.errors import HoldfastError, PersistFailed, StorageError
+from holdfast.format.manifest import Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol.image_plan import ImageSizes, plan_sizes
+from holdfast.storage.base import Store, free_bytes
 
 # Stands for the images of an attempt that another host's keeper writes, toward the persister.
 
@@ -243,3 +246,11 @@ class Background:
 def _complain(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         traceback.print_exception(task.exception(), file=sys.stderr)
+
+
+def is_full(error: BaseException, store: Store, like: Manifest) -> bool:
+    """Return True if there was no room, here or for another host; ``like``: one of its size."""
+    fields = error.fields if isinstance(error, StorageError) else {}
+    free = free_bytes(store)
+    is_told = fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
+    return is_told or (free is not None and free < like.size_bytes)

@@ -8,7 +8,6 @@ the previous checkpoint as it was (promise 3).
 from __future__ import annotations
 
 import contextlib
-import errno
 import queue
 import threading
 import time
@@ -28,11 +27,11 @@ from holdfast.catalogue import (
     manifest_path,
     part_dir,
 )
-from holdfast.errors import HoldfastError, PersistFailed, StorageError
+from holdfast.errors import HoldfastError, PersistFailed
 from holdfast.events import CheckpointPruned, CheckpointPublished, PersistBroke, emit
 from holdfast.format.manifest import Generation, Incarnation, Manifest, checksum_in, seal, unseal
 from holdfast.keeper.image_writer import ImageWriter, PersistJob, manifest_of, write_together
-from holdfast.keeper.jobs import write_all
+from holdfast.keeper.jobs import is_full, write_all
 from holdfast.overview import (
     UNSEEN,
     Overview,
@@ -44,9 +43,9 @@ from holdfast.overview import (
     summary_of,
 )
 from holdfast.persist import commit
-from holdfast.persist.pins import mend, pinned
+from holdfast.persist.pins import mend, pinned, without_manifest
 from holdfast.policy.when import Keep
-from holdfast.storage.base import Store, free_bytes, holding, resume, settle_s, unsettled_s
+from holdfast.storage.base import Store, holding, resume, settle_s, unsettled_s
 
 Outcome = Callable[[str, str | None], None]
 Call = Callable[[], None]
@@ -124,6 +123,8 @@ class Persister:
         self._written: set[tuple[object, str]] = set()
         """Layouts and records, each with the holding of the lock under which it became durable."""
         self._pruned_full_s, self.clock = -_FULL_PAUSE_S, time.monotonic
+        self._lost: set[Generation] = set()
+        """Pinned checkpoints that cannot be brought back, under this holding of the lock."""
         self._holding = ""
         """The holding of the lock under which all this was read and written; "" after a failure."""
         self._images = ImageWriter(store)
@@ -388,7 +389,7 @@ class Persister:
         with contextlib.suppress(HoldfastError):
             found = catalogue(self.store)
             newest = found.latest
-            if newest is None or not _is_full(error, self.store, found.manifests[-1]):
+            if newest is None or not is_full(error, self.store, found.manifests[-1]):
                 return
             self._pruned_full_s = now_s
             self._sweeper.spared = frozenset()  # what is copied of them is copied again
@@ -485,8 +486,11 @@ class Persister:
         found = self._overview(published, is_known=is_known, listed=first.listed if first else None)
         pins = pinned(self.store)
         # A keeper was killed while it pruned, or a request of its landed late.
-        if pins.difference(found.generations) and mend(self.store, found):
-            found = self._overview(published, is_known=False)
+        gone = without_manifest(found, pins)
+        if not (is_known and gone <= self._lost):
+            if mend(self.store, found, gone):
+                found, gone = self._overview(published, is_known=False), set()
+            self._lost = gone
         # A keeper may end with its first publication: of few checkpoints no index is left to the
         # next, so all are known at once.
         if first is not None and len(found.unread) <= _READ_FIRST:
@@ -589,11 +593,3 @@ class Persister:
             first = min(lineage[-self.keep.last :])
             condemned += [g for g in found.abandoned if g < first and g not in spared]
         return condemned
-
-
-def _is_full(error: BaseException, store: Store, like: Manifest) -> bool:
-    """Return True if there was no room, here or for another host; ``like``: one of its size."""
-    fields = error.fields if isinstance(error, StorageError) else {}
-    free = free_bytes(store)
-    is_told = fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-    return is_told or (free is not None and free < like.size_bytes)

@@ -167,20 +167,25 @@ def unpin(store: Store, generation: Generation) -> None:
         store.remove(pin_path(generation))
 
 
-def mendable(store: Store, found: RootContents[Described]) -> list[tuple[Manifest, bytes]]:
-    """Returns pinned checkpoints whose manifest is gone though all files that it names still exist.
-
-    An existing manifest that cannot be read is not among them: nobody removed it.
+def without_manifest(
+    found: RootContents[Described], pins: Collection[Generation]
+) -> set[Generation]:
+    """Returns those of ``pins`` whose manifest is gone. One that is there and cannot be read is
+    not: nobody removed it.
     """
-    there = {*found.generations}
     unreadable = {path for path, _ in found.broken}
-    return [
-        (manifest, one.pin.manifest.encode())
-        for generation, one in read_pins(store).items()
-        if generation not in there and manifest_path(generation) not in unreadable
-        if one.pin is not None and (manifest := _copied(one.pin)) is not None
-        if _is_whole(store, manifest)
-    ]
+    gone = set(pins).difference(found.generations)
+    return {generation for generation in gone if manifest_path(generation) not in unreadable}
+
+
+def mendable(
+    store: Store, found: RootContents[Described], pins: Collection[Generation] | None = None
+) -> list[tuple[Manifest, bytes]]:
+    """Returns pinned checkpoints whose manifest is gone though all files that it names still exist.
+    ``pins``: those that are looked at; all without it.
+    """
+    gone = without_manifest(found, pinned(store) if pins is None else pins)
+    return [one for one in manifests_in_pins(store, gone) if _is_whole(store, one[0])]
 
 
 def pinned_alone(
@@ -209,13 +214,15 @@ def manifests_in_pins(
     return held
 
 
-def mend(store: Store, found: RootContents[Described]) -> bool:
+def mend(
+    store: Store, found: RootContents[Described], pins: Collection[Generation] | None = None
+) -> bool:
     """Publishes the manifests again that a pruner removed before it was killed; True if there were
-    any.
+    any. ``pins``: those that are looked at; all without it.
 
     Called by the holder of the root's lock, before anything is pruned or swept.
     """
-    mended = mendable(store, found)
+    mended = mendable(store, found, pins)
     for manifest, data in mended:
         with suppress(AlreadyPublished):  # a list lags
             store.publish(manifest_path(manifest.generation), data)

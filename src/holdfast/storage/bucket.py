@@ -132,17 +132,19 @@ class Bucket(ABC):
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
         self._unanswered: dict[str, float] = {}
-        """When the last change was tried that may land later, by what is above its key."""
+        """When the last change was tried that may land later, by its method and what is above its
+        key: "DELETE root/pins/".
+        """
         self._under_way: Counter[tuple[int, str]] = Counter()
-        """How many changes each process has sent there and not seen the end of."""
+        """How many such changes each process has sent and not seen the end of."""
 
     def in_child(self) -> None:
         """Makes a new lock."""
         self._lock = threading.Lock()
 
     def unanswered_s(self, above: tuple[str, ...] = ("",)) -> float:
-        """When the last try of a change was made that may have its effect later, of those whose
-        keys begin with one of these.
+        """When the last try of a change was made that may have its effect later, of those that
+        begin with one of these: the method and the key.
         """
         process = os.getpid()
         with self._lock:
@@ -266,7 +268,9 @@ class Bucket(ABC):
         return replace(outcome, status=204) if outcome.is_absent else outcome
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes objects. StorageError names the first that stays."""
+        """Removes objects, each whatever came of the others. StorageError names one that stays, and
+        is ``retryable`` where the server did not say that it does.
+        """
         if not keys:
             return
         with ThreadPoolExecutor(min(_REMOVERS, len(keys))) as pool:
@@ -321,7 +325,7 @@ class Bucket(ABC):
         """As ``_try``; a change counts as unanswered unless its answer came, also if it raises."""
         if method in ("GET", "HEAD"):
             return self._try(kind, method, key, query, headers, body, into)
-        above, may_have_effect = key[: key.rfind("/") + 1], True
+        above, may_have_effect = f"{method} {key[: key.rfind('/') + 1]}", True
         begun = os.getpid(), above
         with self._lock:
             self._under_way[begun] += 1
@@ -331,8 +335,12 @@ class Bucket(ABC):
         finally:
             with self._lock:
                 self._under_way[begun] -= 1
+                if not self._under_way[begun]:
+                    del self._under_way[begun]
                 if may_have_effect:
-                    self._unanswered[above] = time.monotonic()
+                    now_s, before = time.monotonic(), self._unanswered.items()
+                    may_land = {at: at_s for at, at_s in before if at_s + self.settle_s > now_s}
+                    self._unanswered = may_land | {above: now_s}
 
     def _try(
         self,

@@ -115,6 +115,8 @@ def remove_tree(directory: str) -> None:
 
 #: The file that identifies a root; ``holdfast.catalogue`` defines its content.
 ROOT_FILE = "holdfast.json"
+#: The lock of a run, and that of the pins, which is also the directory that has them.
+WRITER, PINS = "writer", "pins"
 #: The identity of a root whose hosts agree on no part of it.
 UNKNOWN = "unknown"
 _BORN = " born "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -136,8 +137,10 @@ class ObjectLease:
         self._turn = threading.Lock()
         self._taken_by: str | None = None
         self._settled_s = _now_s() + said.pending_s
-        self.began = ""
-        """When it was taken, as the server says, where there was no lease object before."""
+        self.began: str | None = None
+        """When it was taken, as the server says, where there was no lease object before; None where
+        there was one.
+        """
         self.unanswered_s: Callable[[], float] = lambda: 0.0
         """Returns for how long a request of this holder may land that nobody answered."""
         arguments = weakref.ref(self), self._ended, times.renew_s
@@ -175,6 +178,13 @@ class ObjectLease:
         with self._turn:
             self._said = replace(self._said, is_alone=False)
             self._settled_s = _now_s() + self._bucket.settle_s
+        minutes = math.ceil(self._bucket.settle_s / 60)
+        warn(
+            f"{self._bucket.url} had no lock {self.name!r} and is older: if somebody removed it, a "
+            "run that held it may go on until it looks for it. "
+            f"For {minutes} minutes no upload that was broken off there is gone on with, and "
+            "`holdfast prune` leaves directories and layouts that nothing names."
+        )
         self.require_renewed()
 
     @property
@@ -326,26 +336,30 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
     """Takes the lease; RootBusy when another renews it.
 
     ``bucket`` is used for renewals too: its patience must end well before ``stop_s``. Where another
-    has the lease, that is watched for as long as a take-over needs.
+    has the lease, that is watched for as long as a take-over needs. StorageError where its object
+    has no ETag, or for so long none that the server takes.
     """
     said = _Written(owner, secrets.token_hex(16), process_name())
     watched, was_there, since_s, first_s = "", False, _now_s(), _now_s()
-    begun_s = first_s
+    begun_s, refused = first_s, ""
     outcome = bucket.put(key, [said.data()], if_none=True)
     while True:
         if outcome.is_done:
             lease = ObjectLease(bucket, key, name, said, _tag(outcome), begun_s, times)
-            lease.began = "" if was_there else outcome.header("date")
+            lease.began = None if was_there else outcome.header("date")
             return lease
         if outcome.status not in (0, 412):
             bucket.require(outcome, "lock", name)
         found = bucket.get(key)
         bucket.require(found, "lock", name)
-        there, etag = _parsed(found.body, bucket.settle_s), _tag(found)
+        there, etag = _parsed(found.body, bucket.settle_s), found.header("etag")
+        if not etag or (etag == refused and _now_s() - first_s >= times.take_over_s):
+            raise _no_tag(bucket, key, etag)
         if there.nonce == said.nonce:  # the answer to one of our own requests was lost
             lease = ObjectLease(bucket, key, name, there, etag, first_s, times)
             if begun_s > first_s:  # which of them is not known
                 lease.renew()
+            lease.began = None if was_there else found.header("date")
             return lease
         if watched and there.nonce and etag != watched:
             raise _busy(name, bucket.url, there.owner)
@@ -360,9 +374,25 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
             announced = (*(there.announced or ()), said.nonce) if known else None
             pending_s = there.left_s(silent_s, bucket.settle_s)
             said = replace(said, pending_s=pending_s, is_alone=is_alone, announced=announced)
-            outcome = bucket.put(key, [said.data()], if_match=etag)
-        else:
-            time.sleep(min(1.0, times.renew_s / 4))
+            outcome, refused = bucket.put(key, [said.data()], if_match=etag), etag
+            if outcome.status != 412:
+                continue
+        time.sleep(min(1.0, times.renew_s / 4))
+
+
+def _no_tag(bucket: Bucket, key: str, etag: str) -> StorageError:
+    shown = f"refuses the one that it shows ({etag}) as a condition" if etag else "shows none"
+    error = StorageError(
+        f"{bucket.url} cannot be locked: a lock is replaced by its ETag, and the server "
+        f"({bucket.server}) {shown} for {key}. Look whether a proxy before it drops or changes "
+        "ETags; or use another server.",
+        operation="lock",
+        path=key,
+        url=bucket.url,
+        errno=0,
+    )
+    error.retryable = False
+    return error
 
 
 class LeaseHolder(Struct, frozen=True):

@@ -29,7 +29,7 @@ from holdfast.storage.base import (
     short_read,
 )
 from holdfast.storage.bucket import Bucket, Outcome
-from holdfast.storage.files import ROOT_FILE
+from holdfast.storage.files import PINS, ROOT_FILE, WRITER
 from holdfast.storage.lease_lock import (
     ONE_WRITER,
     LeaseTimes,
@@ -55,12 +55,10 @@ _RANDOM_NAME = re.compile(r"(steps|parts)/[0-9]+-[0-9]+-[0-9A-Za-z_-]{8,}")
 _WRITTEN = "events", "incarnations", "layouts", "manifests", "parts", "steps"
 _PAGE = 1000
 _READERS_LEASES = "readers/"
-#: The lock of a run, and that of the pins, which is also the directory that has them.
-_WRITER, _PINS = "writer", "pins"
 #: The lease object of an older root that has none was removed by somebody: a new one has had none.
 _YOUNG_S = 60.0
 #: Directories below which there are no images.
-_DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", "pins", "readers"})
+_DOCUMENTS = frozenset({"incarnations", "layouts", "manifests", PINS, "readers"})
 #: Directories of a root, which nobody takes for objects.
 _OWN = _DOCUMENTS | {"parts", "steps"}
 #: For so long what was just read of the root's file counts as what is there.
@@ -320,6 +318,9 @@ class ObjectStore:
             return
         if found.is_done and not replace:
             raise already_published(path, self.url)
+        if outcome.status == 412 and outcome.is_first_try:
+            text = f"publish of {path} in {self.url} failed: another wrote it meanwhile"
+            raise StorageError(text, operation="publish", path=path, url=self.url, errno=0)
         error = self._bucket.failure(outcome, "publish", path)
         if found.status == 404 or found.is_done:
             raise StorageError(
@@ -445,7 +446,7 @@ class ObjectStore:
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
-            if name == _WRITER and lease.began and self._root_age_s(lease.began) > _YOUNG_S:
+            if name == WRITER and self._is_older(lease):
                 lease.distrust()
             self._removals.adopt(lease)
         except BaseException:
@@ -453,18 +454,27 @@ class ObjectStore:
             raise
         return lease
 
-    def _root_age_s(self, now: str) -> float:
+    def _is_older(self, lease: ObjectLease) -> bool:
+        """True where a root without a lease object was there well before this lease, and where
+        nothing says that it was not: the next holder trusts what this one releases.
+        """
         made = self._made[1] if self._made[0] + _FRESH_S > time.monotonic() else ""
-        if not made:
-            made = self._bucket.head(self._below + ROOT_FILE).header("last-modified")
-        return quiet_s(Outcome(200, headers={"date": now, "last-modified": made}))
+        if lease.began is not None and not made:
+            outcome = self._bucket.head(self._below + ROOT_FILE)
+            if not outcome.is_done:
+                return not outcome.is_absent
+            made = outcome.header("last-modified")
+        said = Outcome(200, headers={"date": lease.began or "", "last-modified": made})
+        return quiet_s(said) > _YOUNG_S
 
     def _changed_under(self, lock: str) -> tuple[str, ...]:
-        """Returns what the keys begin with that the holder of a lock changes: who sets a pin needs
-        to know of late requests for pins alone.
+        """Returns what the requests begin with that the next holder of a lock needs to know of: who
+        sets a pin, of late removals of pins. A pin that is set late harms none.
         """
-        own = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
-        return own if lock == _PINS else ("",)
+        if lock != PINS:
+            return ("",)
+        removed, announced = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
+        return f"DELETE {removed}", *(f"{method} {announced}" for method in ("PUT", "DELETE"))
 
     def _unanswered_s(self, above: tuple[str, ...]) -> float:
         """Returns for how long a request of this process may land whose end is not known."""

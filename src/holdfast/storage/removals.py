@@ -20,12 +20,14 @@ from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import warn
 from holdfast.storage.base import check_path
 from holdfast.storage.bucket import Bucket
+from holdfast.storage.files import PINS
 from holdfast.storage.lease_lock import ObjectLease
+from holdfast.storage.wrap import renew_in_child
 
 #: Where removals are announced, below the name of each lock.
 ANNOUNCED = ".removals"
 #: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
-_MANIFESTS, _PINS = "manifests/", "pins/"
+_MANIFESTS, _PINS = "manifests/", f"{PINS}/"
 #: An announcement that says nothing any more.
 _NOTHING = b'{"files": [], "trees": []}'
 
@@ -35,7 +37,6 @@ class Removals:
 
     def __init__(self, bucket: Bucket, below: str) -> None:
         self._bucket, self._below = bucket, below
-        self._lock, self._finishing = threading.Lock(), threading.Lock()
         self._count = 0
         self._left: dict[str, tuple[list[str], list[str]]] = {}
         """What was announced and not removed, by its announcement."""
@@ -45,6 +46,14 @@ class Removals:
         that nobody answered may make them again."""
         self.refused: frozenset[str] = frozenset()
         """Paths that the server refuses to remove: they stay announced, and count as gone."""
+        self._failed: tuple[float, HoldfastError] | None = None
+        """When ``finish`` failed last, and of what."""
+        self.in_child()
+        renew_in_child(self)
+
+    def in_child(self) -> None:
+        """Makes new locks."""
+        self._lock, self._finishing = threading.Lock(), threading.RLock()
 
     def remove(self, files: Sequence[str], trees: Sequence[str], lease: ObjectLease | None) -> None:
         """Removes objects, and everything below directories. Without a lease nothing is announced:
@@ -97,17 +106,27 @@ class Removals:
         """
         if lease is None or not (self._left or self._over):
             return
-        own = self._of(lease) + lease.nonce  # else who took the lease did it
+        begun_s = time.monotonic()
         with self._finishing:  # else another thread would remove what this one names next
-            for key, (files, trees) in list(self._left.items()):
-                if key.startswith(own):
-                    self._complete(key, files, trees, lease)
-                self._left.pop(key, None)
-            for key in list(self._over):
-                if key.startswith(own):
-                    self._drop(key)
-                else:
-                    self._over.pop(key, None)
+            if self._failed is not None and self._failed[0] >= begun_s:
+                raise self._failed[1]  # it was tried while this one waited
+            try:
+                self._finish(lease)
+            except HoldfastError as error:
+                self._failed = time.monotonic(), error
+                raise
+
+    def _finish(self, lease: ObjectLease) -> None:
+        own = self._of(lease) + lease.nonce  # else who took the lease did it
+        for key, (files, trees) in list(self._left.items()):
+            if key.startswith(own):
+                self._complete(key, files, trees, lease)
+            self._left.pop(key, None)
+        for key in list(self._over):
+            if key.startswith(own):
+                self._drop(key)
+            else:
+                self._over.pop(key, None)
 
     def adopt(self, lease: ObjectLease) -> None:
         """Completes what earlier holders of this lock announced, but for what was pinned since, and

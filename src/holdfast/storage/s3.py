@@ -116,22 +116,30 @@ class S3Bucket(XmlBucket):
         return self._begin(key, algorithm | {"x-amz-checksum-type": "FULL_OBJECT"})
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """Removes objects, a thousand by one request. StorageError names the first that stays.
+        """Removes objects, a thousand by one request. While these are answered what stays is the
+        fault of single objects, for as long as the patience lasts: that is not ``retryable``.
 
         What no XML can name, as a control character, goes by a request of its own.
         """
-        super().delete_many([key for key in keys if not _IS_TEXT(key)])
+        stay, patience = dict[str, Outcome](), self.patience
         named = [key for key in keys if _IS_TEXT(key)]
         for start in range(0, len(named), _BULK):
-            some, failed = named[start : start + _BULK], dict[str, Outcome]()
-            for _ in self.patience.pauses():
+            some = named[start : start + _BULK]
+            for number in patience.pauses():
+                if number > 1:
+                    self.traffic.again("POST delete", stay[some[0]].code)
                 failed = self._delete_some(some)
-                some = [key for key in some if key in failed]
-                if not some or not all(one.may_be_tried_again for one in failed.values()):
+                stay = {key: one for key, one in stay.items() if key not in some} | failed
+                some = [key for key in some if key in failed and failed[key].may_be_tried_again]
+                if not some:
                     break
-            refused = [key for key, one in failed.items() if not one.may_be_tried_again]
-            for key in refused or failed:
-                raise self.failure(failed[key], "removal", key)
+            else:  # the others are asked for once
+                patience = Patience(total_s=0.0)
+        super().delete_many([key for key in keys if not _IS_TEXT(key)])
+        for key in sorted(stay, key=lambda one: stay[one].may_be_tried_again):
+            error = self.failure(stay[key], "removal", key)
+            error.retryable = False
+            raise error
 
     def _delete_some(self, keys: Sequence[str]) -> dict[str, Outcome]:
         """Returns those that stay: the answer may be that of these some are to be asked for again,

@@ -146,7 +146,9 @@ def status_of(code: str) -> int:
     return known.get(code, 503 if code in _NOT_NOW else 400)
 
 
-_NOT_NOW = frozenset({"InternalError", "OperationAborted", "ServiceUnavailable", "SlowDown"})
+_NOT_NOW = frozenset({"InternalError", "OperationAborted", "ServiceUnavailable", "SlowDown"}) | {
+    *("SlowDownRead", "SlowDownWrite", "TooManyRequests")  # MinIO's
+}
 _CHECKSUMS = {
     "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme",
     "ChecksumCRC32": "x-amz-checksum-crc32",

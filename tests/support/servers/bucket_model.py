@@ -9,7 +9,8 @@ import hashlib
 import itertools
 import threading
 import xml.etree.ElementTree as xml
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
@@ -20,6 +21,7 @@ from xml.sax.saxutils import escape
 import pytest
 from msgspec.structs import replace
 
+from holdfast.events import subscribe
 from holdfast.storage import objects
 from holdfast.storage.bucket import Outcome
 from holdfast.storage.checksums import Body
@@ -265,6 +267,17 @@ def _content(data: bytes, tag: str, made: str, range_: str, *, is_head: bool) ->
     end = int(first) + len(part) - 1
     headers["content-range"] = f"bytes {first}-{end}/{len(data)}"
     return Outcome(206, headers=headers, body=part)
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collects what a person is warned of."""
+    told = list[str]()
+    stop = subscribe(lambda event, _: told.append(getattr(event, "message", "")))
+    try:
+        yield told
+    finally:
+        stop()
 
 
 def model_store(
