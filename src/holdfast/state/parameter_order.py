@@ -17,12 +17,14 @@ class ParameterOrder(Struct, frozen=True):
     ``options``: those of each group, as they are before a load. ``registered``: the same names in
     the order in which the modules have them. Both are empty where somebody gave the names for the
     very checkpoint that is read. ``module``: the key of the one module that all are of.
+    ``tensors``: all that the modules of the state have, by their keys and names.
     """
 
     groups: Sequence[Sequence[str]]
     options: Sequence[Mapping[str, Any]] = ()
     registered: Sequence[str] = field(default=())
     module: str | None = None
+    tensors: Collection[str] = ()
 
 
 class LiveOrders(dict[str, ParameterOrder]):

@@ -118,12 +118,14 @@ def parameter_orders(state: State) -> LiveOrders:
     for key, some in objects.tensors.items():
         for held in some:
             placed.setdefault(id(held.tensor), []).append(f"{key}.{held.name}")
+    tensors = frozenset(name for names in placed.values() for name in names)
     found = {}
     for key, groups in group_names(objects).items():
         names = {id(p): n for n, p in _parameters(objects, key).items()}
         options = objects.optimizers[key].param_groups
         registered = [names[one] for one in placed if one in names]
-        found[key] = ParameterOrder(groups, options, registered, objects.module_of(key))
+        module = objects.module_of(key)
+        found[key] = ParameterOrder(groups, options, registered, module, tensors)
     return LiveOrders(found, objects.paths, [some for some in placed.values() if len(some) > 1])
 
 
