@@ -106,6 +106,31 @@ def test_milestones_of_any_numbers_drop_the_rate_where_they_did(
         assert one[2].get_last_lr() == other[2].get_last_lr()
 
 
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_schedule_without_milestones_does_not_keep_those_of_the_live_one(
+    tmp_path: Path, is_inner: bool
+) -> None:
+    def build(*milestones: int) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule: Any = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+        if is_inner:
+            other = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [other, schedule], [1])
+        return {"model": model, "optimizer": optimizer, "loop": {"schedule": schedule}}
+
+    one = build()
+    saved = {key: one[key].state_dict() for key in ("model", "optimizer")}
+    saved["loop"] = {"schedule": one["loop"]["schedule"].state_dict()}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(holdfast.StateMismatch, match=r"loop\.schedule") as error:
+        holdfast.load(tmp_path / "dcp", build(7))
+    assert "loop.schedule is a schedule without milestones" in error.value.__notes__[0]
+    holdfast.load(tmp_path / "dcp", build())  # it has none either
+
+
 SCHEDULE = {"last_epoch": 3, "gamma": 0.5, "base_lrs": [1.0]}
 
 

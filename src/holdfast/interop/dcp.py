@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from holdfast.interop.record_runs import MANY_BYTES
 from holdfast.interop.safetensors_files import open_safetensors
 from holdfast.interop.source_files import SourceFiles, checked_name
 from holdfast.interop.torch_files import Tree, open_torch_file
+from holdfast.state.parameter_order import LiveOrders
 from holdfast.storage.direct import aligned_memory
 
 METADATA = ".metadata"
@@ -49,6 +50,8 @@ _MULTI_STEP = {"last_epoch", "gamma", "base_lrs"}
 def read_dcp(files: SourceFiles, prefix: str, step: int, orders: Orders) -> ForeignCheckpoint:
     """Read a directory of DCP below ``prefix`` ("" or one that ends with "/")."""
     tree = read_dcp_tree(files, prefix)
+    for path, keys in orders.milestones if isinstance(orders, LiveOrders) else ():
+        _lose_without_milestones(tree.entries, path.split("."), keys)
     found = arrange(tree.entries, orders, files.where(prefix + METADATA))
     return ForeignCheckpoint(
         "dcp",
@@ -359,6 +362,27 @@ def _schedule_as_it_was(found: dict[Any, Any]) -> dict[Any, Any] | _Lost:
     if is_whole and all(type(times) is int and times > 0 for times in counter.values()):
         return {**found, "milestones": counter}
     return _Lost("a schedule whose milestones DCP kept as texts that are not all numbers", 0)
+
+
+def _lose_without_milestones(
+    tree: dict[str, Any], path: Sequence[str], keys: Sequence[str | int]
+) -> None:
+    """Put _Lost for the schedule at ``path`` if it has no milestones at ``keys``, and should."""
+    home: Any = tree
+    try:
+        for key in path[:-1]:
+            home = home[key]
+        found = home[path[-1]]
+        for inner in keys:
+            found = found[inner]
+    except (KeyError, IndexError, TypeError):
+        return  # another state, which says so itself
+    if isinstance(found, dict) and found.keys() >= _MULTI_STEP and "milestones" not in found:
+        home[path[-1]] = _Lost(
+            "a schedule without milestones, where that to be filled has some: DCP keeps nothing of "
+            "what is empty, nor the class",
+            0,
+        )
 
 
 def _number_of(key: Any) -> int | float | None:

@@ -32,6 +32,8 @@ class LiveOrders(dict[str, ParameterOrder]):
 
     ``paths``: the places of all objects and values of that state, keys joined by dots. ``ties``:
     the names of each tensor that its modules have under several, as leaves have them.
+    ``milestones``: the places of schedules that have some, each the path of an object and the keys
+    in its state.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class LiveOrders(dict[str, ParameterOrder]):
         orders: Mapping[str, ParameterOrder],
         paths: Collection[str],
         ties: Collection[Sequence[str]] = (),
+        milestones: Collection[tuple[str, Sequence[str | int]]] = (),
     ) -> None:
         super().__init__(orders)
-        self.paths, self.ties = frozenset(paths), ties
+        self.paths, self.ties, self.milestones = frozenset(paths), ties, milestones

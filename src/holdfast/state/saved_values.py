@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec import Struct
+from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR, SequentialLR
 
 from holdfast.format import values as codec
 from holdfast.state.modules import extra_state_names
@@ -126,7 +127,18 @@ def parameter_orders(state: State) -> LiveOrders:
         registered = [names[one] for one in placed if one in names]
         module = objects.module_of(key)
         found[key] = ParameterOrder(groups, options, registered, module, tensors)
-    return LiveOrders(found, objects.paths, [some for some in placed.values() if len(some) > 1])
+    ties = [some for some in placed.values() if len(some) > 1]
+    schedules = [(key, keys) for key, one in objects.stateful.items() for keys in _milestones(one)]
+    return LiveOrders(found, objects.paths, ties, schedules)
+
+
+def _milestones(schedule: Any) -> Iterator[tuple[str | int, ...]]:
+    """Returns the keys that lead to each MultiStepLR with milestones in the state of a schedule."""
+    if isinstance(schedule, MultiStepLR) and schedule.milestones:
+        yield ()
+    if isinstance(schedule, (SequentialLR, ChainedScheduler)):
+        for number, inner in enumerate(schedule._schedulers):
+            yield from (("_schedulers", number, *keys) for keys in _milestones(inner))
 
 
 def _parameters(objects: Objects, key: str) -> dict[str, Any]:
