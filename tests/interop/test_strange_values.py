@@ -119,15 +119,13 @@ def test_a_schedule_without_milestones_does_not_keep_those_of_the_live_one(
         if is_inner:
             other = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)
             schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [other, schedule], [1])
-        return {"model": model, "optimizer": optimizer, "loop": {"schedule": schedule}}
+        return {"app": {"model": model, "optimizer": optimizer, "schedule": schedule}}
 
-    one = build()
-    saved = {key: one[key].state_dict() for key in ("model", "optimizer")}
-    saved["loop"] = {"schedule": one["loop"]["schedule"].state_dict()}
-    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(holdfast.StateMismatch, match=r"loop\.schedule") as error:
+    saved = {key: part.state_dict() for key, part in build()["app"].items()}
+    dcp.save({"app": saved}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(holdfast.StateMismatch, match=r"app\.schedule") as error:
         holdfast.load(tmp_path / "dcp", build(7))
-    assert "loop.schedule is a schedule without milestones" in error.value.__notes__[0]
+    assert "app.schedule is a schedule without milestones" in error.value.__notes__[0]
     holdfast.load(tmp_path / "dcp", build())  # it has none either
 
 
