@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
 import holdfast
+from holdfast.cli import main
 from holdfast.interop.opening import open_source
 from support.checkpoints.commands import error_of
+from support.runs.launch import run_ranks
 
 Out = pytest.CaptureFixture[str]
 SIZE = 4
@@ -75,7 +78,7 @@ def refused(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> s
     assert all(map(torch.equal, before, model.parameters()))
     assert not optimizer.state
     (said,) = (text for text in heard if "keyed by numbers" in text)
-    assert "--parameters" in said
+    assert "--parameters" in said or "get_state_dict" in said
     return said
 
 
@@ -252,3 +255,104 @@ def test_safetensors_have_no_order_that_could_be_another(tmp_path: Path) -> None
     filled(tmp_path, other, there)
     assert set(there.state) == set(other.parameters())
     open_source(tmp_path)  # without an optimizer numbers stay numbers
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    named = model.named_parameters()
+    return {
+        f"{name}.{kind}": value
+        for name, one in named
+        for kind, value in optimizer.state[one].items()
+    }
+
+
+def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one and one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def _saved_by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=path, no_dist=not torch.distributed.is_initialized())
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_order_that_one_writer_left_in_dcp_is_compared(tmp_path: Path) -> None:
+    model = Blocks("q", "k")
+    optimizer = trained(model, groups_of(model))
+    _saved_by_dcp(model, optimizer, tmp_path / "dcp")
+    turned = Blocks("k", "q")
+    said = refused(tmp_path / "dcp", turned, torch.optim.AdamW(turned.parameters()))
+    assert "has 'k.weight', 'model' in the file has 'q.weight'" in said
+    other = Blocks("q", "k")
+    there = torch.optim.AdamW(other.parameters())
+    filled(tmp_path / "dcp", other, there)
+    _require_same(_moments(model, optimizer), _moments(other, there))
+
+
+def _replicas(rank: int, world: int, root: str) -> dict[str, torch.Tensor]:
+    """Each rank has the same, so DCP gives each a share to write."""
+    torch.manual_seed(0)
+    alike = Blocks("q", "k", "v")
+    optimizer = trained(alike, groups_of(alike))
+    _saved_by_dcp(alike, optimizer, Path(root, "alike"))
+    unlike = nn.Sequential(nn.Linear(SIZE, 3), nn.Linear(3, 2))
+    _saved_by_dcp(unlike, trained(unlike, groups_of(unlike)), Path(root, "unlike"))
+    return _moments(alike, optimizer)
+
+
+@pytest.mark.promise
+def test_the_order_that_several_writers_left_nowhere_in_dcp_is_asked_for(tmp_path: Path) -> None:
+    expected = run_ranks(2, _replicas, str(tmp_path))[0]
+    model = Blocks("q", "k", "v")
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = refused(tmp_path / "alike", model, optimizer)
+    assert "'q.weight' and 'k.weight' both have the shape (4, 4)" in said
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps([[name for name, _ in model.named_parameters()]]))
+    source, root = str(tmp_path / "alike"), str(tmp_path / "root")
+    assert main(["import", source, root, "--parameters", str(names)]) == 0
+    filled(Path(root), model, optimizer)
+    _require_same(expected, _moments(model, optimizer))
+    # Where no two of a group have one shape, a number stands for one alone.
+    unlike = nn.Sequential(nn.Linear(SIZE, 3), nn.Linear(3, 2))
+    there = torch.optim.AdamW(unlike.parameters())
+    filled(tmp_path / "unlike", unlike, there)
+    assert set(there.state) == set(unlike.parameters())
+    # In another order the shapes do not fit.
+    turned = nn.Sequential()
+    turned.add_module("1", nn.Linear(3, 2))
+    turned.add_module("0", nn.Linear(SIZE, 3))
+    said = refused(tmp_path / "unlike", turned, torch.optim.AdamW(turned.parameters()))
+    assert "keyed by numbers" in said
+
+
+def _stages(rank: int, world: int, root: str) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential()
+    model.add_module(str(rank), nn.Linear(SIZE, SIZE, bias=False))
+    optimizer = trained(model, groups_of(model))
+    _saved_by_dcp(model, optimizer, Path(root, "one"))
+    state = {f"stage{rank}": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=Path(root, "apart"))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_numbers_that_stages_have_in_common_fill_none_of_them(
+    tmp_path: Path, rank: int
+) -> None:
+    run_ranks(2, _stages, str(tmp_path))
+    model = nn.Sequential()
+    model.add_module(str(rank), nn.Linear(SIZE, SIZE, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = refused(tmp_path / "one", model, optimizer)
+    assert f"has no 'model.{1 - rank}.weight', which is in the file: each stage" in said
+    heard: list[str] = []
+    stop = holdfast.subscribe(lambda event, _: heard.append(str(event)))
+    with pytest.raises(holdfast.StateMismatch, match="optimizer"):
+        holdfast.load(tmp_path / "apart", {f"stage{rank}": model, "optimizer": optimizer})
+    stop()
+    assert any(f"has no 'stage{1 - rank}.{1 - rank}.weight', which is" in one for one in heard)
+    assert not optimizer.state

@@ -69,6 +69,95 @@ def test_dcp_makes_texts_of_numbers_and_drops_what_is_empty(
 
 
 @pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "milestones", [[2, 4], [2, 2, 4], [0, 1], [-1, 4], [2.0, 4.0], [2, 4.5, 1e16, float("inf")]]
+)
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("way", ["dcp", "export"])
+def test_milestones_of_any_numbers_drop_the_rate_where_they_did(
+    tmp_path: Path, milestones: list[Any], is_inner: bool, way: str
+) -> None:
+    def build(*milestones: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule: Any = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+        if is_inner:
+            other = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [other, schedule], [1])
+        return model, optimizer, schedule
+
+    keys = ("model", "optimizer", "schedule")
+    one, other = build(*milestones), build(7)
+    one[1].step()
+    one[2].step()
+    if way == "dcp":
+        saved = {key: part.state_dict() for key, part in zip(keys, one, strict=True)}
+        dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    else:
+        holdfast.save(tmp_path / "root", dict(zip(keys, one, strict=True)), step=1)
+        assert main(["export", str(tmp_path / "root"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    holdfast.load(tmp_path / "dcp", dict(zip(keys, other, strict=True)))
+    assert one[2].state_dict().keys() == other[2].state_dict().keys()
+    for _ in range(5):
+        for _, optimizer, schedule in (one, other):
+            optimizer.step()
+            schedule.step()
+        assert one[2].get_last_lr() == other[2].get_last_lr()
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_schedule_without_milestones_does_not_keep_those_of_the_live_one(
+    tmp_path: Path, is_inner: bool
+) -> None:
+    def build(*milestones: int) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule: Any = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+        if is_inner:
+            other = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [other, schedule], [1])
+        return {"app": {"model": model, "optimizer": optimizer, "schedule": schedule}}
+
+    saved = {key: part.state_dict() for key, part in build()["app"].items()}
+    dcp.save({"app": saved}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(holdfast.StateMismatch, match=r"app\.schedule") as error:
+        holdfast.load(tmp_path / "dcp", build(7))
+    assert "app.schedule is a schedule without milestones" in error.value.__notes__[0]
+    holdfast.load(tmp_path / "dcp", build())  # it has none either
+
+
+SCHEDULE = {"last_epoch": 3, "gamma": 0.5, "base_lrs": [1.0]}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("written", "is_kept"),
+    [
+        ({"milestones": {"warm": 0.5}, "last_epoch": 3}, True),
+        ({"milestones": {"warm": 2}, **SCHEDULE}, True),
+        ({"milestones": {"2": 0.5}, "last_epoch": 3}, True),
+        ({"milestones": {2: 1, "warm": 1}, **SCHEDULE}, False),
+        ({"milestones": {2: 0.5}, **SCHEDULE}, False),
+        ({"milestones": {2: 0}, **SCHEDULE}, False),
+        ({"_schedulers": [SCHEDULE, {"milestones": {2: 0.5}, **SCHEDULE}], **SCHEDULE}, False),
+    ],
+)
+def test_another_schedule_is_what_it_was_or_left_out_whole(
+    tmp_path: Path, written: dict[str, Any], is_kept: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    held = {"model": {"w": torch.ones(2)}, "schedule": written, "n": 1}
+    dcp.save(held, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with holdfast.open(tmp_path / "dcp") as opened:
+        assert opened.values["n"] == 1
+        assert opened.values.get("schedule") == (written if is_kept else None)
+        if is_kept:
+            assert type(opened.values["schedule"]["milestones"]) is dict
+
+
+@pytest.mark.promise
 @pytest.mark.parametrize("to", ["dcp", "torch", "deepspeed-universal"])
 @pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_what_is_exported_has_an_optimizer_without_state_too(

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import holdfast
 from holdfast.cli import main
 from holdfast.errors import HoldfastError, StateMismatch
+from support.runs.launch import run_ranks
 
 
 class Tied(nn.Module):
@@ -94,3 +95,56 @@ def test_the_one_name_that_safetensors_keep_may_be_either(
     assert other.lm_head.weight is other.embed.weight
     for name, tensor in one.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
+
+
+def _on_one_alone(rank: int, world: int, path: str) -> tuple[str, bool]:
+    """Rank 1 ties two names, as in a schedule that has the first and the last layer on one."""
+    torch.distributed.barrier()
+    model = Tied(2, is_tied=rank == 1)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    try:
+        holdfast.load(path, {"model": model})
+    except StateMismatch as error:
+        after = model.state_dict()
+        return str(error), all(torch.equal(one, after[name]) for name, one in before.items())
+    return "", False
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_names_that_some_ranks_tie_alone_are_refused_by_their_names(
+    tmp_path: Path, kind: str
+) -> None:
+    weights = Tied(1).state_dict()
+    if kind == "dcp":
+        dcp.save({"model": weights}, checkpoint_id=tmp_path / "a", no_dist=True)
+    else:
+        (tmp_path / "a").mkdir()
+        save_file({n: w.clone() for n, w in weights.items()}, tmp_path / "a/model.safetensors")
+    for said, is_as_before in run_ranks(2, _on_one_alone, str(tmp_path / "a")):
+        assert "embed.weight and model.lm_head.weight are one tensor on rank 1 and not on" in said
+        assert is_as_before
+
+
+def _numbered_apart(rank: int, world: int, path: str) -> str:
+    model = nn.Linear(3, 3) if rank else nn.ModuleDict({"a": nn.Linear(3, 3)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        holdfast.load(path, {f"model{rank}": model, "optimizer": optimizer})
+    except StateMismatch as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.promise
+def test_numbers_that_are_other_parameters_on_another_rank_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    own = {"model0": {f"a.{n}": t for n, t in model.state_dict().items()}}
+    held = {**own, "model1": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(held, tmp_path / "a.pt")
+    for said in run_ranks(2, _numbered_apart, str(tmp_path / "a.pt")):
+        assert "rank 0 and rank 1 make different things of it" in said

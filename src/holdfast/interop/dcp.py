@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from holdfast.interop.record_runs import MANY_BYTES
 from holdfast.interop.safetensors_files import open_safetensors
 from holdfast.interop.source_files import SourceFiles, checked_name
 from holdfast.interop.torch_files import Tree, open_torch_file
+from holdfast.state.parameter_order import LiveOrders
 from holdfast.storage.direct import aligned_memory
 
 METADATA = ".metadata"
@@ -42,11 +43,15 @@ MAX_RANKS_SHOWN = 1 << 16
 LATER_S = 60.0
 _FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
 _NUMBER = re.compile(r"[0-9]{1,15}")
+#: What a MultiStepLR has besides its milestones.
+_MULTI_STEP = {"last_epoch", "gamma", "base_lrs"}
 
 
 def read_dcp(files: SourceFiles, prefix: str, step: int, orders: Orders) -> ForeignCheckpoint:
     """Read a directory of DCP below ``prefix`` ("" or one that ends with "/")."""
     tree = read_dcp_tree(files, prefix)
+    for path, keys in orders.milestones if isinstance(orders, LiveOrders) else ():
+        _lose_without_milestones(tree.entries, path.split("."), keys)
     found = arrange(tree.entries, orders, files.where(prefix + METADATA))
     return ForeignCheckpoint(
         "dcp",
@@ -313,11 +318,16 @@ def _closed(value: Any) -> Any:
         and all(type(key) is int for key in value)
         and sorted(value) == list(range(len(value)))
     ):
-        return [_closed(value[number]) for number in range(len(value))]
+        items = [_closed(value[number]) for number in range(len(value))]
+        return next((item for item in items if isinstance(item, _Lost)), items)
     return _as_it_was({key: _closed(item) for key, item in value.items()})
 
 
-def _as_it_was(found: dict[Any, Any]) -> dict[Any, Any]:
+class _Lost(Opaque):
+    """A schedule that can't be told from what DCP kept of it."""
+
+
+def _as_it_was(found: dict[Any, Any]) -> dict[Any, Any] | _Lost:
     """A dictionary with what paths do not keep: numbers that were keys are texts in them, and an
     empty dictionary has none.
     """
@@ -327,9 +337,8 @@ def _as_it_was(found: dict[Any, Any]) -> dict[Any, Any]:
         if all(isinstance(some, list) for some in members):
             is_numbered = any(type(one) is int for some in members for one in some or ())
             return {**found, "state": _by_numbers(state) if is_numbered else state}
-    milestones = found.get("milestones")  # of a MultiStepLR
-    if isinstance(milestones, dict) and "last_epoch" in found:
-        return {**found, "milestones": Counter(_by_numbers(milestones))}
+    if "last_epoch" in found:
+        return _schedule_as_it_was(found)
     return found
 
 
@@ -337,3 +346,51 @@ def _by_numbers(value: dict[Any, Any]) -> dict[Any, Any]:
     """The same with numbers as keys; as it is where some key is none."""
     known = {int(key): one for key, one in value.items() if _NUMBER.fullmatch(str(key))}
     return known if len(known) == len(value) else value
+
+
+def _schedule_as_it_was(found: dict[Any, Any]) -> dict[Any, Any] | _Lost:
+    """A schedule with the counter that a MultiStepLR has; whole, or lost."""
+    lost = next((item for item in found.values() if isinstance(item, _Lost)), None)
+    milestones = found.get("milestones")
+    if lost is not None or not isinstance(milestones, dict) or not found.keys() >= _MULTI_STEP:
+        return lost or found
+    numbers = {key: _number_of(key) for key in milestones}
+    if all(number is None for number in numbers.values()):
+        return found  # another schedule's own
+    counter = Counter({numbers[key]: times for key, times in milestones.items()})
+    is_whole = len(counter) == len(milestones) and None not in counter
+    if is_whole and all(type(times) is int and times > 0 for times in counter.values()):
+        return {**found, "milestones": counter}
+    return _Lost("a schedule whose milestones DCP kept as texts that are not all numbers", 0)
+
+
+def _lose_without_milestones(
+    tree: dict[str, Any], path: Sequence[str], keys: Sequence[str | int]
+) -> None:
+    """Put _Lost for the schedule at ``path`` if it has no milestones at ``keys``, and should."""
+    home: Any = tree
+    try:
+        for key in path[:-1]:
+            home = home[key]
+        found = home[path[-1]]
+        for inner in keys:
+            found = found[inner]
+    except (KeyError, IndexError, TypeError):
+        return  # another state, which says so itself
+    if isinstance(found, dict) and found.keys() >= _MULTI_STEP and "milestones" not in found:
+        home[path[-1]] = _Lost(
+            "a schedule without milestones, where that to be filled has some: DCP keeps nothing of "
+            "what is empty, nor the class",
+            0,
+        )
+
+
+def _number_of(key: Any) -> int | float | None:
+    """The number that a text is as Python writes it."""
+    text = str(key)
+    if _NUMBER.fullmatch(text.removeprefix("-")):
+        return int(text)
+    try:
+        return number if str(number := float(text)) == text else None
+    except ValueError:
+        return None

@@ -144,7 +144,8 @@ class ForeignCheckpoint:
     """All that a reader found. ``values``: as ``format.values`` encodes them, by key of the state.
 
     ``notes``: what is there and cannot be read, in words. ``world``: the number of images.
-    ``own``: the values that differ between ranks, of each; none where there are none.
+    ``own``: the values that differ between ranks, of each; none where there are none. ``ties``: the
+    names of each tensor that is one in the state to be filled.
     """
 
     format: str
@@ -155,6 +156,7 @@ class ForeignCheckpoint:
     notes: tuple[str, ...] = ()
     world: int = 1
     own: tuple[Mapping[str, Any], ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
 
     def layout(self, where: str) -> Layout:
         """The layout that the boxes make; ForeignFormatError when two of them overlap.

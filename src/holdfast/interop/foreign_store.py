@@ -205,6 +205,11 @@ class ForeignStore:
         )
         return (*self.found.notes, *some)
 
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each tensor that is one in the state to be filled."""
+        return self.found.ties
+
     def require_unchanged(self, path: str = "") -> None:
         """See ``storage.base``: there is one checkpoint here."""
         self._files.require_unchanged()

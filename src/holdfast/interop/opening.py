@@ -138,7 +138,7 @@ def _tied(found: ForeignCheckpoint, live: Orders) -> ForeignCheckpoint:
     """
     from holdfast.state.parameter_order import LiveOrders
 
-    leaves, aliases = dict(found.leaves), dict(found.aliases)
+    leaves, aliases, ties = dict(found.leaves), dict(found.aliases), []
     for names in live.ties if isinstance(live, LiveOrders) else ():
         there = [name for name in names if name in leaves]
         if not there:
@@ -154,7 +154,8 @@ def _tied(found: ForeignCheckpoint, live: Orders) -> ForeignCheckpoint:
         gone = set(there[1:])
         aliases = {name: first if of in gone else of for name, of in aliases.items()}
         aliases |= {name: first for name in names if name != first and name not in aliases}
-    return replace(found, leaves=leaves, aliases=aliases)
+        ties.append(tuple(names))
+    return replace(found, leaves=leaves, aliases=aliases, ties=tuple(ties))
 
 
 def _below(key: str, names: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.interop.foreign import ForeignLeaf
+from holdfast.interop.foreign import ForeignLeaf, files_of, images_of
 from holdfast.state.param_groups import IMPLEMENTATION
 from holdfast.state.parameter_order import ParameterOrder
 
@@ -24,6 +24,9 @@ _HOW = (
     "make them as they were; or import the checkpoint with --parameters FILE, which names the "
     "parameters in the order of its groups"
 )
+_NAMED = "Save it by get_state_dict of torch.distributed.checkpoint, which names parameters"
+#: How the files of DCP begin that hold what the first rank planned to write.
+_FIRST_PLAN = "__0_"
 
 #: What DistributedDataParallel and torch.compile put before all names of a module.
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -51,7 +54,13 @@ def names_of_numbers(
             f"to be filled has groups of {wanted}: {_HOW}"
         )
     _refuse_other_places(groups, order.options)
-    _refuse_reordered(list(_orders_in_file(modules)), order)
+    deciding = _deciding(list(_orders_in_file(modules)), order)
+    _refuse_reordered(deciding, order)
+    if order.registered and any(map(_is_of_dcp, _leaves(state))):
+        _refuse_stages(state, order, modules)
+        own = [one for one in deciding if one.key == order.module]
+        if not (own if order.module in modules else deciding):
+            _refuse_alike(groups, state, order, modules)
     found = [name for group in order.groups for name in group]
     numbers = [one for group in groups for one in group["params"]]
     _refuse_other_shapes(dict(zip(numbers, found, strict=True)), state, modules)
@@ -122,29 +131,54 @@ class _FileOrder:
 
 def _orders_in_file(modules: Mapping[str, Mapping[str, ForeignLeaf]]) -> Iterator[_FileOrder]:
     """The order of each module, and of all together below their keys, where the file has it:
-    safetensors sort names, and DCP has no order.
+    safetensors sort names, and DCP has the order of what its first rank planned to write alone.
     """
     below: list[list[str]] = []
     for key, leaves in modules.items():
-        parts = [part for leaf in leaves.values() for part in leaf.parts]
-        if all(
-            part.extent.item_bytes is None and not part.extent.file.endswith(".safetensors")
-            for part in parts
-        ):
+        if all(map(_is_in_order, leaves.values())):
             yield _FileOrder(key, [list(leaves)])
             below.append([f"{key}.{name}" for name in leaves])
     yield _FileOrder(None, below)
 
 
-def _refuse_reordered(orders: Sequence[_FileOrder], live: ParameterOrder) -> None:
-    """Refuse where the module of this optimizer has another order in the file; where none there
-    is called as it, where nothing that holds all names has them in this order.
+def _is_of_dcp(leaf: ForeignLeaf) -> bool:
+    return bool(leaf.parts) and leaf.parts[0].extent.item_bytes is not None
+
+
+def _is_in_order(leaf: ForeignLeaf) -> bool:
+    """True unless a leaf may stand in the file before those that the module had before it.
+
+    The metadata of DCP have the names of the first rank's plan, as its state had them, then those
+    that the plan of each other rank has besides.
+    """
+    files = files_of(leaf.parts)
+    if _is_of_dcp(leaf):
+        return any(file.rpartition("/")[2].startswith(_FIRST_PLAN) for file in files)
+    return not any(file.endswith(".safetensors") for file in files) and (
+        bool(files) or 0 in leaf.shape  # else its files are not there
+    )
+
+
+def _leaves(state: Mapping[Any, Any]) -> Iterator[ForeignLeaf]:
+    for kinds in state.values():
+        found = kinds.values() if isinstance(kinds, Mapping) else ()
+        yield from (leaf for leaf in found if isinstance(leaf, ForeignLeaf))
+
+
+def _deciding(orders: Sequence[_FileOrder], live: ParameterOrder) -> list[_FileOrder]:
+    """The order of the module of this optimizer; where none is called as it, those of all that
+    hold its names.
 
     What holds some of them alone is another module, and decides nothing.
     """
     holding = [one for one in orders if one.holds(live.registered)]
     own = [one for one in holding if one.key is not None and one.key == live.module]
-    found = [(one.key, one.first_other(live.registered)) for one in own or holding]
+    return own or holding
+
+
+def _refuse_reordered(deciding: Sequence[_FileOrder], live: ParameterOrder) -> None:
+    """Refuse where none of what decides has the names in the order of the live modules."""
+    found = [(one.key, one.first_other(live.registered)) for one in deciding]
     others = [(key, first) for key, first in found if first is not None]
     if not others or len(others) < len(found):
         return
@@ -157,16 +191,77 @@ def _refuse_reordered(orders: Sequence[_FileOrder], live: ParameterOrder) -> Non
     )
 
 
-def _refuse_other_shapes(
-    names: Mapping[Any, str],
+def _refuse_stages(
     state: Mapping[Any, Any],
+    live: ParameterOrder,
     modules: Mapping[str, Mapping[str, ForeignLeaf]],
 ) -> None:
+    """Refuse where several ranks wrote parameters that are not of this state: each stage of a
+    pipeline has a number 0, and DCP keeps one of them.
+    """
+    leaves = [leaf for some in modules.values() for leaf in some.values()]
+    images = {image for leaf in (*leaves, *_leaves(state)) for image in set(images_of(leaf.parts))}
+    mine = {name.removeprefix(f"{live.module}.") for name in live.tensors}
+    for key, some in modules.items() if len(images) > 1 else ():
+        for name in some:
+            if f"{key}.{name}" not in live.tensors and (key == live.module or name not in mine):
+                raise UnknownOrder(
+                    f"its state is keyed by numbers, several ranks wrote it, and the state to be "
+                    f"filled has no {f'{key}.{name}'!r:.200}, which is in the file: each stage of "
+                    f"a pipeline has such numbers of its own, and DCP keeps those of one. {_NAMED}"
+                )
+
+
+def _refuse_alike(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Any],
+    live: ParameterOrder,
+    modules: Mapping[str, Mapping[str, ForeignLeaf]],
+) -> None:
+    """Refuse where shapes alone do not tell which parameter of its group a number is."""
+    own = {key: leaves for key, leaves in modules.items() if key == live.module}
+    shapes = _shapes(own or modules)
+    for number, (group, names) in enumerate(zip(groups, live.groups, strict=True)):
+        seen: dict[tuple[int, ...], str] = {}
+        for one, name in zip(group["params"], names, strict=True) if len(names) > 1 else ():
+            known = shapes.get(name, set())
+            shape = next(iter(known), ())
+            kinds = {leaf.shape for leaf in _leaves({one: state.get(one)})}
+            if len(known) != 1:
+                why = f"{name!r:.200} does not have one shape in the file"
+            elif shape in seen:
+                why = f"{seen[shape]!r:.200} and {name!r:.200} both have the shape {shape}"
+            elif kinds and (shape not in kinds or (shape == () and len(kinds) > 1)):
+                why = f"nothing of {one!r:.50} has the shape {shape} of {name!r:.200}"
+            else:
+                seen[shape] = name
+                continue
+            raise UnknownOrder(
+                f"its state is keyed by numbers, the order of its parameters is not in the file, "
+                f"and in its group {number} {why}: a number may stand for another. {_NAMED}; or "
+                "import the checkpoint with --parameters FILE, which names the parameters in the "
+                "order of its groups"
+            )
+
+
+def _shapes(
+    modules: Mapping[str, Mapping[str, ForeignLeaf]],
+) -> dict[str, set[tuple[int, ...]]]:
+    """The shapes of the tensors of each name, alone and below the key of its module."""
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for key, leaves in modules.items():
         for name, leaf in leaves.items():
             for called in (name, f"{key}.{name}"):
                 shapes.setdefault(called, set()).add(leaf.shape)
+    return shapes
+
+
+def _refuse_other_shapes(
+    names: Mapping[Any, str],
+    state: Mapping[Any, Any],
+    modules: Mapping[str, Mapping[str, ForeignLeaf]],
+) -> None:
+    shapes = _shapes(modules)
     for number, kinds in state.items():
         name = names.get(number, "")
         if name not in shapes or not isinstance(kinds, Mapping):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec import Struct
+from torch.optim.lr_scheduler import ChainedScheduler, MultiStepLR, SequentialLR
 
 from holdfast.format import values as codec
 from holdfast.state.modules import extra_state_names
@@ -118,13 +119,26 @@ def parameter_orders(state: State) -> LiveOrders:
     for key, some in objects.tensors.items():
         for held in some:
             placed.setdefault(id(held.tensor), []).append(f"{key}.{held.name}")
+    tensors = frozenset(name for names in placed.values() for name in names)
     found = {}
     for key, groups in group_names(objects).items():
         names = {id(p): n for n, p in _parameters(objects, key).items()}
         options = objects.optimizers[key].param_groups
         registered = [names[one] for one in placed if one in names]
-        found[key] = ParameterOrder(groups, options, registered, objects.module_of(key))
-    return LiveOrders(found, objects.paths, [some for some in placed.values() if len(some) > 1])
+        module = objects.module_of(key)
+        found[key] = ParameterOrder(groups, options, registered, module, tensors)
+    ties = [some for some in placed.values() if len(some) > 1]
+    schedules = [(key, keys) for key, one in objects.stateful.items() for keys in _milestones(one)]
+    return LiveOrders(found, objects.paths, ties, schedules)
+
+
+def _milestones(schedule: Any) -> Iterator[tuple[str | int, ...]]:
+    """Returns the keys that lead to each MultiStepLR with milestones in the state of a schedule."""
+    if isinstance(schedule, MultiStepLR) and schedule.milestones:
+        yield ()
+    if isinstance(schedule, (SequentialLR, ChainedScheduler)):
+        for number, inner in enumerate(schedule._schedulers):
+            yield from (("_schedulers", number, *keys) for keys in _milestones(inner))
 
 
 def _parameters(objects: Objects, key: str) -> dict[str, Any]:
