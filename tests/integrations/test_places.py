@@ -305,9 +305,12 @@ def test_a_stream_in_process_pays_nothing_for_a_batch_that_is_fetched_ahead(
             return iter(range(SAMPLES))
 
     asked = []
-    monkeypatch.setattr(
-        "holdfast.integrations.seam.process_state", lambda: (asked.append(1), process_state())[1]
-    )
+
+    def count() -> dict[str, Any]:
+        asked.append(1)
+        return process_state()
+
+    monkeypatch.setattr("holdfast.integrations.seam.process_state", count)
     loader: Any = DataLoader(Stream(), batch_size=BATCH)
     place = LoaderPlace(loader, lambda: None, runs_ahead=True)
     assert len(list(loader)) == SAMPLES // BATCH
