@@ -183,7 +183,7 @@ def closed_files_in(directory: Path) -> dict[Path, list[Path]]:
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(directory):
             full = _FULL.search(name)
-            if full or name.endswith(".jsonl"):
+            if full or name.endswith((".jsonl", ".jsonl.gz")):  # also what a user compressed
                 closed = found[_FULL.sub(".jsonl", name)]
                 closed += [name] if full and full[1] else []
     trails = ((directory / name, closed) for name, closed in sorted(found.items()))
