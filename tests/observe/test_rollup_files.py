@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import io
 import json
 import math
@@ -660,3 +661,15 @@ def test_sums_that_nothing_can_have_keep_nothing_else_from_being_rolled_up() -> 
         assert [save.step for save in found.saves] == [0, 1, 2, 3]
         assert {(save.asked_bytes, save.blocked_s) for save in found.saves} == {(1 << 62, 1e11)}
         assert {s for save in found.saves for s in save.phases["held_s"].seconds} == {1e11}
+
+
+def test_a_file_that_its_user_has_compressed_counts_once_beside_its_roll_ups(
+    tmp_path: Path,
+) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    roll_up_all(root)
+    for trail in trails_of(root):
+        trail.with_name(trail.name + ".gz").write_bytes(gzip.compress(trail.read_bytes()))
+        trail.unlink()
+    assert_alike(said(root), expected)
