@@ -295,7 +295,7 @@ def test_where_one_loader_has_no_length_a_batch_more_is_fetched_of_all(
         def __iter__(self) -> Any:
             return iter([[0, 1], [2, 3], [4, 5]])
 
-    class Model(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    class Model(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = torch.nn.Linear(1, 1)
@@ -314,7 +314,7 @@ def test_where_one_loader_has_no_length_a_batch_more_is_fetched_of_all(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    data = torch.ones(6, 1)
+    data: Any = torch.ones(6, 1)
     other: dict[str, Any] = {"batch_sampler": Batches()} if is_one_without_length else {}
     loaders: dict[str, Any] = {"a": DataLoader(data, 2), "b": DataLoader(data, **other)}
     trainer = lightning.Trainer(
