@@ -279,6 +279,58 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
 
 
 @needs_it
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_one_without_length", [False, True])
+def test_where_one_loader_has_no_length_a_batch_more_is_fetched_of_all(
+    *, is_one_without_length: bool
+) -> None:
+    """What the Trainer does is compared with what places take it to do."""
+    import lightning
+    import torch
+    from torch.utils.data import DataLoader
+
+    from holdfast.integrations.lightning import _FitPlace
+
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter([[0, 1], [2, 3], [4, 5]])
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            fetcher = self.trainer.fit_loop._data_fetcher
+            place = _FitPlace(self.trainer, lightning.Callback())
+            place.take_loaders()
+            self.of_places = [one._follows_draws for one in place._places]
+            self.of_trainer = fetcher.length is None
+            place.release()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch["a"]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data: Any = torch.ones(6, 1)
+    other: dict[str, Any] = {"batch_sampler": Batches()} if is_one_without_length else {}
+    loaders: dict[str, Any] = {"a": DataLoader(data, 2), "b": DataLoader(data, **other)}
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    trainer.fit(model, loaders)
+    assert model.of_places == [is_one_without_length] * 2 == [model.of_trainer] * 2
+
+
+@needs_it
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_fabric_that_nothing_saves_says_so_once_where_the_environment_names_a_root(
     is_kept: bool, tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch

@@ -242,3 +242,77 @@ def test_a_sampler_that_draws_for_each_batch_goes_on_as_if_nothing_had_been(
     Rng().load_state_dict(generators)
     assert list(train(give(loader))) == unbroken[LAST:]
     place.release()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "noise"), [(DataLoader, ""), (DataLoader, "torch python"), (Yielding, "")]
+)
+def test_two_loaders_that_are_iterated_together_go_on_as_if_nothing_had_been(
+    kind: Any, noise: str, *, runs_ahead: bool
+) -> None:
+    """Both are asked for an iteration before either one draws its order."""
+    give: Callable[[Any], Any] = one_ahead if runs_ahead else iter
+
+    def begin() -> tuple[list[Any], list[LoaderPlace]]:
+        loaders = [kind(Noisy(noise), batch_size=BATCH, shuffle=True) for _ in range(2)]
+        return loaders, [LoaderPlace(each, settle, runs_ahead=runs_ahead) for each in loaders]
+
+    def settle() -> None:
+        Rng().load_state_dict(generators)
+
+    def together(loaders: list[Any]) -> Iterator[Any]:
+        for batches in give(zip(*loaders, strict=False)):
+            yield [batch.tolist() for batch in batches], torch.rand(1).item()
+
+    Rng().load_state_dict(BEGIN)
+    loaders, places = begin()
+    unbroken, kept = [], {}
+    for number, each in enumerate(together(loaders), start=1):
+        unbroken.append(each)
+        kept[number] = [place.save(number) for place in places], Rng().state_dict()
+    for last in (LAST, LAST + 1):  # the second time of what a start that was resumed has saved
+        saved, generators = kept[last]
+        torch.manual_seed(5)
+        loaders, places = begin()
+        for place, found in zip(places, saved, strict=True):
+            place.set(found)
+        settle()
+        for number, each in enumerate(together(loaders), start=last + 1):
+            assert each == unbroken[number - 1]
+            kept[number] = [place.save(number) for place in places], Rng().state_dict()
+        assert number == len(unbroken)
+
+
+def test_a_place_of_versions_that_kept_one_state_for_an_epoch_is_taken() -> None:
+    Rng().load_state_dict(BEGIN)
+    loader, place = make("", lambda: None, runs_ahead=False)
+    unbroken = [batch.tolist() for batch in loader]
+    saved = place.save(LAST)
+    assert saved.pop("first") is None  # nothing else has drawn: a save has no more than before
+    loader, place = make("", lambda: None, runs_ahead=False)
+    place.set(saved)
+    assert [batch.tolist() for batch in loader] == unbroken[LAST:]
+
+
+def test_a_stream_in_process_pays_nothing_for_a_batch_that_is_fetched_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is read again from the begin of its epoch, whatever it drew for a batch."""
+
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(SAMPLES))
+
+    asked = []
+
+    def count() -> dict[str, Any]:
+        asked.append(1)
+        return process_state()
+
+    monkeypatch.setattr("holdfast.integrations.seam.process_state", count)
+    loader: Any = DataLoader(Stream(), batch_size=BATCH)
+    place = LoaderPlace(loader, lambda: None, runs_ahead=True)
+    assert len(list(loader)) == SAMPLES // BATCH
+    assert len(asked) == 1  # when it was asked for the iteration
+    place.release()

@@ -216,7 +216,8 @@ def test_the_page_says_all_that_the_report_says_in_words(tmp_path: Path) -> None
     root = tell_sick_run(tmp_path)
     with (root / "events" / "host-a.jsonl").open("ab") as file:
         file.write(b'{"torn\n')
-    report = dataclasses.replace(read_report(root), dropped_sources=("storage: <b>block 3</b>",))
+    dropped = "storage: <b>block 3</b>", "y" * 500  # as long as the terminal shows it whole
+    report = dataclasses.replace(read_report(root), dropped_sources=dropped)
     text = page_of(report)
     seen = Page(text).seen
     lines = trouble_lines(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import io
 import json
 import math
@@ -28,19 +29,29 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import events
 from holdfast.observe import rollup_maker, rollup_writer
-from holdfast.observe.event_files import EventFile, closed_files, compress, give_up, set_aside
+from holdfast.observe.event_files import (
+    EventFile,
+    closed_files,
+    compress,
+    encode_record,
+    give_up,
+    set_aside,
+)
 from holdfast.observe.findings import find
 from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollup_files import (
     Covered,
     FileEnd,
+    decode_columns,
     decode_rollup,
+    encode_rollup,
     inflate_rollup,
     name_of,
     read_ends,
     rollup_path,
 )
+from holdfast.observe.rollup_joiner import RollupJoiner
 from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
 from holdfast.observe.run_rollup_writer import RunRollupWriter
@@ -611,3 +622,54 @@ def test_the_keeper_of_a_run_rolls_up_its_host(tmp_path: Path) -> None:
     blank = trail.stat().st_size - len(first) - len(left())
     trail.write_bytes(first + b"\n" * blank + left())
     assert_alike(said(tmp_path), expected)
+
+
+def test_sums_that_nothing_can_have_keep_nothing_else_from_being_rolled_up() -> None:
+    """The records may be damaged, each with what a record may just have."""
+    lines = [
+        encode_record(
+            events.to_record(
+                events.SaveReturned(
+                    incarnation=1,
+                    step=step,
+                    rank=rank,
+                    held_s=1e11,
+                    describe_s=0,
+                    volatile_s=0,
+                    wait_previous_s=0,
+                    leaves=1,
+                    size_bytes=1 << 62,
+                    durable=False,
+                ),
+                1e9 + step,
+            ),
+            100.0 + step,
+            "h",
+            f"rank-{rank}",
+            step,
+            "b",
+        )
+        for step in range(4)
+        for rank in range(1, 4)
+    ]
+    made = roll_up(b"".join(lines), "f", 0)
+    joiner = RollupJoiner()
+    for _ in range(2):  # as of two hosts
+        joiner.take(decode_columns(inflate_rollup(encode_rollup(made))))
+    for one in (made, joiner.made()):
+        found = decode_rollup(inflate_rollup(encode_rollup(one)))
+        assert [save.step for save in found.saves] == [0, 1, 2, 3]
+        assert {(save.asked_bytes, save.blocked_s) for save in found.saves} == {(1 << 62, 1e11)}
+        assert {s for save in found.saves for s in save.phases["held_s"].seconds} == {1e11}
+
+
+def test_a_file_that_its_user_has_compressed_counts_once_beside_its_roll_ups(
+    tmp_path: Path,
+) -> None:
+    root = tell_run(tmp_path, RANKS)
+    expected = said(root)
+    roll_up_all(root)
+    for trail in trails_of(root):
+        trail.with_name(trail.name + ".gz").write_bytes(gzip.compress(trail.read_bytes()))
+        trail.unlink()
+    assert_alike(said(root), expected)

@@ -153,6 +153,36 @@ def test_records_of_a_bucket_are_taken_once_before_and_after_they_are_uploaded(
     tails.close()
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_records_that_wait_while_a_bucket_takes_nothing_are_taken_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_first: bool
+) -> None:
+    """Also when more of them wait than is read at one look. ``is_first``: before the first one."""
+    store = model_store(World(), monkeypatch, tries_s=1.0)
+    store.publish("holdfast.json", b"{}")
+    monkeypatch.setattr(event_place, "open_store", lambda root: store)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    size = len(b"".join(save(0, 100.0)))
+    monkeypatch.setattr(module, "_LOOK_BYTES", 2 * size)
+    place = event_place.event_place("s3://model/root")
+    spool = place.file("rank-00000")
+    spool.parent.mkdir()
+    tails, run = FileTails("s3://model/root", tail_bytes=2 * size), LiveRun()
+    for step in range(6):
+        with spool.open("ab") as file:
+            file.writelines(lines := list(save(step, 100.0 + step)))
+        if not is_first:
+            assert [read_all(tails, run), read_all(tails, run)] == [len(lines), 0]
+    if is_first:
+        assert 0 < read_all(tails, run) <= 2 * len(lines)
+    spool.rename(spool.with_suffix(".s000001.jsonl"))  # it was set aside, being full
+    assert read_all(tails, run) == 0
+    monkeypatch.setattr(module, "_LOOK_BYTES", 8 << 20)
+    event_place.upload(place, store)
+    assert [read_all(tails, run), read_all(tails, run)] == [0, 0]
+    tails.close()
+
+
 # ── the state ────────────────────────────────────────────────────────────────────────────────────
 
 

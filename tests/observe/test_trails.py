@@ -247,6 +247,17 @@ def test_a_directory_in_the_place_of_a_file_is_let_be(tmp_path: Path) -> None:
     assert steps[-1] == 199 and path.with_suffix(".s000002.jsonl").is_dir()
 
 
+def test_a_file_that_its_user_has_compressed_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "events" / "rank-00000.jsonl"
+    write(path, 1, 2)
+    there = read_report(tmp_path)
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    found = read_report(tmp_path)
+    assert [save.step for save in found.saves] == [save.step for save in there.saves] == [1, 2]
+    assert found.files == 1
+
+
 @pytest.mark.parametrize("moment", ["before", "half", "renamed"])
 def test_compressing_that_is_cut_short_loses_nothing_and_is_made_up_for(
     moment: str, tmp_path: Path

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.core.hooks import CheckpointHooks
-
 #: In place of a value that is the module's own state, which is saved as the model.
 _OWN = "holdfast: the state of the module"
 
 
 def kept_by_hooks(trainer: Any, callbacks: Iterable[Any]) -> dict[str, Any]:
     """Returns what the hooks of ``callbacks`` and of the module add to a checkpoint, by key."""
+    from lightning.pytorch import Callback  # the adapter says what is to be installed without it
+    from lightning.pytorch.core.hooks import CheckpointHooks
+
     module = trainer.lightning_module
     callbacks = [one for one in callbacks if _has_hook(one, Callback)]
     if not callbacks and not _has_hook(module, CheckpointHooks):

@@ -237,10 +237,10 @@ class _FitPlace:
                     f"the Trainer's data are a {type(loader).__qualname__}, whose place cannot be "
                     "found again: give it a DataLoader"
                 )
-        # The Trainer fetches a batch more of data without a length, to know the last one.
+        # To know the last batch, the Trainer fetches one more of all where one has no length.
+        runs_ahead = any(sized_len(loader) is None for loader in loaders)
         self._places = [
-            LoaderPlace(loader, lambda: None, runs_ahead=sized_len(loader) is None)
-            for loader in loaders
+            LoaderPlace(loader, lambda: None, runs_ahead=runs_ahead) for loader in loaders
         ]
         if self._saved:
             self._check_fits()

@@ -183,7 +183,9 @@ class LoaderPlace:
     ) -> None:
         self.loader = loader
         self._is_in_process = loader.num_workers == 0 and not hasattr(loader, "state_dict")
-        self._follows_draws = runs_ahead and self._is_in_process
+        # A stream without an index is read again from the begin of its epoch.
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        self._follows_draws = runs_ahead and self._is_in_process and not is_stream
         self._before: dict[str, Any] | None = None
         """The generators before the last batch was fetched, where that has drawn from them."""
         self.given = 0
@@ -200,6 +202,9 @@ class LoaderPlace:
         self.begun = 0
         """The iterations of the run so far, the one under way among them."""
         self._must_warm = False
+        self._first: dict[str, Any] | None = None
+        """The generators before the first batch of this epoch was fetched, where something has
+        drawn from them since the loader was asked for an iteration."""
         self._rest = 0
         self._rests: list[_Rest] = []
         """The samplers that pass over batches, of which the one that was begun counts."""
@@ -239,6 +244,7 @@ class LoaderPlace:
             "over": is_over,
             "begun": self.begun,
             "generators": self._began if is_inside else order_state(self.loader),
+            "first": self._first if is_inside else None,
             "ahead": self._before if is_inside and self.given > (batches or 0) else None,
             "sampler": None if self.sampler is None else self.sampler.state_dict(),
             "state": self.own_state() if is_inside and _has_state(self.loader) else None,
@@ -273,7 +279,8 @@ class LoaderPlace:
             self.begun += 1
         if target is None:
             self.given, self._advanced, self._began = 0, 0, order_state(self.loader)
-            return self._give(self.begun, iterate())
+            batches, self._first = iterate(), None
+            return self._give(self.begun, self._noted(self.begun, process_state(), batches))
         if target["over"]:
             self.given = target["batches"]
             self._settle()
@@ -306,6 +313,9 @@ class LoaderPlace:
         if workers is not None:  # those that stay have a sampler already
             workers._index_sampler = self.rest_of(workers._index_sampler)
         batches, first = iterate(), list[Any]()
+        self._first = target.get("first")  # the first versions kept none
+        if self._first is not None:
+            set_process_generators(self._first)
         if self._rest and self._begun_rest() is None:
             # A class that yields its batches asks for indices with the first of them.
             first, draws_itself = list(islice(batches, 1)), False
@@ -351,6 +361,16 @@ class LoaderPlace:
         except GeneratorExit:
             self.is_open &= number != self.begun
             raise
+
+    def _noted(
+        self, number: int, asked: Mapping[str, Any], batches: Iterator[Any]
+    ) -> Iterator[Any]:
+        """Yields batches; notes the generators before the first one where they are not as they were
+        when the loader was ``asked``: of two that are iterated together, the other one has drawn.
+        """
+        if number == self.begun and not is_process_at(asked):
+            self._first = packed(process_state())
+        yield from batches
 
     def _fetch(self, batches: Iterator[Any]) -> Any:
         if not self._follows_draws:

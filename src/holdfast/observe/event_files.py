@@ -109,8 +109,12 @@ def _numbered_files(directory: Path) -> dict[str, list[str]]:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Returns the files of a writer, oldest first; the newest is ``path`` itself."""
-    return [*closed_files(path), path]
+    """Returns the files of a writer, oldest first; the newest is ``path`` itself.
+
+    Before all comes what was ``path`` until a user compressed it.
+    """
+    by_user = path.with_name(f"{path.name}.gz")
+    return [*([by_user] if by_user.exists() else []), *closed_files(path), path]
 
 
 def _number(name: str) -> int:
@@ -183,8 +187,8 @@ def closed_files_in(directory: Path) -> dict[Path, list[Path]]:
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(directory):
             full = _FULL.search(name)
-            if full or name.endswith(".jsonl"):
-                closed = found[_FULL.sub(".jsonl", name)]
+            if full or name.endswith((".jsonl", ".jsonl.gz")):
+                closed = found[_FULL.sub(".jsonl", name).removesuffix(".gz")]
                 closed += [name] if full and full[1] else []
     trails = ((directory / name, closed) for name, closed in sorted(found.items()))
     return {path: _ordered(path, closed) for path, closed in trails}
@@ -211,10 +215,10 @@ def open_parts(path: Path, refused: Refused | None = None) -> Iterator[BinaryIO]
     """
     with ExitStack() as opened:
         while True:
-            before = closed_files(path)
-            files = [(each, _opened(opened, each, refused)) for each in [path, *reversed(before)]]
+            before = parts_of(path)
+            files = [(each, _opened(opened, each, refused)) for each in reversed(before)]
             # One that was set aside or compressed meanwhile may be missing, or be there twice.
-            if closed_files(path) == before:
+            if parts_of(path) == before:
                 break
             opened.close()
         yield from reversed([file for _, file in files if file is not None])

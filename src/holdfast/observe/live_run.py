@@ -21,12 +21,12 @@ import msgspec
 from holdfast import events
 from holdfast.events import AnyEvent, HostSampled
 from holdfast.observe.clocks import OF_CLOCKS, HostClocks, HostMoment
-from holdfast.observe.event_files import UNREADABLE, is_named
+from holdfast.observe.event_files import UNREADABLE, blocks_in, is_named, open_file
 from holdfast.observe.event_place import event_place, is_of_spool
 from holdfast.observe.exposure import abandoned_by
 from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import BY_EVENT
-from holdfast.observe.records import RecordHead
+from holdfast.observe.records import RecordHead, lines_in
 from holdfast.observe.text import printable
 from holdfast.protocol.arena import boot_id
 
@@ -84,9 +84,9 @@ class FileTails:
         self._place, self._tail_bytes = event_place(root), tail_bytes
         self._tails: dict[Path, _Tail] = {}
         self._is_first = True
-        self._of_spool: set[bytes] = set()
-        """The lines that the spool had at the last look: those that it lacks at the next one are in
-        objects that are read then, or nowhere."""
+        self._of_spool: set[int] = set()
+        """The hashes of all lines that the spool had at the last look, of which the last were read:
+        those that it lacks at the next one are in objects that are read then, or nowhere."""
 
     @property
     def files(self) -> int:
@@ -95,20 +95,21 @@ class FileTails:
 
     def read(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
         """Yields the records that are new, file by file; lines that are none are passed over."""
-        of_spool = set[bytes]()
-        for path, line in self._lines():
+        directory = self._place.read_from()
+        of_spool = set(_hashes_of_spool(directory)) if self._place.is_spool else set[int]()
+        new = set[int]()
+        for path, line in self._lines(directory):
             if self._place.is_spool:
-                is_known = line in self._of_spool or line in of_spool
-                if is_of_spool(path):
-                    of_spool.add(line)
-                if is_known:
+                key = hash(line)
+                if key in self._of_spool or key in new:
                     continue
+                if is_of_spool(path):
+                    new.add(key)
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 yield _decode_event(line), _decode_head(line)
-        self._of_spool = of_spool
+        self._of_spool = of_spool | new
 
-    def _lines(self) -> Iterator[tuple[Path, bytes]]:
-        directory = self._place.read_from()
+    def _lines(self, directory: Path) -> Iterator[tuple[Path, bytes]]:
         there = sorted(directory.glob("*.jsonl"), key=lambda one: (not is_of_spool(one), one))
         for path in there:
             if _is_full(path):
@@ -137,6 +138,13 @@ class FileTails:
 
     def _close(self, path: Path) -> None:
         os.close(self._tails.pop(path).fd)
+
+
+def _hashes_of_spool(directory: Path) -> Iterator[int]:
+    """Yields those of all lines that were not uploaded yet, however many these are."""
+    for path in filter(is_of_spool, directory.glob("*.jsonl")):
+        with suppress(*UNREADABLE), open_file(path) as file:
+            yield from (hash(line) for block in blocks_in(file) for line in lines_in(block))
 
 
 def _is_full(path: Path) -> bool:

@@ -15,13 +15,11 @@ from typing import NamedTuple
 from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Report, RunMesh, Save
 from holdfast.observe.spans import RunSpans, Span
-from holdfast.observe.text import on_one_line, printable, seconds_text
+from holdfast.observe.text import on_one_line, printable, seconds_text, shortened
 
 WIDTH = 900
 #: Rows of a heat map, and lanes of a timeline: of more, the slowest are shown.
 MOST_ROWS = 64
-#: Characters of a text from a record.
-MOST_TEXT = 400
 #: What a row of a heat map is of.
 _ROWS = ("rank", "host", "mesh")
 _NAMES = 150
@@ -37,10 +35,7 @@ _SHORT = 40
 
 def escaped(text: object) -> str:
     """Returns text that is nothing but text in HTML, wherever it stands."""
-    shown = printable(on_one_line(str(text)))
-    if len(shown) > MOST_TEXT:
-        shown = shown[:MOST_TEXT] + " ... (whole in --json)"
-    return html.escape(shown, quote=True)
+    return html.escape(shortened(printable(on_one_line(str(text)))), quote=True)
 
 
 def svg(height: float, title: str, parts: Iterable[str]) -> str:

@@ -223,6 +223,21 @@ class RunRollupHead(msgspec.Struct, forbid_unknown_fields=True):
     trails: list[TrailParts]
 
 
+#: The most that a file may have of what adds up over ranks: as much as one record of it.
+_MOST_COUNTED, _MOST_BLOCKED_S = 1 << 62, 1e11
+
+
+def bound_sums(of: SaveRollup) -> SaveRollup:
+    """Sets sums that nothing can have, as of damaged records, to the most that a file may have:
+    all else that was rolled up with them can be read then.
+    """
+    of.blocked_s = min(of.blocked_s, _MOST_BLOCKED_S)
+    for name in COUNTED:
+        if getattr(of, name) > _MOST_COUNTED:
+            setattr(of, name, _MOST_COUNTED)
+    return of
+
+
 def own_clock(at: tuple[float, float]) -> float:
     """Returns the own clock of a moment by wall clock and own clock."""
     return at[1]

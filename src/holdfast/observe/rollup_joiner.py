@@ -23,6 +23,7 @@ from holdfast.observe.rollup_groups import (
     SampleRollup,
     SaveRollup,
     Wall,
+    bound_sums,
     joined_samples,
     own_clock,
 )
@@ -204,4 +205,4 @@ class RollupJoiner:
         of.left_out += len(calls) - len(of.calls)
         first = {copy[0] for copy in sorted(copies, key=by_copy)[:NAMED]}
         of.copies = [copy for copy in copies if copy[0] in first | always]
-        return of
+        return bound_sums(of)

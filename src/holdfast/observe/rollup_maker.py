@@ -18,6 +18,7 @@ from holdfast.observe.rollup_groups import (
     Rollup,
     SampleRollup,
     SaveRollup,
+    bound_sums,
     joined_samples,
     own_clock,
     sampled,
@@ -149,4 +150,4 @@ class _RollupMaker:
     def _save_rollups(self) -> Iterator[SaveRollup]:
         for save in self._saves.rollups():
             save.blocked_s = self._blocked_s.get((save.incarnation, save.step), 0.0)
-            yield save
+            yield bound_sums(save)

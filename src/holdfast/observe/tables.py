@@ -33,13 +33,11 @@ from holdfast.observe.text import (
     rate_text,
     seconds_text,
     shared_text,
+    shortened,
     size_text,
     zone_text,
 )
 from holdfast.observe.trouble_lines import trouble_lines
-
-#: The most of a line of trouble that is shown; all of it is in ``--json``.
-_LINE_LENGTH = 600
 
 
 def render(report: Report, console: Console, *, last: int = 20, now_s: float | None = None) -> None:
@@ -60,13 +58,13 @@ def render(report: Report, console: Console, *, last: int = 20, now_s: float | N
     if report.interference is not None:
         console.print(report.interference.sentence, markup=False)
     for line in finding_lines(findings):
-        console.print(_shortened(line), style="yellow", markup=False)
+        console.print(shortened(line), style="yellow", markup=False)
     if reliability is not None and reliability.interruptions:
         interruptions = reliability.interruptions
         shown = interruptions[-last:] if last else interruptions
         console.print(interruption_table(shown))
         for line in error_lines(shown):
-            console.print(_shortened(line), markup=False)
+            console.print(shortened(line), markup=False)
     if report.saves:
         console.print(_figure_table(report.figures))
     _render_details(report, console, last)
@@ -114,13 +112,9 @@ def _render_details(report: Report, console: Console, last: int) -> None:
     if report.restores:
         console.print(_restore_table(report.restores))
         for line in restore_lines(report, last):
-            console.print(_shortened(line), markup=False)
+            console.print(shortened(line), markup=False)
     for line in trouble_lines(report):
-        console.print(_shortened(on_one_line(line)), style="yellow", markup=False)
-
-
-def _shortened(line: str) -> str:
-    return line if len(line) <= _LINE_LENGTH else line[:_LINE_LENGTH] + " ... (whole in --json)"
+        console.print(shortened(on_one_line(line)), style="yellow", markup=False)
 
 
 def _heading(report: Report) -> str:

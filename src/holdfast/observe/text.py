@@ -104,6 +104,8 @@ _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0e\uffa0\ufff0-\ufff8"
     "\U000e0000-\U000e0fff]"
 )
+#: The most of a line that a report shows.
+_MOST_SHOWN = 600
 
 
 def printable(text: str) -> str:
@@ -116,6 +118,11 @@ def printable(text: str) -> str:
 def on_one_line(text: str) -> str:
     """Returns a message of several lines as one line, for a cell of a table."""
     return " ".join(line.strip() for line in text.split("\n"))
+
+
+def shortened(line: str) -> str:
+    """Returns as much of a line as is shown."""
+    return line if len(line) <= _MOST_SHOWN else line[:_MOST_SHOWN] + " ... (whole in --json)"
 
 
 def printable_lines(text: str) -> str:
