@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -128,6 +127,7 @@ if sys.argv[2] == 'phase':
     context.__enter__()
 if sys.argv[2] == 'ended':
     training.enter(ENDED)
+print(os.getpid(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -140,7 +140,7 @@ def test_what_a_process_was_doing_is_found_after_its_sigkill(
 ) -> None:
     arena = tmp_path / "arena"
     arena.mkdir(mode=0o700)
-    ended = subprocess.run([sys.executable, "-c", DYING, str(arena), how], env=os.environ)
+    ended = subprocess.run([sys.executable, "-c", DYING, str(arena), how], capture_output=True)
     assert ended.returncode == -signal.SIGKILL
     path = tmp_path / "host-c.jsonl"
     drain = RingDrain(arena, EventFile(path))
@@ -156,6 +156,7 @@ def test_what_a_process_was_doing_is_found_after_its_sigkill(
     assert (died["event"], died["rank"], died["host"]) == ("TrainerDied", 3, "c")
     assert (died["incarnation"], died["step"], died["phase"]) == (2, 41, phase)
     assert 0 <= died["quiet_s"] < 60 and died["boot"] == "b"
+    assert died["pid"] == int(ended.stdout)
 
 
 def test_noting_what_one_does_makes_no_record_and_costs_microseconds(tmp_path: Path) -> None:

@@ -97,13 +97,15 @@ class TrainerDied(Event, frozen=True, kw_only=True):
 
     ``host``: its host. ``phase``: what it was doing: "starting", "restoring", "training", "saving",
     or a phase that the program declared. ``quiet_s``: the time since it began to. ``reason``: what
-    it left in the error file that torchrun gave it, in a line.
+    it left in the error file that torchrun gave it, in a line. ``pid``: its number on the host; 0:
+    an earlier version did not leave it.
     """
 
     host: str
     phase: str
     quiet_s: Seconds
     reason: str = ""
+    pid: int = 0
 
 
 class SaveReturned(Event, frozen=True, kw_only=True):

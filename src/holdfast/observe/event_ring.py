@@ -78,6 +78,7 @@ class RingOwner(msgspec.Struct, frozen=True, kw_only=True):
     table: Schema
     error_file: str = ""
     """Where torchrun has the process leave its error, if it does."""
+    pid: int = 0
 
 
 class Doing(NamedTuple):
@@ -265,6 +266,7 @@ class EventRing:
             boot=self._boot,
             table=SCHEMA,
             error_file=os.environ.get(error_file.SETTING, "") if self._rank >= 0 else "",
+            pid=os.getpid(),
         )
         return RingFile.create(self._directory, owner)
 

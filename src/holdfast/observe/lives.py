@@ -131,7 +131,7 @@ class _Life:
             else:
                 died, found = self.died[rank]
                 seen = LostTrainer(
-                    rank, died.host, 0, max(0.0, common.seconds(found) - died.quiet_s)
+                    rank, died.host, died.pid, max(0.0, common.seconds(found) - died.quiet_s)
                 )
             if rank in self.died:
                 died, _ = self.died[rank]

@@ -259,6 +259,7 @@ class RingDrain:
             phase=doing.phase,
             quiet_s=max(0.0, now_s - doing.since_s),
             reason=error_in(owner.error_file),
+            pid=owner.pid,
         )
         record = to_record(died, time.time())
         return self.file.append([encode_alone(record, now_s, owner.host, owner.boot)]) == 1
