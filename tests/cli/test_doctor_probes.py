@@ -18,12 +18,12 @@ import pytest
 
 from holdfast.catalogue import ROOT
 from holdfast.cli import main
-from holdfast.cli.doctor import arena as arena_facts
 from holdfast.cli.doctor import host as place_facts
+from holdfast.cli.doctor import user_arenas as arena_facts
 from holdfast.cli.doctor.accelerator import driver, probe_torch
-from holdfast.cli.doctor.arena import clear, probe_arenas
 from holdfast.cli.doctor.host import measure, probe_host, probe_place
 from holdfast.cli.doctor.rules.probe_facts import Arena
+from holdfast.cli.doctor.user_arenas import clear, probe_arenas
 from holdfast.errors import NotFound
 from holdfast.format import manifest as documents
 from holdfast.format.manifest import seal

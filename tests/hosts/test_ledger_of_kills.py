@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from holdfast.observe.report_builder import read_report
-from holdfast.testing.runs.hosts import Hosts
 from holdfast.testing.runs.journals import JournalLine
+from holdfast.testing.runs.simulated_hosts import Hosts
 from observe.test_witness import began_s, is_there, lines_of, show
 from support.runs.leftovers import keeper_pids
 from support.runs.lives import Lives

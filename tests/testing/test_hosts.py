@@ -147,7 +147,7 @@ def test_a_number_that_was_added_stands_for_the_process_that_had_it_then(
     hosts.add("a", added.pid)
     assert hosts.trainers("a") == [added.pid]
     with monkeypatch.context() as later:
-        later.setattr("holdfast.testing.runs.hosts.process_start", lambda _: -1)
+        later.setattr("holdfast.testing.runs.simulated_hosts.process_start", lambda _: -1)
         assert not hosts.trainers("a")
     hosts.end()
     assert added.wait(10) == -9

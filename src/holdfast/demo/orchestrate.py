@@ -41,9 +41,9 @@ from holdfast.maintenance.copies import copy
 from holdfast.observe.log import read_events
 from holdfast.storage.open import is_bucket, normal_root, open_store
 from holdfast.testing.faults.events import newest_protected
-from holdfast.testing.runs.hosts import Hosts
 from holdfast.testing.runs.journals import Journals, RunIncarnation
 from holdfast.testing.runs.processes import HeldProcesses, send, wait_until
+from holdfast.testing.runs.simulated_hosts import Hosts
 
 TRAINER = "holdfast.demo.train"
 STEPS = 60

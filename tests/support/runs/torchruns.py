@@ -23,8 +23,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from holdfast.testing.runs.hosts import Hosts
 from holdfast.testing.runs.processes import ARENA, environment_of, find, tail
+from holdfast.testing.runs.simulated_hosts import Hosts
 from support.runs.lives import (
     Life,
     _train,

@@ -14,13 +14,13 @@ from rich.markup import escape
 
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.doctor.accelerator import probe_near, probe_torch
-from holdfast.cli.doctor.arena import clean, probe_arenas
 from holdfast.cli.doctor.host import measure, probe_host, probe_place, settings
 from holdfast.cli.doctor.root import probe_meetings, probe_root, probe_storage
 from holdfast.cli.doctor.rules.host_rules import judge_host
 from holdfast.cli.doctor.rules.probe_facts import Facts, Finding, Torch, worst
 from holdfast.cli.doctor.rules.run_rules import judge_arenas, judge_run, judge_storage
 from holdfast.cli.doctor.rules.sizing import compute_sizing, parse_size, sizing_rows
+from holdfast.cli.doctor.user_arenas import clean, probe_arenas
 from holdfast.cli.output import SlowProgress, plain_table, stdout
 from holdfast.errors import UsageError
 from holdfast.observe.text import count_text, on_one_line

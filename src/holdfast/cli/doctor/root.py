@@ -20,10 +20,10 @@ from holdfast.catalogue import (
     read_each,
 )
 from holdfast.cli.checkpoints import root_holder
-from holdfast.cli.doctor.arena import root_keys
 from holdfast.cli.doctor.host import probe_place
 from holdfast.cli.doctor.rules.probe_facts import PlaceFacts, ProtectedFacts, Rendezvous, RootFacts
 from holdfast.cli.doctor.rules.run_rules import BUCKET
+from holdfast.cli.doctor.user_arenas import root_keys
 from holdfast.errors import HoldfastError, NotFound, StorageError
 from holdfast.events import (
     ProtectionPlanned,

@@ -34,8 +34,8 @@ from holdfast.testing.faults.stores import (
     StaleListStore,
     Stopped,
 )
-from holdfast.testing.runs.hosts import Hosts
 from holdfast.testing.runs.processes import wait_until
+from holdfast.testing.runs.simulated_hosts import Hosts
 
 __all__ = [
     "Encoding",
