@@ -35,6 +35,22 @@ def await_turn() -> None:
     sys.stdin.readline()
 
 
+#: Where in its page each tensor begins, as one does that has pages of its own.
+PLACE_BYTES, PAGE_BYTES = 64, 4096
+
+
+def place(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that begins at ``PLACE_BYTES`` of a page.
+
+    The heap puts tensors at places that follow from all that was taken from it before, the length
+    of a path included, and how fast they are copied follows from the place: by 2 to 3 %.
+    """
+    room = torch.empty(tensor.nbytes + 2 * PAGE_BYTES, dtype=torch.uint8)
+    start = (PLACE_BYTES - room.data_ptr()) % PAGE_BYTES
+    placed = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return placed.copy_(tensor)
+
+
 Built = tuple[dict[str, Any], Callable[[], object]]
 
 
@@ -47,6 +63,7 @@ def build(name: str) -> Built:
     model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
+        parameter.data = place(parameter.data)
         parameter.grad = torch.full_like(parameter, 1e-3)
     return {"model": model, "optimizer": optimizer, "count": 0}, optimizer.step
 
@@ -114,8 +131,10 @@ def main() -> None:
     found: dict[str, float] = {}
     built = {name: build(name) for name in STATES}
     if act is train:
-        for _, update in built.values():
+        for state, update in built.values():
             update()  # makes the moments
+            for moments in state["optimizer"].state.values():
+                moments |= {name: place(moments[name]) for name in ("exp_avg", "exp_avg_sq")}
     for name in STATES:
         found.update(act(name, directory, built.pop(name)))
         await_turn()

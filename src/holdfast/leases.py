@@ -38,7 +38,7 @@ from msgspec.structs import replace
 from holdfast.catalogue import LEASES, ROOT, layout_path, lease_path, manifest_path, read_bounded
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.format.manifest import Generation, Lease, Manifest, seal, unseal
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, publish_transient, remove_transient
 
 RENEW_S = 20.0
 #: Seconds for which a lease holds that is not renewed.
@@ -91,7 +91,7 @@ class ReadLease:
         with self._turn:
             self._lease = lease
             with suppress(HoldfastError):  # read-only, full: then without
-                self._store.publish(self._path, seal(lease), replace=True)
+                publish_transient(self._store, self._path, seal(lease))
                 if self._renewing is None:
                     self._renewing = self._begin_renewing()
         return self._store.exists(manifest_path(manifest.generation))
@@ -105,7 +105,7 @@ class ReadLease:
             return  # it ends by itself
         try:
             with suppress(HoldfastError):
-                self._store.remove(self._path)
+                remove_transient(self._store, self._path)
         finally:
             self._turn.release()
 
@@ -122,7 +122,7 @@ class ReadLease:
             with suppress(HoldfastError):
                 # Never where the root has gone: publishing would make a directory there.
                 if self._store.exists(self._path) or self._store.exists(ROOT):
-                    self._store.publish(self._path, seal(self._lease), replace=True)
+                    publish_transient(self._store, self._path, seal(self._lease))
         return True
 
     def _begin_renewing(self) -> threading.Thread:

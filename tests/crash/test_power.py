@@ -245,7 +245,7 @@ def test_a_thousand_disks_of_a_real_file_system_are_whole(kind: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["files.write_durably-0", "local.publish-1"])
+@pytest.mark.parametrize("name", ["files.write_file-0", "local.publish-1"])
 def test_an_fsync_that_is_left_out_is_seen_on_a_real_disk(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ from holdfast.observe.run_rollups import (
     joined_name,
     read_head,
 )
-from holdfast.storage.files import link, sync_directory, write_durably
+from holdfast.storage.files import link, sync_directory, write_file
 
 #: The most of one host that goes into one, and its share where there are many, so that the saves in
 #: it are the same ones for all.
@@ -195,7 +195,7 @@ def _publish(events: Path, number: int, data: bytes) -> None:
     target = directory / joined_name(number)
     temporary = directory / f".{number}-{os.getpid()}.new"
     try:
-        write_durably(str(temporary), data)
+        write_file(str(temporary), data)
         try:
             link(str(temporary), str(target))
         except OSError as error:

@@ -49,6 +49,8 @@ class Objects:
     """The modules named in the old way, in which wrappers' names were not left out."""
     choice: LeafSelection = field(default_factory=LeafSelection)
     """Selects which part of the state is restored, and what may be missing for it."""
+    _parameters: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    """What ``parameters`` found, by key."""
 
     def restrict(self, choice: LeafSelection, stored: Iterable[str]) -> None:
         """Removes the objects that are not restored. ``stored``: all leaves of the checkpoint.
@@ -104,6 +106,7 @@ class Objects:
                 self.old.add(key)
         if self.old:
             del self.tensors  # it is kept, by the names of now
+            self._parameters.clear()
 
     def inner(self) -> list[Inner]:
         """Returns the torch optimizers that objects of the state hold, and that are no entries of
@@ -130,12 +133,14 @@ class Objects:
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {p: f"{key}{name}" for p, (key, name) in self._homes(optimizer, owned).items()}
 
-    def parameters(self, key: str) -> dict[str, torch.Tensor]:
+    def parameters(self, key: str) -> Mapping[str, torch.Tensor]:
         """Returns the parameters of the optimizer called ``key``, by the names its state is kept
         under.
         """
-        optimizer = self.optimizers[key]
-        return named(key, optimizer, self.parameter_names(optimizer))
+        if key not in self._parameters:
+            optimizer = self.optimizers[key]
+            self._parameters[key] = named(key, optimizer, self.parameter_names(optimizer))
+        return self._parameters[key]
 
     def origins(self, key: str) -> dict[str, TensorOwner]:
         """Returns the owners of the state of the optimizer called ``key``, by parameter name."""

@@ -206,6 +206,22 @@ def sync_names(store: Store, above: str) -> None:
         found(above)
 
 
+def publish_transient(store: Store, path: str, data: bytes) -> None:
+    """Gives ``data`` a name as ``publish(replace=True)`` does, for what a living process says of
+    itself: it need not survive a loss of power, so a directory waits for no disk.
+    """
+    found = getattr(store, "publish_transient", None)
+    if found is None:
+        store.publish(path, data, replace=True)
+    else:
+        found(path, data)
+
+
+def remove_transient(store: Store, path: str) -> None:
+    """Removes what ``publish_transient`` named; a loss of power may bring it back."""
+    getattr(store, "remove_transient", store.remove)(path)
+
+
 def remove_all(store: Store, files: Sequence[str], trees: Sequence[str]) -> None:
     """Removes files and all below directories; together, where a store can."""
     found = getattr(store, "remove_all", None)

@@ -33,14 +33,15 @@ def write_once(descriptor: int, offset_bytes: int, data: memoryview) -> int:
     return count
 
 
-def write_durably(target: str, data: bytes) -> None:
-    """Writes a new file with this content, fsynced; its name is not durable yet."""
+def write_file(target: str, data: bytes, *, is_durable: bool = True) -> None:
+    """Writes a new file with this content, fsynced if it is to be durable; its name is not yet."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
         done = 0
         while done < len(data):
             done += write_once(descriptor, done, memoryview(data)[done:])
-        os.fsync(descriptor)
+        if is_durable:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -46,7 +46,7 @@ from holdfast.storage.files import (
     remove_tree,
     replace_file,
     sync_directory,
-    write_durably,
+    write_file,
 )
 
 _OWNER_BYTES = 4096
@@ -183,7 +183,7 @@ class LocalStore:
                 # A layout is published with each checkpoint: where it is, it is not written again.
                 is_there = not replace and os.path.lexists(target)
                 if not is_there:
-                    write_durably(temporary, data)
+                    write_file(temporary, data)
                 if replace:
                     os.replace(temporary, target)
                 elif is_there or not link(temporary, target):
@@ -195,6 +195,31 @@ class LocalStore:
                 with suppress(OSError):
                     os.unlink(temporary)
             sync_directory(directory)
+
+    def publish_transient(self, path: str, data: bytes) -> None:
+        """See ``storage.base.publish_transient``. The reader of a network file system sees it: its
+        bytes are sent when the file is closed, before it has its name.
+        """
+        target = self._local(path)
+        directory = os.path.dirname(target)
+        temporary = os.path.join(directory, f".publish-{secrets.token_hex(8)}")
+        with self._reporting("publish", path, len(data)):
+            self._require_locked_root()
+            if not os.path.isdir(directory):
+                self._settle(directory)
+            try:
+                write_file(temporary, data, is_durable=False)
+                os.replace(temporary, target)
+            finally:
+                with suppress(OSError):
+                    os.unlink(temporary)
+
+    def remove_transient(self, path: str) -> None:
+        """See ``storage.base.remove_transient``."""
+        with self._reporting("removal", path):
+            self._require_locked_root()
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(self._local(path))
 
     def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         check_range(path, 0, size_bytes)
