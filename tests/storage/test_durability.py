@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast
 from holdfast.errors import AlreadyPublished, StorageError
 from holdfast.storage import LocalStore, files
+from holdfast.storage.base import publish_transient, remove_transient
 from holdfast.testing.store_suite import PAGE, pattern
 
 
@@ -95,6 +98,40 @@ class TestOrder:
             ("unlink", "manifests/<temporary>"),
             ("fsync", "manifests"),
         ]
+
+    def test_what_a_living_process_says_of_itself_waits_for_no_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = LocalStore(tmp_path)
+        store.publish("readers/another.json", b"content")
+        spy = Spy(monkeypatch, tmp_path)
+        publish_transient(store, "readers/a.json", b"first")
+        publish_transient(store, "readers/a.json", b"second")
+        assert store.read("readers/a.json") == b"second"
+        remove_transient(store, "readers/a.json")
+        remove_transient(store, "readers/a.json")
+        assert spy.acts == [
+            ("write", "readers/<temporary>"),
+            ("replace", "readers/a.json"),
+            ("write", "readers/<temporary>"),
+            ("replace", "readers/a.json"),
+            ("unlink", "readers/a.json"),
+        ]
+        assert store.list("readers") == ["another.json"]
+
+    def test_a_checkpoint_is_loaded_without_waiting_for_a_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only the first reader of a root makes the directory of the leases."""
+        holdfast.save(tmp_path, {"weight": torch.ones(4)})
+        holdfast.load(tmp_path, {"weight": torch.zeros(4)})
+        spy = Spy(monkeypatch, tmp_path)
+        state = {"weight": torch.zeros(4)}
+        holdfast.load(tmp_path, state)
+        assert torch.equal(state["weight"], torch.ones(4))
+        acts = [act for act, _ in spy.acts]
+        assert "fsync" not in acts
+        assert "replace" in acts, "it took no lease"
 
     def test_a_replacement_is_durable_before_it_is_renamed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
