@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,35 @@ def test_while_the_fence_holds_training_a_second_thread_copies(
     assert held.helpers == {"holdfast-help"}  # never the training thread, which may be interrupted
     assert torch.equal(weight_of(tmp_path, 0), before)
     assert not torch.equal(held.layer.weight, before)
+
+
+def test_while_who_saved_waits_for_the_snapshot_a_second_thread_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, monkeypatch)
+    with held.checkpointer as checkpointer:
+        before = held.backward()
+        handle = checkpointer.save(0, durable=True)
+        handle.wait_captured(60)
+        held.optimizer.step()
+        handle.wait_durable(60)
+    assert held.helpers == {"holdfast-help"}
+    assert torch.equal(weight_of(tmp_path, 0), before)
+
+
+def test_who_waits_beside_training_takes_no_processor_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, monkeypatch)
+    with held.checkpointer as checkpointer:
+        held.backward()
+        handle = checkpointer.save(0)
+        with ThreadPoolExecutor(1) as beside:
+            waiting = beside.submit(handle.wait_captured, 60)
+            assert not held.helped.wait(0.5)
+            held.helped.set()
+            waiting.result()
+    assert held.helpers == set()
 
 
 def test_an_interrupt_at_the_fence_harms_neither_the_snapshot_nor_a_save_after_it(

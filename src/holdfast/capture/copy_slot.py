@@ -71,7 +71,8 @@ def _copy_on_cpu(
     data = target.memory[image.data_start :]
     sharing = SharedCopy(target.segments, data, host_address(target.data), progress.check)
     try:
-        progress.shared(sharing)
+        if len(target.segments) > 1:
+            progress.shared(sharing)
         sharing.work(
             lambda done: progress.copied(image.data_start + done // BLOCK_BYTES * BLOCK_BYTES)
         )

@@ -35,7 +35,13 @@ class SaveHandle:
     """One requested save. ``step`` is the step really saved, once that is known."""
 
     def __init__(
-        self, step: int, *, durable: bool, explain: Callable[[int], str], parity: int = 0
+        self,
+        step: int,
+        *,
+        durable: bool,
+        explain: Callable[[int], str],
+        add_helper: Callable[[int], None] = lambda _: None,
+        parity: int = 0,
     ) -> None:
         self.requested_step = step
         self.step = step
@@ -54,7 +60,7 @@ class SaveHandle:
         """For a deferred save: returns the reason why the calling thread must not wait for it, or
         "".
         """
-        self._explain = explain
+        self._explain, self._add_helper = explain, add_helper
         self._lock = threading.RLock()
         # The lock itself is used in ``with``: an interrupt inside Condition.__enter__ may leave it
         # locked.
@@ -194,6 +200,7 @@ class SaveHandle:
         timeout_s = patience_s("timeout_s", timeout_s)
         self._refuse_to_hang()
         started_s = time.monotonic()
+        self._add_helper(self.step)
         with self._lock:
             self._changed.wait_for(
                 lambda: what in self._reached or what in self._failed, timeout=timeout_s

@@ -115,12 +115,12 @@ class OvertakeDetector:
             there = target.address_of(name, at, len(before))
             if there is not None and _read(there, len(before)) != before:
                 raise _overtaken(name)
-        lazy = target.sampled
+        lazy, copies_at = target.sampled, host_address(target.data)
         for number in range(min(SAMPLES, len(lazy))):
             copy = lazy[(turn * SAMPLES + number) % len(lazy)]
             if copy.source.is_contiguous():
                 at = (turn * 7919 * SAMPLE_BYTES) % (copy.size_bytes - SAMPLE_BYTES + 1)
-                there = host_address(target.data) + copy.offset + at
+                there = copies_at + copy.offset + at
                 if _libc.memcmp(there, host_address(copy.source) + at, SAMPLE_BYTES):
                     raise _overtaken(copy.leaf)
         self._check_devices(has_landed=False)

@@ -211,9 +211,21 @@ class Saver:
 
     def handle(self, step: int, *, durable: bool) -> SaveHandle:
         """Create the handle of a requested save."""
-        made = SaveHandle(step, durable=durable, explain=self.explain, parity=self._parity)
+        made = SaveHandle(
+            step,
+            durable=durable,
+            explain=self.explain,
+            add_helper=self._add_helper,
+            parity=self._parity,
+        )
         made.has_cache = self._has_cache
         return made
+
+    def _add_helper(self, step: int) -> None:
+        """Let a second thread copy ``step`` while the thread that saved it waits."""
+        capture = self._current
+        if capture is not None and (capture.step, capture.thread) == (step, threading.get_ident()):
+            capture.add_helper()
 
     def decline(
         self, step: int, durable: bool, error: Exception, handle: SaveHandle | None = None

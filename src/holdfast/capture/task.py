@@ -227,8 +227,10 @@ class CaptureTask(Struct):
     events: list[torch.Event] = field(default_factory=list)
     _last: CaptureState = field(default_factory=CaptureState)
     _sharing: SharedCopy | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that saved."""
+    _is_waited_for: bool = False
     _is_helped: bool = False
-    _shared_or_released: SignalSafeEvent = field(default_factory=SignalSafeEvent)
     room: RingCredit = field(default_factory=RingCredit)
 
     def begin(self) -> None:
@@ -270,21 +272,24 @@ class CaptureTask(Struct):
     def release(self) -> None:
         """Let updates continue."""
         self.released.set()
-        self._shared_or_released.set()
 
     def share(self, sharing: SharedCopy) -> None:
-        """Offer its copying to a second thread while an update is held by the fence."""
+        """Offer its copying to a second thread, which takes part once training waits."""
         self._sharing = sharing
-        self._shared_or_released.set()
+        if self._is_waited_for:
+            self.add_helper()
 
-    def wait_released(self, timeout_s: float) -> bool:
-        """Wait until updates may continue while a second thread copies; return True if they may."""
-        started_s = time.monotonic()
-        self._shared_or_released.wait(timeout_s)
+    def add_helper(self) -> None:
+        """Copy on a second thread, too: training waits, for the fence or for the snapshot."""
+        self._is_waited_for = True
         if self._sharing is not None and not self._is_helped:
             self._is_helped = True
             threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True).start()
-        return self.released.wait(max(0.0, timeout_s - (time.monotonic() - started_s)))
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Wait until updates may continue while a second thread copies; return True if they may."""
+        self.add_helper()
+        return self.released.wait(timeout_s)
 
     def is_copied(self, events: list[torch.Event]) -> None:
         """Mark the bytes as final (behind ``events``): it is not cancelled any more. Raises
