@@ -223,6 +223,29 @@ def test_while_who_saved_waits_for_the_snapshot_a_second_thread_copies(
     assert torch.equal(weight_of(tmp_path, 0), before)
 
 
+def test_where_no_thread_can_be_started_one_copies_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, monkeypatch)
+    held.helped.set()
+    start: Callable[[threading.Thread], None] = vars(threading.Thread)["start"]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "holdfast-help":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with held.checkpointer as checkpointer:
+        before = held.backward()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        handle = checkpointer.save(0, durable=True)
+        handle.wait_captured(60)
+        held.optimizer.step()
+        handle.wait_durable(60)
+    assert held.helpers == set()
+    assert torch.equal(weight_of(tmp_path, 0), before)
+
+
 def test_who_waits_beside_training_takes_no_processor_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -284,7 +285,9 @@ class CaptureTask(Struct):
         self._is_waited_for = True
         if self._sharing is not None and not self._is_helped:
             self._is_helped = True
-            threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True).start()
+            helper = threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started: one copies alone
+                helper.start()
 
     def wait_released(self, timeout_s: float) -> bool:
         """Wait until updates may continue while a second thread copies; return True if they may."""
