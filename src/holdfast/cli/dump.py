@@ -167,9 +167,13 @@ def first_elements(source: DumpSource, count: int) -> list[dict[str, Any]]:
 def _write(args: argparse.Namespace, source: DumpSource) -> int:
     head = header(args.out, args.leaf, source.leaf.dtype, source.box.shape)
     size_bytes = write_file(args.out, head, source.portions(), force=args.force)
+    return _report_file(args, source.chosen, size_bytes)
+
+
+def _report_file(args: argparse.Namespace, chosen: ChosenCheckpoint, size_bytes: int) -> int:
     if args.json:
         facts = {"name": args.leaf, "out": args.out, "size_bytes": size_bytes}
-        print_json({**source.chosen.facts, **facts})
+        print_json({**chosen.facts, **facts})
     else:
         stdout().print(f"{escape(args.out)}: {size_text(size_bytes)}", soft_wrap=True)
     return 0
@@ -252,12 +256,7 @@ def _write_value(args: argparse.Namespace, chosen: ChosenCheckpoint, text: str) 
         raise UsageError(f"--out {args.out}: {args.leaf} is a plain value; write a .json file")
     refuse_existing(args.out, force=args.force)
     size_bytes = write_file(args.out, f"{text}\n".encode(), (), force=args.force)
-    if args.json:
-        facts = {"name": args.leaf, "out": args.out, "size_bytes": size_bytes}
-        print_json({**chosen.facts, **facts})
-    else:
-        stdout().print(f"{escape(args.out)}: {size_text(size_bytes)}", soft_wrap=True)
-    return 0
+    return _report_file(args, chosen, size_bytes)
 
 
 # Writes one box of a leaf to a file of its own: whole or not at all, and never over another file.

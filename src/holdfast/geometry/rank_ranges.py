@@ -14,7 +14,7 @@ def in_ranges(ranks: Iterable[int]) -> list[Range]:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """Returns the ranks that are in any of these ranges."""
+    """Returns what is in any of these ranges, as few ranges in order."""
     found: list[Range] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:

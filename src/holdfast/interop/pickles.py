@@ -63,14 +63,12 @@ def interpret(
     where: str,
     *,
     size_bytes: int = 0,
-    may_follow: bool = False,
     as_rows: bool = False,
 ) -> Pickled:
     """Return what a pickle says. ForeignFormatError names ``where`` and the offset.
 
     ``size_bytes``: the size of all that the pickle describes; its values may take twice as much.
-    ``may_follow``: other data may follow; otherwise they are an error. ``as_rows``: lists and
-    dictionaries may have ``Rows`` in place of records of DCP that are alike.
+    ``as_rows``: lists and dictionaries may have ``Rows`` in place of records of DCP that are alike.
     """
     room_bytes = BASE_BYTES + max(2 * size_bytes, FACTOR * len(data))
     machine = _Machine(memoryview(data), where, room_bytes, as_rows)
@@ -82,7 +80,7 @@ def interpret(
     if is_unlike:  # out here, where no error keeps the memory of the first one
         machine = _Machine(memoryview(data), where, room_bytes)
         value = machine.run()
-    if not may_follow and machine.at != len(machine.data):
+    if machine.at != len(machine.data):
         raise machine.error(f"{len(machine.data) - machine.at} bytes follow behind its end")
     return Pickled(value, tuple(machine.opaque), machine.at)
 

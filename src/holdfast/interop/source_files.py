@@ -283,7 +283,7 @@ def refuse_hollow(document: bytes, where: str) -> bytes:
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
-def checked_name(name: object, where: str, offset: int = 0) -> str:
+def checked_name(name: object, where: str) -> str:
     """A name of a file that a document gives, if it is one below the directory."""
     if type(name) is str:
         parts = name.split("/")
@@ -293,5 +293,5 @@ def checked_name(name: object, where: str, offset: int = 0) -> str:
     raise ForeignFormatError(
         f"{where} names the file {name!r:.100}, which is not below its directory",
         path=where,
-        offset=offset,
+        offset=0,
     )

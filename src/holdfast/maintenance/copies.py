@@ -48,6 +48,7 @@ from holdfast.leases import LeaseWatch, ReadLease
 from holdfast.maintenance.good_bytes import GoodFile, copy_good
 from holdfast.overview import UNSEEN, Overview, confirmed, overview
 from holdfast.persist import commit
+from holdfast.persist.drain_order import has_file
 from holdfast.persist.pins import mend, pin, read_pins
 from holdfast.restore.reading.images import StoredImage, decode_layout, read_head
 from holdfast.storage.base import Store, new_name
@@ -268,7 +269,7 @@ class _Copying:
             )
         if named is None:
             return ref.path in note.paths and _is_good(self._target, ref)
-        if not _is_full(self._target, ref):
+        if not has_file(self._target, ref):
             return False
         try:
             read_head(StoredImage(self._target, ref), {})
@@ -331,7 +332,7 @@ def _whole(store: Store, found: Overview, among: Collection[Generation]) -> froz
     """Returns those of which every file is there in full length, and the layout."""
     chosen = [manifest for generation, manifest in found.read.items() if generation in among]
     refs = {ref for manifest in chosen for ref in _files(manifest)}
-    lost = {ref for ref in refs if not _is_full(store, ref)}
+    lost = {ref for ref in refs if not has_file(store, ref)}
     layouts = {manifest.layout for manifest in chosen}
     lost_layouts = {one for one in layouts if not store.exists(layout_path(one))}
     return frozenset(
@@ -339,13 +340,6 @@ def _whole(store: Store, found: Overview, among: Collection[Generation]) -> froz
         for manifest in chosen
         if lost.isdisjoint(_files(manifest)) and manifest.layout not in lost_layouts
     )
-
-
-def _is_full(store: Store, ref: ImageRef) -> bool:
-    try:
-        return store.size_bytes(ref.path) == ref.size_bytes
-    except NotFound:
-        return False
 
 
 def _is_good(store: Store, ref: ImageRef) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.geometry.rank_ranges import union
+
 #: The parts, in the order in which they are shown.
 CATEGORIES = (
     "productive",
@@ -168,10 +170,10 @@ class _Sums:
         self.restore_us: dict[str, int] = {}
         self.declared_us: dict[str, int] = {}
 
-    def move(self, category: str, us: int, *, of: str = "productive") -> int:
-        """Moves time to a category; returns how much there was to move."""
-        moved = max(0, min(us, self.us[of]))
-        self.us[of] -= moved
+    def move(self, category: str, us: int) -> int:
+        """Moves productive time to a category; returns how much there was to move."""
+        moved = max(0, min(us, self.us["productive"]))
+        self.us["productive"] -= moved
         self.us[category] += moved
         return moved
 
@@ -319,7 +321,7 @@ def claim(free: Sequence[Span], wanted: Iterable[Span]) -> tuple[list[Span], int
     """
     left: list[Span] = []
     taken = 0
-    spans = _merged(wanted)
+    spans = union(span for span in wanted if span[0] < span[1])
     at = 0
     for start, end in free:
         while at < len(spans) and spans[at][1] <= start:
@@ -335,15 +337,3 @@ def claim(free: Sequence[Span], wanted: Iterable[Span]) -> tuple[list[Span], int
         if end > start:
             left.append((start, end))
     return left, taken
-
-
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if end <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged

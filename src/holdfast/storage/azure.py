@@ -101,10 +101,6 @@ class AzureContainer(Bucket):
         if self._account.tokens is not None:
             self._account.tokens.forget()
 
-    def _condition(self, *, if_none: bool, if_match: str) -> dict[str, str]:
-        headers = {"if-none-match": "*"} if if_none else {}
-        return headers | ({"if-match": if_match} if if_match else {})
-
     def _outcome(self, kind: str, answer: Answer) -> Outcome:
         status, code, message = answer.status, "", ""
         if status >= 300:

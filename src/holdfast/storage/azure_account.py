@@ -22,7 +22,13 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from holdfast.errors import StorageError, UsageError
 from holdfast.storage.http_client import Server, refuse_plain
 from holdfast.storage.signing import encoded_query
-from holdfast.storage.tokens import Token, TokenSource, fetch_token, no_token
+from holdfast.storage.tokens import (
+    Token,
+    TokenSource,
+    fetch_machine_token,
+    fetch_token,
+    no_token,
+)
 
 VERSION = "2023-11-03"
 _RESOURCE = "https://storage.azure.com/"
@@ -206,21 +212,15 @@ def _token() -> Token:
         return _application_token(tenant, form)
     query = {"api-version": "2018-02-01", "resource": _RESOURCE}
     query |= {"client_id": client} if client else {}
-    try:
-        return fetch_token(
-            "GET",
-            f"{_MACHINE}?{encoded_query(query)}",
-            what="the machine's managed identity",
-            headers={"metadata": "true"},
-        )
-    except StorageError as error:
-        again = StorageError(
-            f"{error} Set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or "
-            "AZURE_STORAGE_CONNECTION_STRING, or give this machine an identity that may use the "
-            "container."
-        )
-        again.retryable = error.retryable
-        raise again from None
+    return fetch_machine_token(
+        f"{_MACHINE}?{encoded_query(query)}",
+        what="the machine's managed identity",
+        headers={"metadata": "true"},
+        advice=(
+            "Set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING, "
+            "or give this machine an identity that may use the container."
+        ),
+    )
 
 
 def _application_token(tenant: str, form: Mapping[str, str]) -> Token:

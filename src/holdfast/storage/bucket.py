@@ -183,9 +183,10 @@ class Bucket(ABC):
     def _outcome(self, kind: str, answer: Answer) -> Outcome:
         """Reads an answer."""
 
-    @abstractmethod
     def _condition(self, *, if_none: bool, if_match: str) -> dict[str, str]:
         """Returns the headers that say the condition of a write."""
+        headers = {"if-none-match": "*"} if if_none else {}
+        return headers | ({"if-match": if_match} if if_match else {})
 
     @abstractmethod
     def checksum(self, body: Body) -> tuple[str, str]:
@@ -264,7 +265,8 @@ class Bucket(ABC):
         place of the one with this tag.
         """
         condition = self._condition(if_none=if_none, if_match=if_match)
-        return self.send("PUT", key, headers=condition, body=body)
+        headers = {**condition, **dict([self.checksum(body)])}
+        return self.send("PUT", key, headers=headers, body=body)
 
     def delete(self, key: str) -> Outcome:
         """Removes an object; a missing one is fine."""

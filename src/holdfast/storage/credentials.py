@@ -123,18 +123,19 @@ def server_of(bucket: str, region: str) -> tuple[Server, str]:
     """Returns the address of a bucket's server, and what stands before each key in a path."""
     text = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if text:
-        return _server(text), f"/{bucket}/"
+        return server_named(text, "AWS_ENDPOINT_URL"), f"/{bucket}/"
     suffix = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
     if "." in bucket:  # no certificate has a name with more dots
         return Server(f"s3.{region}.{suffix}", 443, True), f"/{bucket}/"
     return Server(f"{bucket}.s3.{region}.{suffix}", 443, True), "/"
 
 
-def _server(text: str) -> Server:
-    parts = urlsplit(text)
+def server_named(url: str, variable: str) -> Server:
+    """Returns the address that a variable of the environment gives as a URL."""
+    parts = urlsplit(url)
     if parts.username or parts.password:
-        raise UsageError("AWS_ENDPOINT_URL has credentials in it: take them out of the URL")
+        raise UsageError(f"{variable} has credentials in it: take them out of the URL")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise UsageError("AWS_ENDPOINT_URL is not of the form https://host or https://host:port")
+        raise UsageError(f"{variable} is not of the form https://host or https://host:port")
     is_secure = parts.scheme == "https"
     return Server(parts.hostname, parts.port or (443 if is_secure else 80), is_secure)

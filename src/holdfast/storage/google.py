@@ -97,11 +97,6 @@ class GoogleBucket(XmlBucket):
             return "x-goog-hash", f"crc32c={checksums.text(found.to_bytes(4, 'big'))}"
         return "content-md5", checksums.text(checksums.md5(body))
 
-    def put(self, key: str, body: Body, *, if_none: bool = False, if_match: str = "") -> Outcome:
-        condition = self._condition(if_none=if_none, if_match=if_match)
-        headers = {**condition, **dict([self.checksum(body)])}
-        return self.send("PUT", key, headers=headers, body=body)
-
     # Uploads in parts. An id says the letters of the name of its object, too.
 
     def begin_upload(self, key: str) -> str:

@@ -14,12 +14,16 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from holdfast.errors import StorageError, UsageError
-from holdfast.storage.credentials import EXTRA
+from holdfast.storage.credentials import EXTRA, server_named
 from holdfast.storage.http_client import Server
-from holdfast.storage.tokens import Token, TokenSource, fetch_token, no_token
+from holdfast.storage.tokens import (
+    Token,
+    TokenSource,
+    fetch_machine_token,
+    fetch_token,
+    no_token,
+)
 
 ENDPOINT_VARIABLE = "HOLDFAST_GS_ENDPOINT"
 EMULATOR_VARIABLE = "STORAGE_EMULATOR_HOST"
@@ -36,15 +40,7 @@ def server() -> Server:
     text = os.environ.get(ENDPOINT_VARIABLE) or os.environ.get(EMULATOR_VARIABLE)
     if not text:
         return Server("storage.googleapis.com", 443, True)
-    parts = urlsplit(text if "://" in text else f"http://{text}")
-    if parts.username or parts.password:
-        raise UsageError(f"{ENDPOINT_VARIABLE} has credentials in it: take them out of the URL")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise UsageError(
-            f"{ENDPOINT_VARIABLE} is not of the form https://host or https://host:port"
-        )
-    is_secure = parts.scheme == "https"
-    return Server(parts.hostname, parts.port or (443 if is_secure else 80), is_secure)
+    return server_named(text if "://" in text else f"http://{text}", ENDPOINT_VARIABLE)
 
 
 def token_source() -> TokenSource | None:
@@ -97,21 +93,15 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _of_machine() -> Token:
     host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-    try:
-        return fetch_token(
-            "GET",
-            f"http://{host}{_MACHINE}",
-            what="this machine's service account",
-            headers={"metadata-flavor": "Google"},
-        )
-    except StorageError as error:
-        again = StorageError(
-            f"{error} Set {_FILE_VARIABLE} to a file of credentials, run gcloud auth "
-            "application-default login, or run on a machine whose service account may use the "
-            "bucket."
-        )
-        again.retryable = error.retryable
-        raise again from None
+    return fetch_machine_token(
+        f"http://{host}{_MACHINE}",
+        what="this machine's service account",
+        headers={"metadata-flavor": "Google"},
+        advice=(
+            f"Set {_FILE_VARIABLE} to a file of credentials, run gcloud auth application-default "
+            "login, or run on a machine whose service account may use the bucket."
+        ),
+    )
 
 
 def _of_service_account(found: dict[str, Any]) -> Token:

@@ -94,20 +94,11 @@ class S3Bucket(XmlBucket):
     def _renew_credentials(self) -> None:
         self._credentials.forget()
 
-    def _condition(self, *, if_none: bool, if_match: str) -> dict[str, str]:
-        headers = {"if-none-match": "*"} if if_none else {}
-        return headers | ({"if-match": if_match} if if_match else {})
-
     def checksum(self, body: Body) -> tuple[str, str]:
         found = checksums.crc64nvme(body)
         if found is not None:
             return "x-amz-checksum-crc64nvme", checksums.text(found.to_bytes(8, "big"))
         return "x-amz-checksum-crc32", checksums.text(checksums.crc32(body).to_bytes(4, "big"))
-
-    def put(self, key: str, body: Body, *, if_none: bool = False, if_match: str = "") -> Outcome:
-        condition = self._condition(if_none=if_none, if_match=if_match)
-        headers = {**condition, **dict([self.checksum(body)])}
-        return self.send("PUT", key, headers=headers, body=body)
 
     def begin_upload(self, key: str) -> str:
         if checksums.crc64nvme([]) is None:

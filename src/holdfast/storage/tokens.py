@@ -124,6 +124,16 @@ def fetch_token(
     raise no_token(what, f"status {answer.status}, {shown}", retryable=answer.status in BUSY)
 
 
+def fetch_machine_token(url: str, *, what: str, headers: Mapping[str, str], advice: str) -> Token:
+    """Asks this machine for a token. StorageError, with ``advice``, where there is none."""
+    try:
+        return fetch_token("GET", url, what=what, headers=headers)
+    except StorageError as error:
+        again = StorageError(f"{error} {advice}")
+        again.retryable = error.retryable
+        raise again from None
+
+
 def no_token(what: str, why: str, *, retryable: bool = False) -> StorageError:
     """Returns the error for a source that gives no token."""
     error = StorageError(f"{what} gave no token for object stores: {why}.")

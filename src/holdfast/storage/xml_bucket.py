@@ -43,12 +43,18 @@ class XmlBucket(Bucket):
         return (page for page, _ in self._answers(query))
 
     def _answers(self, query: dict[str, str]) -> Iterator[tuple[xml.Element, Outcome]]:
+        names = {"continuation-token": "NextContinuationToken"}
+        return self._all_pages("", query, "ListBucketResult", names)
+
+    def _all_pages(
+        self, key: str, query: dict[str, str], root: str, names: Mapping[str, str]
+    ) -> Iterator[tuple[xml.Element, Outcome]]:
         while True:
-            outcome = self.send("GET", "", query=query)
-            self.require(outcome, "list", query["prefix"])
-            page = parsed(outcome.body, "ListBucketResult")
+            outcome = self.send("GET", key, query=query)
+            self.require(outcome, "list", key or query["prefix"])
+            page = parsed(outcome.body, root)
             yield page, outcome
-            following = following_of(page, query, {"continuation-token": "NextContinuationToken"})
+            following = following_of(page, query, names)
             if not following:
                 return
             query = {**query, **following}
@@ -91,21 +97,14 @@ class XmlBucket(Bucket):
         return self.send("DELETE", key, query={"uploadId": upload})
 
     def uploads(self, prefix: str) -> list[Upload]:
-        found: list[Upload] = []
         query = {"uploads": "", "prefix": prefix, "encoding-type": "url"}
-        while True:
-            outcome = self.send("GET", "", query=query)
-            self.require(outcome, "list", prefix)
-            page = parsed(outcome.body, "ListMultipartUploadsResult")
-            found += [
-                Upload(decoded(text_of(one, "Key")), text_of(one, "UploadId"))
-                for one in page.iter("Upload")
-            ]
-            names = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
-            following = following_of(page, query, names)
-            if not following:
-                return [one for one in found if one.key.startswith(prefix)]
-            query |= following
+        names = {"key-marker": "NextKeyMarker", "upload-id-marker": "NextUploadIdMarker"}
+        found = [
+            Upload(decoded(text_of(one, "Key")), text_of(one, "UploadId"))
+            for page, _ in self._all_pages("", query, "ListMultipartUploadsResult", names)
+            for one in page.iter("Upload")
+        ]
+        return [one for one in found if one.key.startswith(prefix)]
 
     def parts(self, upload: Upload) -> list[Part]:
         found: list[Part] = []
