@@ -318,7 +318,7 @@ def test_groups_that_a_stage_has_in_another_order_are_those_of_their_weight_deca
         for name in known.leaves:
             assert torch.equal(opened.read(name), known.read(name)), name
         groups, expected = (
-            {one["wd_mult"]: one for one in each.values["optimizer"]["param_groups"]}
+            {one["options"]["wd_mult"]: one for one in each.values["optimizer"]["groups"]}
             for each in (opened, known)
         )
         assert groups == expected

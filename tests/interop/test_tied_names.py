@@ -124,6 +124,7 @@ def test_two_weights_of_a_root_never_fill_one(
         assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_two_weights_of_other_types_are_never_one(tmp_path: Path) -> None:
     weights = {name: one.clone() for name, one in Tied(1).state_dict().items()}
     weights["lm_head.weight"] = weights["lm_head.weight"].double()
