@@ -451,7 +451,7 @@ class _RankFiles:
             options = [
                 {k: v for k, v in group.items() if k != "params"} for group in inner["param_groups"]
             ]
-            # Older versions have the groups in the order in which a stage meets parameters of each.
+            # Stages may meet parameters of the two groups in another order, and number them so.
             ordered = sorted(options, key=lambda one: float(one["wd_mult"]))
             first = first or ordered
             if len(options) != len(first):

@@ -89,8 +89,8 @@ def unequal_ties(checkpoint: Checkpoint, view: CheckpointView) -> list[str]:
     The leaves are read before anything is changed.
     """
     return [
-        f"{one.name}: tied in the model, and {one.leaf} and {one.copy} of the checkpoint have "
-        "other bytes: they are two weights there"
+        f"{one.name}: tied to {one.leaf} in the model, but not in the checkpoint, where {one.copy} "
+        "has other bytes"
         for one in view.tied
         if not all(_is_same(checkpoint, one, view, part) for part in _parts(one.boxes))
     ]
