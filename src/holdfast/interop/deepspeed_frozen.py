@@ -42,7 +42,7 @@ def add_frozen(
     for name, shape in (main.get("frozen_param_shapes") or {}).items():
         boxes, dtype = [], ""
         for rank, file in sorted(models.items()):
-            ref = (files.value(file).get("frozen_param_fragments") or {}).get(name)
+            ref: Any = (files.value(file).get("frozen_param_fragments") or {}).get(name)
             for _, begin, start, size in partition_cuts({name: shape}, rank, count):
                 boxes += files.run(file, ref, begin, start, size, shape, 0)
                 if ref.dtype != (dtype := dtype or ref.dtype):
