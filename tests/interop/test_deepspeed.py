@@ -362,6 +362,52 @@ def test_a_parameter_that_no_rank_holds_is_refused(tmp_path: Path) -> None:
         holdfast.open(root)
 
 
+@pytest.mark.promise
+def test_flat_groups_of_zero_3_with_other_parameters_are_refused(tmp_path: Path) -> None:
+    """Each parameter lies behind those before it: with one fewer all others would be others."""
+    root = copied(tmp_path, "zero3-bf16-2")
+    for file in (root / "global_step3").glob("*_model_states.pt"):
+        groups = torch.load(file, weights_only=False)["param_shapes"]
+        groups[0].pop(next(iter(groups[0])))
+        change(file, param_shapes=groups)
+    with pytest.raises(
+        ForeignFormatError, match=r"elements in its flat group, and by .* parameters"
+    ):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_an_atom_of_a_parameter_that_the_model_does_not_name_is_refused(tmp_path: Path) -> None:
+    root = copied(tmp_path, "universal-zero1-bf16-2")
+    zero = root / "global_step3_universal" / "zero"
+    shutil.copytree(zero / "norm.bias", zero / "other.bias")
+    with pytest.raises(
+        ForeignFormatError, match=r"zero/other\.bias/fp32\.pt: .* does not name its"
+    ):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_runs_of_a_frozen_parameter_of_two_types_are_refused(tmp_path: Path) -> None:
+    root = copied(tmp_path, "zero3-bf16-2")
+    file = root / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    runs = torch.load(file, weights_only=False)["frozen_param_fragments"]
+    change(file, frozen_param_fragments={name: one.float() for name, one in runs.items()})
+    with pytest.raises(ForeignFormatError, match=r"rank_1_.*'frozen\.weight' is F32, not BF16"):
+        holdfast.open(root)
+
+
+@pytest.mark.promise
+def test_a_placeholder_of_zero_3_that_no_file_fills_is_noted(tmp_path: Path) -> None:
+    root = copied(tmp_path, "zero3-bf16-2")
+    for file in (root / "global_step3").glob("*_model_states.pt"):
+        module = torch.load(file, weights_only=False)["module"]
+        change(file, module={**module, "lost.weight": torch.empty(0)})
+    (note,) = [note for note in notes_of(root) if "lost.weight" in note]
+    assert "is left out: no rank's file has its elements" in note
+    assert not any("head.weight" in note for note in notes_of(root))
+
+
 def test_sub_groups_of_zero_3_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     read = deepspeed_directories._Checkpoint._zero_state
 

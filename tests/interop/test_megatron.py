@@ -176,6 +176,22 @@ def test_an_object_and_parts_of_one_of_its_name_are_refused(tmp_path: Path) -> N
         holdfast.open(tmp_path)
 
 
+@pytest.mark.promise
+def test_a_moment_that_two_optimizers_of_a_chain_have_is_refused(tmp_path: Path) -> None:
+    names = [f"chained_{number}.optimizer.state.exp_avg.w" for number in (0, 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            {"w": torch.ones(2), **{name: torch.ones(2) for name in names}},
+            checkpoint_id=tmp_path,
+            no_dist=True,
+        )
+    torch.save({"iteration": 20}, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(ForeignFormatError, match=r"\.metadata has the exp_avg of 'w' twice"):
+        holdfast.open(tmp_path)
+
+
 def test_common_state_whose_place_is_taken_is_noted(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

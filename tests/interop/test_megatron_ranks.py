@@ -292,6 +292,38 @@ def test_an_optimizer_whose_numbers_are_not_certain_is_left_out_whole(
     assert re.search(f"the optimizer is left out: .*{said}", notes_of(where))
 
 
+def _turned(state: dict[str, Any]) -> None:
+    inner = state["optimizer"]["optimizer"]
+    inner["param_groups"].reverse()
+    order = [number for group in inner["param_groups"] for number in group["params"]]
+    inner["state"] = {number: inner["state"][old] for number, old in enumerate(order)}
+    begin = 0
+    for group in inner["param_groups"]:
+        group["params"] = [*range(begin, begin + len(group["params"]))]
+        begin += len(group["params"])
+    state["optimizer"]["fp32_from_fp16_params"].reverse()
+
+
+@pytest.mark.promise
+def test_groups_that_a_stage_has_in_another_order_are_those_of_their_weight_decay(
+    tmp_path: Path,
+) -> None:
+    """A stage whose first parameter is that of a norm has that group first in older versions."""
+    where = changed("ranks-tp2-pp2", tmp_path / "iter_0000020", "*_001", _turned)
+    with (
+        holdfast.open(where) as opened,
+        holdfast.open(GOLDEN / "ranks-tp2-pp2" / "checkpoint") as known,
+    ):
+        assert set(opened.leaves) == set(known.leaves)
+        for name in known.leaves:
+            assert torch.equal(opened.read(name), known.read(name)), name
+        groups, expected = (
+            {one["options"]["wd_mult"]: one for one in each.values["optimizer"]["groups"]}
+            for each in (opened, known)
+        )
+        assert groups == expected
+
+
 def test_copies_that_differ_are_refused_when_they_are_read(tmp_path: Path) -> None:
     norm = first_layer("input_layernorm.weight", lambda one: one + 1)
     where = changed("ranks-tp2", tmp_path / "iter_0000020", "01", norm)

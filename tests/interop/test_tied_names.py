@@ -11,8 +11,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
+import holdfast.dcp
 from holdfast.cli import main
 from holdfast.errors import HoldfastError, StateMismatch
 from support.runs.launch import run_ranks
@@ -61,6 +64,116 @@ def test_both_names_of_a_tied_weight_in_dcp_fill_one(tmp_path: Path, writer: str
     apart = Tied(3, is_tied=False)
     holdfast.load(tmp_path / "dcp", {"model": apart}, only=["model.**"])
     assert torch.equal(apart.lm_head.weight, apart.embed.weight)
+
+
+def root_of(kind: str, path: Path, held: dict[str, Any]) -> Path:
+    """A root with both names of a tied weight, as an import and the drop-in calls leave it."""
+    if kind == "import":
+        dcp.save(held, checkpoint_id=path / "dcp", no_dist=True)
+        assert main(["import", str(path / "dcp"), str(path / "root")]) == 0
+    else:
+        holdfast.dcp.save(held, checkpoint_id=path / "root" / "1", no_dist=True)
+    return path / "root"
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["import", "calls"])
+def test_both_names_of_a_tied_weight_in_a_root_fill_one(tmp_path: Path, kind: str) -> None:
+    one, optimizer = trained(1, 2)
+    weights, moments = get_state_dict(one, optimizer)
+    root = root_of(kind, tmp_path, {"model": weights, "optimizer": moments})
+    for only in (None, ["**"]):
+        other, there = trained(2, 0)
+        holdfast.load(root, {"model": other, "optimizer": there}, only=only)
+        assert other.lm_head.weight is other.embed.weight
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name])
+        for mine, theirs in zip(optimizer.state.values(), there.state.values(), strict=True):
+            assert all(torch.equal(mine[kind], theirs[kind]) for kind in mine)
+    plan = holdfast.plan_restore(root, {"model": other, "optimizer": there})
+    assert not plan.problems
+    said = "model.embed.weight and model.lm_head.weight, one tensor here, have the same bytes"
+    assert said in plan.assumptions
+    apart = Tied(3, is_tied=False)
+    holdfast.load(root, {"model": apart}, only=["model.**"])
+    assert torch.equal(apart.lm_head.weight, apart.embed.weight)
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("elements", [3, 1 << 22])
+@pytest.mark.parametrize("at", [(0, 0), (2, 1), (4, 3)])
+def test_two_weights_of_a_root_never_fill_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elements: int, at: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("holdfast.restore.averages._ELEMENTS", elements)
+    weights = {name: one.clone() for name, one in Tied(1).state_dict().items()}
+    weights["embed.weight"][at] = 0.0
+    weights["lm_head.weight"][at] = -0.0  # equal as a number
+    root = root_of("import", tmp_path, {"model": weights})
+    for only in (None, ["model.**"]):
+        other = Tied(2)
+        before = {name: one.clone() for name, one in other.state_dict().items()}
+        with pytest.raises(
+            StateMismatch,
+            match=r"model\.lm_head\.weight: tied to model\.embed\.weight in the model, but not in "
+            r"the checkpoint, where model\.lm_head\.weight has other bytes",
+        ):
+            holdfast.load(root, {"model": other}, only=only)
+        assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_two_weights_of_other_types_are_never_one(tmp_path: Path) -> None:
+    weights = {name: one.clone() for name, one in Tied(1).state_dict().items()}
+    weights["lm_head.weight"] = weights["lm_head.weight"].double()
+    root = root_of("import", tmp_path, {"model": weights})
+    with pytest.raises(StateMismatch, match=r"model\.lm_head\.weight: the checkpoint has F64"):
+        holdfast.load(root, {"model": Tied(2)})
+
+
+def _on_ranks(rank: int, world: int, roots: dict[str, str], layout: str) -> list[str]:
+    """What is said of a root whose weights are the same, and of one where an element of the last
+    rank's part is not.
+    """
+    said = []
+    for root in roots.values():
+        model: Any = Tied(2)
+        if layout == "fsdp":
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        else:
+            model = nn.parallel.DistributedDataParallel(model)
+        state = {"model": model.module if layout == "ddp" else model}
+        before = {name: one.clone() for name, one in model.state_dict().items()}
+        try:
+            holdfast.load(root, state)
+        except StateMismatch as error:
+            after = model.state_dict()
+            assert all(torch.equal(one, after[name]) for name, one in before.items())
+            said.append(str(error))
+            continue
+        for name, expected in Tied(1).state_dict().items():
+            found = state["model"].state_dict()[name]
+            full = found.full_tensor() if layout == "fsdp" else found
+            assert torch.equal(full, expected), name
+        said.append("")
+    return said
+
+
+@pytest.mark.promise
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_both_names_of_a_tied_weight_fill_one_on_two_ranks(tmp_path: Path, layout: str) -> None:
+    roots = {}
+    for name, value in (("same", 0.0), ("other", 1.0)):
+        weights = {name: one.clone() for name, one in Tied(1).state_dict().items()}
+        weights["lm_head.weight"][4, 3] += value
+        (tmp_path / name).mkdir()
+        roots[name] = str(root_of("import", tmp_path / name, {"model": weights}))
+    for same, other in run_ranks(2, _on_ranks, roots, layout):
+        assert not same
+        assert "model.lm_head.weight has other bytes" in other
 
 
 @pytest.mark.promise

@@ -21,6 +21,7 @@ from holdfast.interop import deepspeed_tags as tags
 from holdfast.interop.arrange import MODEL
 from holdfast.interop.deepspeed_experts import DATA_FIRST, ExpertRanks, experts_in
 from holdfast.interop.deepspeed_files import TagFiles, named_options
+from holdfast.interop.deepspeed_frozen import add_frozen
 from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups
 from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
@@ -179,7 +180,13 @@ class _Checkpoint:
         modules = [dict(_module_of(one)) for one in trees]
         if self._is_partitioned:
             for rank, module in enumerate(modules):
-                self._add_frozen(module, rank, masters)
+                optimizers = self._optimizers.get(rank, {})
+                self._notes += [
+                    f"{name!r:.200} is left out: no rank's file has its elements"
+                    for name in add_frozen(
+                        self._files, module, self._models[rank], optimizers, masters
+                    )
+                ]
         if self._has_experts:
             counts = trees[0].get("num_experts")
             modules[0] |= experts_in(self._files.names, self._files.tree, counts)
@@ -383,7 +390,7 @@ class _Checkpoint:
                 kinds = {"": flat, **self._moments(file, one, one[key], number, flat)}
                 try:
                     cuts = (
-                        partition_cuts(shapes[number], rank, len(files))
+                        partition_cuts(shapes[number], rank, len(files), flat.shape[0])
                         if is_third
                         else mapped_cuts(one, number)
                     )
@@ -540,39 +547,6 @@ class _Checkpoint:
         if isinstance(state.get("loss_scaler"), Record):
             rest.setdefault("loss_scaler", state["loss_scaler"])
 
-    def _add_frozen(self, module: dict[str, Any], tensor_rank: int, masters: set[str]) -> None:
-        """Add parameters without a gradient after ZeRO-3: every data-parallel rank's model file
-        has a run of each. What is elsewhere, or tied, has a placeholder, which is removed.
-        """
-        files = {n: name for n, name in self._models[tensor_rank].items() if n >= 0}
-        if not files:
-            return
-        count = 1 + max(files)
-        some = files[min(files)]
-        main = self._files.value(some)
-        optimizers = self._optimizers.get(tensor_rank, {})
-        ranks = 1 + max(optimizers, default=-1)
-        wanted = [(some, rank) for rank in range(max(count, ranks)) if rank not in files]
-        if optimizers:
-            wanted += [(optimizers[min(optimizers)], rank) for rank in range(ranks, count)]
-        if wanted:
-            name = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{wanted[0][1]}", wanted[0][0])
-            raise self._files.error(name, "it is not there, or others are of another save")
-        for file in files.values():
-            if self._files.value(file).get("global_steps") != main.get("global_steps"):
-                raise self._files.error(file, "its global_steps are of another save")
-        for name, shape in (main.get("frozen_param_shapes") or {}).items():
-            boxes, dtype = [], ""
-            for rank, file in sorted(files.items()):
-                ref = (self._files.value(file).get("frozen_param_fragments") or {}).get(name)
-                for _, begin, start, size in partition_cuts({name: shape}, rank, count):
-                    boxes += self._files.run(file, ref, begin, start, size, shape, 0)
-                    dtype = getattr(ref, "dtype", "")
-            module[name] = ForeignLeaf(dtype, shape, tuple(boxes))
-        kept = masters.union(main.get("buffer_names") or ())
-        for name in [n for n, leaf in module.items() if n not in kept and _is_hollow(leaf)]:
-            del module[name]
-
     def _universal(
         self, model: dict[str, Any], shapes: Shapes, rest: dict[str, Any]
     ) -> dict[str, Any]:
@@ -593,7 +567,3 @@ class _Checkpoint:
 
 def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return tree.get("module") or {}
-
-
-def _is_hollow(leaf: Any) -> bool:
-    return isinstance(leaf, ForeignLeaf) and leaf.shape == (0,)

@@ -36,6 +36,12 @@ def read_universal(
     ``is_cut``: ``shapes`` are of shards, of tensor-parallel ranks.
     """
     atoms = {m[1] for name in files.names if (m := tags.ATOM.fullmatch(name))}
+    named = model.keys() | {name for group in shapes for name in group}
+    if unknown := sorted(atoms - named):
+        raise files.error(
+            f"zero/{unknown[0]}/fp32.pt",
+            "the model's file does not name its parameter: files of two saves are mixed",
+        )
     found: dict[str, dict[str, Any]] = {}
     for parameter, shape in ((n, s) for group in shapes for n, s in group.items()):
         if parameter not in atoms:

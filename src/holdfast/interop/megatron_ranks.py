@@ -451,10 +451,12 @@ class _RankFiles:
             options = [
                 {k: v for k, v in group.items() if k != "params"} for group in inner["param_groups"]
             ]
-            first = first or options
+            # Stages may meet parameters of the two groups in another order, and number them so.
+            ordered = sorted(options, key=lambda one: float(one["wd_mult"]))
+            first = first or ordered
             if len(options) != len(first):
                 raise _Unfit(f"{self._names[place]} has other groups than {self._first}")
-            if self._copies.differing([{"groups": first}, {"groups": options}]):
+            if self._copies.differing([{"groups": first}, {"groups": ordered}]):
                 raise self._files.error(
                     self._names[place],
                     f"its hyperparameters are not those of {self._first}: of another save",

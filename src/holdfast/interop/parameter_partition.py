@@ -39,8 +39,12 @@ def group_shapes(main: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
     return shapes
 
 
-def partition_cuts(group: Mapping[str, tuple[int, ...]], rank: int, world: int) -> list[Cut]:
-    """Those of a rank after ZeRO-3: an equal share of each parameter."""
+def partition_cuts(
+    group: Mapping[str, tuple[int, ...]], rank: int, world: int, size: int | None = None
+) -> list[Cut]:
+    """Those of a rank after ZeRO-3: an equal share of each parameter. PartitionError where they are
+    not all of the ``size`` elements that it has: then they are others.
+    """
     begin, found = 0, []
     for name, shape in group.items():
         volume = math.prod(shape)
@@ -48,6 +52,11 @@ def partition_cuts(group: Mapping[str, tuple[int, ...]], rank: int, world: int) 
         start = min(volume, rank * each)
         found.append((name, begin, start, min(each, volume - start)))
         begin += each
+    if size not in (None, begin):
+        raise PartitionError(
+            f"it has {size} elements in its flat group, and by the model's file the {len(group)} "
+            f"parameters of the group have {begin}"
+        )
     return found
 
 

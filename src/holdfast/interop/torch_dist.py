@@ -61,7 +61,15 @@ def read_torch_dist(files: SourceFiles, orders: Orders) -> ForeignCheckpoint:
         if not isinstance(value, ForeignLeaf):
             objects[name] = value
         elif found := _MOMENT.fullmatch(name):
-            moments.setdefault(found[2], {})[found[1]] = value
+            if found[1] in moments.setdefault(found[2], {}):
+                where = files.where(METADATA)
+                raise ForeignFormatError(
+                    f"{where} has the {found[1]} of {found[2]!r:.200} twice: several optimizers of "
+                    "a chain have this parameter, and only one of them can",
+                    path=where,
+                    offset=0,
+                )
+            moments[found[2]][found[1]] = value
         elif _BUCKET.fullmatch(name):
             buckets[name] = value
         else:

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from holdfast.geometry.box import Box
+from holdfast.geometry.box import Box, flat_boxes
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS, Array, read_wants
-from holdfast.state.mapped.checkpoint_view import CheckpointView
+from holdfast.state.mapped.checkpoint_view import CheckpointView, TiedCopies
 from holdfast.state.tensors import TORCH_DTYPES, empty
 
 _T = TypeVar("_T")
@@ -81,6 +81,35 @@ def unequal_copies(checkpoint: Checkpoint, view: CheckpointView) -> list[str]:
                     name, each = some[key]
                     unequal.setdefault(name, _refusal(name, each))
     return list(unequal.values())
+
+
+def unequal_ties(checkpoint: Checkpoint, view: CheckpointView) -> list[str]:
+    """List, in words, tensors that are one here, of which the checkpoint has two unequal leaves.
+
+    The leaves are read before anything is changed.
+    """
+    return [
+        f"{one.name}: tied to {one.leaf} in the model, but not in the checkpoint, where {one.copy} "
+        "has other bytes"
+        for one in view.tied
+        if not all(_is_same(checkpoint, one, view, part) for part in _parts(one.boxes))
+    ]
+
+
+def _parts(boxes: Sequence[Box]) -> Iterator[Box]:
+    """Yield the boxes in parts of so few elements that two of them may be held."""
+    for box in boxes:
+        for start in range(0, box.volume, _ELEMENTS):
+            stop = min(start + _ELEMENTS, box.volume)
+            yield from (one.shift(box.start) for one in flat_boxes(box.shape, start, stop))
+
+
+def _is_same(checkpoint: Checkpoint, tied: TiedCopies, view: CheckpointView, part: Box) -> bool:
+    dtype = view.specs[tied.name][0]
+    copies = [empty(part.shape, dtype) for _ in range(2)]
+    wants = [Want(leaf, part, number) for number, leaf in enumerate((tied.leaf, tied.copy))]
+    read_wants(checkpoint, wants, dict(enumerate(map(as_carrier, copies))))
+    return _bits(copies[0]) == _bits(copies[1])
 
 
 def _refusal(name: str, copies: AveragedCopies) -> str:

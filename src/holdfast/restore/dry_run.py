@@ -100,6 +100,10 @@ def _plan_all(
         else:
             restoring = _restoring(checkpoint, item)
             faults = restoring.amiss
+            assumptions.update(
+                f"{one.leaf} and {one.copy}, one tensor here, have the same bytes"
+                for one in restoring.view.tied
+            )
             names = [leaf.name for leaf in checkpoint.layout.leaves]
             claims.append(claims_of(names, restoring.claimed(), restoring))
             wants, is_cut = _of_state(restoring)

@@ -16,7 +16,7 @@ import xxhash
 from msgspec import Struct, msgpack
 
 from holdfast.geometry.layout import Layout, LeafSpec
-from holdfast.restore.averages import unequal_copies, unequal_numbers
+from holdfast.restore.averages import unequal_copies, unequal_numbers, unequal_ties
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import read_aliases, read_values
 from holdfast.rules import Rules
@@ -130,6 +130,7 @@ class StateMatch(msgspec.Struct, frozen=True):
         problems = [*restoring.amiss]
         problems += unequal_numbers(self.checkpoint, view)
         problems += unequal_copies(self.checkpoint, view)
+        problems += unequal_ties(self.checkpoint, view)
         used = choice.used([*names, *view.specs, *view.left])
         return MatchResult(restoring, problems, msgpack.encode((usage, used, choice.texts)))
 

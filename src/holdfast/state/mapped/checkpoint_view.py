@@ -20,7 +20,7 @@ from holdfast.state.hidden_state import memory_gone
 from holdfast.state.identity import MASTER, TensorNames, TensorOwner, shares_its_own
 from holdfast.state.mapped.mapper import RuleMapper, Spec, StateView, shard_sight
 from holdfast.state.mapped.tensor_parts import LeafPart, TensorMapping
-from holdfast.state.tensors import DTYPE_NAMES
+from holdfast.state.tensors import DTYPE_NAMES, held_boxes
 
 
 class RowCopies(Struct, frozen=True):
@@ -37,6 +37,17 @@ class RowCopies(Struct, frozen=True):
     boxes: tuple[Box, ...]
 
 
+class TiedCopies(Struct, frozen=True):
+    """One tensor here, of which the checkpoint has two leaves: ``copy``, called ``name`` here, must
+    have the bytes of ``leaf`` in the ``boxes`` that this rank holds.
+    """
+
+    name: str
+    leaf: str
+    copy: str
+    boxes: tuple[Box, ...]
+
+
 class CheckpointView(Struct):
     """A checkpoint as this state sees it.
 
@@ -45,8 +56,8 @@ class CheckpointView(Struct):
     and parameter the kinds of state that are stored.
     ``stored``: the stored form of the leaves that tensors here are made of, by the names the rules
     give them. ``left``: the names here that keep their present content. ``numbers``: names here ->
-    the stored one-element leaves that must all equal it. ``rows``: see RowCopies. ``claimed``: the
-    stored leaves that are used.
+    the stored one-element leaves that must all equal it. ``rows``: see RowCopies. ``tied``: see
+    TiedCopies. ``claimed``: the stored leaves that are used.
     """
 
     through: RuleMapper
@@ -59,6 +70,7 @@ class CheckpointView(Struct):
     left: set[str] = field(default_factory=set)
     numbers: dict[str, list[str]] = field(default_factory=dict)
     rows: list[RowCopies] = field(default_factory=list)
+    tied: list[TiedCopies] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
     rest: set[str] = field(default_factory=set)
     """Stored leaves that belong to no module or optimizer: ``specs`` has them under their own
@@ -232,12 +244,27 @@ class _ViewBuilder:
             problem = f"{name} {gone}: restore where it is gathered"
         elif shares_its_own(tensor):
             problem = f"{name}: several of its elements are the same memory; make it contiguous"
-        elif view.aliases.get(first, first) != leaf:
+        elif view.aliases.get(first, first) != leaf and not self._is_copy(name, first, tensor):
             problem = f"{name}: tied to {first} in the model, but not in the checkpoint"
         elif tied != first:
             problem = f"{name}: tied to {tied} in the checkpoint, but not in the model"
         if problem:
             view.problems.append(problem)
+
+    def _is_copy(self, name: str, first: str, tensor: torch.Tensor) -> bool:
+        """True if the checkpoint has a tensor that is tied here under both of its names, each whole
+        as it is: these are compared before anything is read.
+        """
+        view = self.view
+        one, other = (view.find(view.aliases.get(each, each)) for each in (first, name))
+        is_mapped = any(view.sight(each, tensor) is not None for each in (first, name))
+        if is_mapped or one is None or other is None or one[1] != other[1]:
+            return False
+        boxes = held_boxes(name, tensor, self._through.rank)
+        view.tied.append(TiedCopies(name, one[0], other[0], boxes))
+        view.claimed.add(other[0])
+        view.aliases[name] = view.references[other[0]] = view.aliases.get(first, first)
+        return True
 
     def _add(self, origin: TensorOwner, tensor: torch.Tensor) -> bool:
         """Matches a tensor with the stored leaves it is made of, and records the result; False if
