@@ -334,6 +334,16 @@ class Lives:
         each = (life.timeline.median_step_s(common) for _, life in sorted(self._lives.items()))
         return next((s for s in reversed(list(each)) if s is not None), None)
 
+    def trained_s(self, common: CommonClock) -> float:
+        """Returns the last moment of a trainer of the newest start."""
+        known = [life for _, life in sorted(self._lives.items()) if life.ranks]
+        return known[-1].timeline.last_s(common) if known else 0.0
+
+    def longest_step_s(self, common: CommonClock) -> float:
+        """Returns the longest step, phase or beginning of any start."""
+        each = (life.timeline.longest_step_s(common) for life in self._lives.values())
+        return max(each, default=0.0)
+
     def _start(self, number: int, last: int | None, common: CommonClock) -> Start:
         life = self._lives[number]
         unclosed = tuple(sorted(life.ranks.keys() - life.outcomes.keys()))

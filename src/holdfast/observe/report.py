@@ -364,6 +364,10 @@ class Report:
     """The first start since which no rank is known to have been on another host."""
     last_s: float = 0.0
     """The newest moment in any record."""
+    trained_s: float = 0.0
+    """The newest moment in any record of a trainer of the newest start."""
+    longest_step_s: float = 0.0
+    """The longest step, phase of the program or beginning of a start so far."""
     pinned: tuple[PinnedMemory, ...] = ()
     """The slowest pinning of shared memory on each rank."""
     behind: tuple[int, ...] = ()

@@ -315,6 +315,8 @@ class _Fold:
             placed_since=self._lives.placed_since(),
             behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),
             last_s=last_s,
+            trained_s=self._lives.trained_s(common),
+            longest_step_s=self._lives.longest_step_s(common),
             restores=restores,
             keeper_losses=self._keeper_losses(common),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),

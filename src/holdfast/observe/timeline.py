@@ -158,6 +158,23 @@ class StartTimeline:
         gaps = [(b[1] - a[1]) / (b[0] - a[0]) / 1e6 for a, b in pairwise(ends)]
         return max(0.0, statistics.median(gaps)) if gaps else None
 
+    def last_s(self, common: CommonClock) -> float:
+        """Returns the last moment of any rank."""
+        every = (one.last for one in self._ranks.values() if one.last is not None)
+        return max(map(common.seconds, every), default=0.0)
+
+    def longest_step_s(self, common: CommonClock) -> float:
+        """Returns the longest step of rank 0, or phase of its program, or what its first step took
+        with all before it.
+        """
+        found = [one.longest_s for one in self._steps]
+        found += [elapsed_s for _, _, elapsed_s in self._declared]
+        leader = self._ranks.get(0)
+        if leader is not None and leader.began is not None:
+            began_s = common.seconds(leader.began)
+            found += [common.seconds(o.ended) - began_s for o in self._steps if o.is_first]
+        return max(0.0, *found) if found else 0.0
+
     def moment_of(self, step: int, common: CommonClock) -> int | None:
         """Returns when rank 0 had first done ``step`` or a later one, in microseconds."""
         moments = [common.micros(at) for done, at in self._saved.items() if done >= step]
