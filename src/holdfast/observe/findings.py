@@ -41,6 +41,8 @@ LATE_S, LATE_TIMES = 1.0, 5.0
 LATE_PART = 0.1
 #: What steps may take longer behind a copy or a write.
 INTERFERES = 0.05
+#: How the reason begins for which a keeper ends when its run has closed.
+RUN_ENDED = "the run ended"
 #: Starts of a keeper that are more than chance, and starts without progress.
 KEEPERS, LOOPS, DEATHS = 3, 3, 2
 
@@ -383,10 +385,11 @@ def _events_dropped(report: Report, _: float | None) -> Iterator[Evidence]:
 
 def _held(report: Report, _: float | None) -> Iterator[Evidence]:
     for one in report.keepers:
-        ended = sum(one.ends.values())
-        if one.starts - ended >= KEEPERS:
+        closed = sum(times for why, times in one.ends.items() if why.startswith(RUN_ENDED))
+        if one.starts - closed >= KEEPERS:
             text = f"the keeper of {one.host} was started {one.starts} times"
-            yield Evidence(text + (f", and ended in order {count_text(ended, 'time')}" * bool(ended)))
+            after = f", {count_text(closed, 'time')} of them for a run that ended in order"
+            yield Evidence(text + after * bool(closed))
 
 
 #: The worst first: in this order they are shown.
@@ -487,7 +490,7 @@ RULES = (
     RunRule(
         "keeper_restarts",
         "warning",
-        "a keeper was started three times or more, not counting starts after one that ended in order",
+        "a keeper was started three times or more, not counting those that ended with a closed run",
         "Its log says why it ended; each start of a run that was killed with its keeper makes a "
         "new one.",
         _held,

@@ -154,6 +154,11 @@ class _Fold:
             for rank, _, saved in life.ranks:
                 if saved >= 0:
                     self._saves.note_newest(life.incarnation, rank, saved)
+        for start in of.starts:
+            self._lives.merge_start(start, of.clocks[start.clock].host, clocks[start.clock])
+        for restore in of.restores:
+            self._lives.merge_restore(restore, clocks[restore.clock])
+            self._restores.merge(restore, clocks[restore.clock])
         for save in of.saves:
             self._saves.merge(save, clocks)
             self._lives.merge_save(save)

@@ -13,6 +13,7 @@ from holdfast import events
 from holdfast.events import AnyEvent
 from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.ledger import LifeTimes, RankTimes, Span
+from holdfast.observe.rollup_groups import RestoreRollup, StartRollup
 
 #: A step is a stall that takes so many medians, and this much longer than one.
 STALL_TIMES, STALL_S = 10.0, 1.0
@@ -132,6 +133,27 @@ class StartTimeline:
         """Takes what ranks but 0 were held over a step, together."""
         if elapsed_s > 0:
             self._blocked_s[step] += elapsed_s
+
+    def merge_start(self, of: StartRollup, clock: int) -> None:
+        """Takes beginnings and orderly ends that were rolled up."""
+        self.world = max(self.world, of.world)
+        for number, (began_s, process_s, joined_s, ended_s, closing_s) in of.rows():
+            rank = self._ranks[number]
+            if began_s >= 0:
+                rank.began = HostMoment(clock, began_s)
+                rank.process_s, rank.joined_s = process_s, joined_s
+            if ended_s >= 0:
+                rank.ended = HostMoment(clock, ended_s)
+                self.outcomes[number] = "closed"
+                self.add_blocked(-1, closing_s)
+
+    def merge_restore(self, of: RestoreRollup, clock: int, parent: tuple[int, int] | None) -> None:
+        """Takes restores that were rolled up."""
+        self.parent = parent
+        self._sources.add(of.origin or of.source)
+        for number, (at_s, elapsed_s, *_) in of.rows():
+            rank = self._ranks[number]
+            rank.restored, rank.restore_s = HostMoment(clock, at_s), elapsed_s
 
     def take_death(self, rank: int, at: HostMoment) -> None:
         """Takes that a rank was seen to be gone; of several such moments the last counts."""
