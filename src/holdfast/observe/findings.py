@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -246,9 +247,8 @@ def _keeper_lost(report: Report, _: float | None) -> Iterator[Evidence]:
 def _restart_loop(report: Report, now_s: float | None) -> Iterator[Evidence]:
     furthest, idle = -1, 0
     starts = report.starts
-    if starts and starts[-1].ended == "open" and now_s is not None:
-        if now_s - report.last_s <= SILENT_S:
-            starts = starts[:-1]  # it is at work, and may come further
+    if starts and starts[-1].ended == "open" and (now_s or math.inf) - report.last_s <= SILENT_S:
+        starts = starts[:-1]  # it is at work, and may come further
     for before, start in pairwise((None, *starts)):
         newest = -1 if start is None or start.newest_step is None else start.newest_step
         is_idle = before is not None and before.ended != "closed" and newest <= furthest

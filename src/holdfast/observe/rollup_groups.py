@@ -6,6 +6,7 @@ of rank 0, stand in it as they were. ``docs/format/events-v1.md`` describes it.
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ COUNTED = "asked_bytes", "image_bytes", "images", "written_bytes", "written", "r
 #: host began a copy.
 COUNT_ROWS = "step", "last_by", *COUNTED
 MOMENT_ROWS = "first_s", "last_s", "copied_s", "blocked_s"
+_MOST_OF_ROW = 2.0**63
 #: What there is of each rank in a ``StartRollup``: when it began, its ages then, when it ended in
 #: order, and how long ``close`` took; and in a ``RestoreRollup``: when it ended, how long it took,
 #: and the bytes that were restored, read and received.
@@ -144,11 +146,11 @@ class StartRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     moments: bytes
 
     def __post_init__(self) -> None:
-        self.rows()
+        _check_rows(self.ranks, self.moments, len(START_ROWS))
 
     def rows(self) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Returns each rank with its values."""
-        return _rows(self.ranks, self.moments, len(START_ROWS))
+        return _rows(self.ranks, self.moments)
 
 
 class RestoreRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -170,11 +172,11 @@ class RestoreRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     phases: dict[str, PhaseValues]
 
     def __post_init__(self) -> None:
-        self.rows()
+        _check_rows(self.ranks, self.moments, len(RESTORE_ROWS))
 
     def rows(self) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Returns each rank with its values."""
-        return _rows(self.ranks, self.moments, len(RESTORE_ROWS))
+        return _rows(self.ranks, self.moments)
 
 
 def packed_rows(rows: Mapping[int, Sequence[float]]) -> tuple[list[int], bytes]:
@@ -186,25 +188,28 @@ def packed_rows(rows: Mapping[int, Sequence[float]]) -> tuple[list[int], bytes]:
     return ranks, moments.tobytes()
 
 
-def _rows(
-    ranks: Sequence[int], moments: bytes, count: int
-) -> Iterator[tuple[int, tuple[float, ...]]]:
-    """Returns each rank with its values; raises ValueError where some cannot be."""
-    if len(moments) != 8 * count * len(ranks) or len({*ranks}) < len(ranks):
+def _check_rows(ranks: Sequence[int], moments: bytes, count: int) -> None:
+    if not ranks or len(moments) != 8 * count * len(ranks) or len({*ranks}) < len(ranks):
         raise ValueError("rows have a value for each rank, and name it once")
+    values = _unpacked(moments)
+    # The sum tells of what is no number.
+    if not (min(values) >= -1.0 and max(values) <= _MOST_OF_ROW and math.isfinite(sum(values))):
+        raise ValueError("rows have a number that cannot be")
+
+
+def _rows(ranks: Sequence[int], moments: bytes) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """Returns each rank with its values."""
+    values, size = _unpacked(moments), len(ranks)
+    every = (values[at : at + size] for at in range(0, len(values), size))
+    return zip(ranks, zip(*every, strict=True), strict=True)
+
+
+def _unpacked(moments: bytes) -> array[float]:
     values = array("d")
     values.frombytes(moments)
     if sys.byteorder == "big":
         values.byteswap()
-    if not all(map(_is_possible, values)):
-        raise ValueError("rows have a number that cannot be")
-    size = len(ranks)
-    every = (values[at : at + size] for at in range(0, count * size, size))
-    return zip(ranks, zip(*every, strict=True), strict=True)
-
-
-def _is_possible(value: float) -> bool:
-    return -1.0 <= value <= 1e18  # no number is not
+    return values
 
 
 class ClockRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

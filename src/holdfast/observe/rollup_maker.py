@@ -176,7 +176,7 @@ class _RollupMaker:
             ],
             restores=[
                 RestoreRollup(*key, *packed_rows(of.rows), of.values())
-                for key, of in self._restores.items()
+                for key, of in sorted(self._restores.items(), key=lambda each: each[1].last_s)
             ],
             clocks=list(self._ends.values()),
             links=self._links.made(),

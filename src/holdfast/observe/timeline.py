@@ -34,6 +34,12 @@ class _RankMoments:
     died: HostMoment | None = None
     ended: HostMoment | None = None
 
+    def take_restore(self, at: HostMoment, elapsed_s: float) -> None:
+        """Takes a restore; of several the last counts."""
+        last = self.restored
+        if last is None or last.clock != at.clock or last.at_s <= at.at_s:
+            self.restored, self.restore_s = at, elapsed_s
+
 
 class _StepRecord(NamedTuple):
     ended: HostMoment
@@ -100,7 +106,7 @@ class StartTimeline:
                 rank.began, rank.process_s, rank.joined_s = at, event.process_s, event.joined_s
                 self.world = max(self.world, event.world)
             case events.Restored():
-                rank.restored, rank.restore_s = at, event.elapsed_s
+                rank.take_restore(at, event.elapsed_s)
                 self.parent = event.parent
                 self._sources.add(event.origin or event.source)
             case events.RunEnded():
@@ -152,8 +158,7 @@ class StartTimeline:
         self.parent = parent
         self._sources.add(of.origin or of.source)
         for number, (at_s, elapsed_s, *_) in of.rows():
-            rank = self._ranks[number]
-            rank.restored, rank.restore_s = HostMoment(clock, at_s), elapsed_s
+            self._ranks[number].take_restore(HostMoment(clock, at_s), elapsed_s)
 
     def take_death(self, rank: int, at: HostMoment) -> None:
         """Takes that a rank was seen to be gone; of several such moments the last counts."""
