@@ -174,10 +174,7 @@ class _RollupMaker:
                 StartRollup(*key, self._worlds[key], *packed_rows(rows))
                 for key, rows in self._starts.items()
             ],
-            restores=[
-                RestoreRollup(*key, *packed_rows(of.rows), of.values())
-                for key, of in sorted(self._restores.items(), key=lambda each: each[1].last_s)
-            ],
+            restores=list(self._restore_rollups()),
             clocks=list(self._ends.values()),
             links=self._links.made(),
             hosts=self._hosts,
@@ -187,6 +184,12 @@ class _RollupMaker:
             invalid=self._decoder.invalid,
             kept=self._kept,
         )
+
+    def _restore_rollups(self) -> Iterator[RestoreRollup]:
+        """Yields the restores; where a rank restored twice, the last comes last."""
+        for key, of in sorted(self._restores.items(), key=lambda each: each[1].last_s):
+            ranks, moments = packed_rows(of.rows)
+            yield RestoreRollup(*key, ranks=ranks, moments=moments, phases=of.values())
 
     def _save_rollups(self) -> Iterator[SaveRollup]:
         for save in self._saves.rollups():
