@@ -40,6 +40,10 @@ _OF_HOSTS = frozenset({"HostSampled", "ClocksCompared"})
 _BLOCKING = frozenset({"SaveReturned", "FenceWaited"})
 
 
+#: Start, clock, generation, source, origin, and the worlds that saved it and that restores it.
+_RestoreKey = tuple[int, int, int, int, str, str, int, int]
+
+
 def _is_usual(event: Any, name: str) -> bool:
     """True for a record that says no more than what is rolled up of it."""
     if name == "RunStarted":
@@ -86,7 +90,7 @@ class _RollupMaker:
         self._lives: dict[tuple[int, int], _LifeSigns] = defaultdict(_LifeSigns)
         self._starts: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(dict)
         self._worlds: dict[tuple[int, int], int] = defaultdict(int)
-        self._restores: dict[tuple[Any, ...], RankRestores] = defaultdict(RankRestores)
+        self._restores: dict[_RestoreKey, RankRestores] = defaultdict(RankRestores)
         self._links = LinkRollups()
         self._hosts: dict[str, SampleRollup] = {}
         self._blocked_s: dict[tuple[int, int], float] = defaultdict(float)
@@ -189,7 +193,7 @@ class _RollupMaker:
         """Yields the restores; where a rank restored twice, the last comes last."""
         for key, of in sorted(self._restores.items(), key=lambda each: each[1].last_s):
             ranks, moments = packed_rows(of.rows)
-            yield RestoreRollup(*key, ranks=ranks, moments=moments, phases=of.values())
+            yield RestoreRollup(*key, ranks, moments, of.values())
 
     def _save_rollups(self) -> Iterator[SaveRollup]:
         for save in self._saves.rollups():
