@@ -3,7 +3,7 @@
 One record for each rank and save, in one file a host, as keepers write them; clocks of hosts are
 apart by up to an hour, and three faults are hidden, which the report is to find. With ``--rollups``
 the records of each host are rolled up and given up, and these roll-ups are joined over all hosts,
-as the keeper that coordinates does. What is
+as the keeper that coordinates does; ``records_left`` of them stand there as they were. What is
 measured: seconds, records a second of a processor, bytes a record on disk, and memory. The cost of
 an event is that of 10,000 after 3,000, between which the thread computes as training does.
 """
@@ -33,6 +33,7 @@ from holdfast.observe.ring_drain import RingDrain
 from holdfast.observe.rollup_files import rollup_path
 from holdfast.observe.rollup_writer import RollupWriter
 from holdfast.observe.run_rollup_writer import RunRollupWriter
+from holdfast.observe.run_rollups import Coverage, read_run_rollups
 from holdfast.observe.sinks import JsonlSink
 
 #: No sink; a queue that a thread of the process empties; a ring in shared memory.
@@ -172,6 +173,8 @@ def write(root: Path, size: RunSize, *, is_rolled_up: bool = False) -> dict[str,
         made["joining_cpu_s"] = time.process_time() - cpu_s
         files = (root / "events").rglob("*.jsonl*")
         made["rollup_bytes"] = sum(path.stat().st_size for path in files)
+        joined = read_run_rollups(root / "events", Coverage(), lambda *_: None)
+        made["records_left"] = sum(len(one.kept) for one in joined)
     return dict(made)
 
 
@@ -195,6 +198,9 @@ def read(root: Path) -> dict[str, Any]:
         "grown_bytes": (usage.ru_maxrss - before_kb) * 1024.0,
         "peak_bytes": usage.ru_maxrss * 1024,
         "saves": len(report.saves),
+        "starts_found": len(report.starts),
+        "restores_found": len(report.restores),
+        "rank_seconds": report.ledger.rank_seconds if report.ledger is not None else {},
         "page_bytes": len(page),
         "found": [one.evidence.partition(":")[0] for one in findings if one.cause == "slow_place"],
     }

@@ -20,6 +20,7 @@ from holdfast.cli import BUG, COMMANDS, main, parser
 from holdfast.cli.command import in_json
 from holdfast.cli.output import SlowProgress
 from support.checkpoints.commands import SOURCE, Out, json_of, text_of, tied_model
+from support.runs.told import tell_sick_run
 
 
 def test_the_command_line_loads_no_torch() -> None:
@@ -97,6 +98,23 @@ def test_a_reader_that_goes_away_causes_no_trace(fallen_back: Path) -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("command", ["doctor", "report", "events", "top"])
+def test_a_full_disk_and_a_closed_stream_are_no_fault_of_ours(command: str, tmp_path: Path) -> None:
+    call = f"{sys.executable} -m holdfast.cli {command} {tell_sick_run(tmp_path)}"
+    full = subprocess.run(f"{call} > /dev/full", shell=True, stderr=subprocess.PIPE, text=True)
+    assert (full.returncode, full.stderr) == (
+        5, "holdfast: the output could not be written: No space left on device\n"
+    )  # fmt: skip
+    closed = subprocess.run(f"{call} >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    assert closed.returncode in (0, 11) and not closed.stderr
+
+
+def test_an_error_is_not_told_on_stdout_where_stderr_is_closed(tmp_path: Path) -> None:
+    call = f"{sys.executable} -m holdfast.cli ls {tmp_path / 'missing'} 2>&-"
+    done = subprocess.run(call, shell=True, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (3, "")
 
 
 def test_quick_work_shows_no_progress_bar(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:

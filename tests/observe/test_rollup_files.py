@@ -156,7 +156,7 @@ def test_a_report_of_roll_ups_alone_says_what_that_of_all_records_says(
 
 def test_roll_ups_take_far_less_room(tmp_path: Path) -> None:
     sizes = []
-    for saves in (2, 8):  # both have two starts, which stand in roll-ups as they were
+    for saves in (2, 8):  # both have two starts
         (tmp_path / str(saves)).mkdir()
         root = tell_run(tmp_path / str(saves), MANY, saves=saves)
         roll_up_all(root)

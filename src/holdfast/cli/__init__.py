@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from holdfast.cli.command import Parser, print_json, say
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 
 #: In the order of the help. Each is a module with ``add_to``; only the module of the called command
 #: is loaded.
@@ -48,6 +49,9 @@ MODULES = {"import": "import_command"}
 
 #: The exit code of a program error (sysexits.h); a 1 would read as "they differ".
 BUG = 70
+
+#: Why a file or a terminal takes no more output; what storage meets is a StorageError before.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 EXIT_CODES = """\
 exit codes:
@@ -110,7 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _never_fail_to_print() -> None:
-    """Makes printing never fail on a character that the terminal's encoding lacks."""
+    """Makes printing never fail on a character that the terminal's encoding lacks, nor where a
+    stream was closed before.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # a caller may have put another there
         if reconfigure is not None:
@@ -148,13 +157,21 @@ def _run(args: argparse.Namespace) -> int:
         say("holdfast: interrupted")
         return 130
     except BrokenPipeError:
-        # Python would report the error again when it flushes stdout at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return 141
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
+            _give_up_output()
+            say(f"holdfast: the output could not be written: {error.strerror}")
+            return StorageError.exit_code
         say(traceback.format_exc().rstrip())
         say("holdfast: this is a fault in holdfast; please report it")
         return BUG
+
+
+def _give_up_output() -> None:
+    """Python would report the error again when it flushes stdout at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(error: HoldfastError, *, as_json: bool) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_view import find_save, render_by, render_save
 from holdfast.observe.since import moment_of, of_start, since
 from holdfast.observe.tables import render, render_links
+from holdfast.observe.text import count_text
 
 if TYPE_CHECKING:
     from holdfast.observe.spans import RunSpans
@@ -83,9 +86,12 @@ def run(args: argparse.Namespace) -> int:
         report = of_start(report, args.incarnation)
     if args.mesh is not None:
         mesh = asked(args.mesh)
+        _require_fit(args.mesh, mesh.sizes, report)
         report = replace(report, mesh=RunMesh(mesh.names, mesh.sizes))
     if args.html is not None:
         _write_page(report, Path(args.html), _spans_of(report, args.save))
+        if args.json:
+            print_json({"file": args.html})
     elif args.save is not None:
         save = find_save(report, args.save)
         if args.json:
@@ -101,6 +107,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         render(report, stdout(), last=args.last, now_s=time.time())
     return 0
+
+
+def _require_fit(given: str, sizes: Sequence[int], report: Report) -> None:
+    """Raises UsageError for a mesh of other ranks than the newest start has."""
+    world = report.starts[-1].world if report.starts else 0
+    if world and math.prod(sizes) != world:
+        raise UsageError(
+            f"--mesh {given}: that is a mesh of {count_text(math.prod(sizes), 'rank')}, and start "
+            f"{report.starts[-1].incarnation} has {world}"
+        )
 
 
 def _spans_of(report: Report, save: str | None) -> RunSpans | None:

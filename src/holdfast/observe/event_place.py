@@ -64,7 +64,9 @@ class EventPlace:
 
 
 def event_place(root: str | Path) -> EventPlace:
-    """Returns the place of the events of ``root``."""
+    """Returns the place of the events of ``root``. Raises UsageError for an empty name."""
+    if not str(root):
+        raise UsageError("'' is no root: give the path of a directory")
     if not is_bucket(str(root)):
         return EventPlace(str(root), Path(root, EVENTS), is_spool=False)
     import tempfile  # a start of every keeper would wait for it

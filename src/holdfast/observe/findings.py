@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from holdfast.observe.blame import HostPressure, find_slow, pressure_text
+from holdfast.observe.blame import LEAST_S, HostPressure, find_slow, pressure_text
 from holdfast.observe.links import slow_links
-from holdfast.observe.report import Report, Save, Start
+from holdfast.observe.report import Report, Save
 from holdfast.observe.restore_view import complaints
 from holdfast.observe.save_calls import UNSURE_S
+from holdfast.observe.silence import find_silence
 from holdfast.observe.stuck_saves import (
     SILENT_S,
-    SILENT_STEPS,
     find_stuck,
     lacking_text,
     newest_saves,
@@ -41,6 +42,8 @@ LATE_S, LATE_TIMES = 1.0, 5.0
 LATE_PART = 0.1
 #: What steps may take longer behind a copy or a write.
 INTERFERES = 0.05
+#: How the reason begins for which a keeper ends when its run has closed.
+RUN_ENDED = "the run ended"
 #: Starts of a keeper that are more than chance, and starts without progress.
 KEEPERS, LOOPS, DEATHS = 3, 3, 2
 
@@ -98,6 +101,10 @@ def to_plain(findings: Sequence[RunFinding]) -> list[dict[str, Any]]:
 def _overdue(saves: list[Save], state: set[str], what: str) -> Iterator[Evidence]:
     """Yields that no save has reached a state for several times the usual distance."""
     reached = [save for save in saves if save.state in state]
+    if what == "durable" and reached and reached[-1].asked_durable:
+        since = saves[saves.index(reached[-1]) + 1 :]
+        if not any(save.asked_durable for save in since):
+            return  # a program that saves by hand asked for no more
     gaps = [b.step - a.step for a, b in pairwise(reached)]
     if not gaps:
         return
@@ -144,8 +151,7 @@ def _missed(report: Report, _: float | None) -> Iterator[Evidence]:
         elif save.state != "unfinished":
             break
     if len(row) >= ROW:
-        why = Counter(save.reason for save in row).most_common(1)[0][0]
-        text = f"{len(row)} saves in a row gave nothing, the last: {why}"
+        text = f"{len(row)} saves in a row gave nothing, the last: {row[0].reason}"
         yield Evidence(text, row[-1].time_s)
 
 
@@ -184,8 +190,11 @@ def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
         size_bytes = statistics.median(
             save.size_bytes - (save.reused_bytes or 0) for save in saves[-NEWEST:]
         )
-        longer = seconds_text(size_bytes / now - size_bytes / before)
+        longer_s = size_bytes / now - size_bytes / before
+        if longer_s < LEAST_S:  # of a few bytes that is chance
+            return
         text = f"saves go to storage at {rate_text(now)}, where they went at {rate_text(before)}"
+        longer = seconds_text(longer_s)
         yield Evidence(f"{text}: each takes {longer} longer", saves[-NEWEST].time_s)
 
 
@@ -235,9 +244,12 @@ def _keeper_lost(report: Report, _: float | None) -> Iterator[Evidence]:
         )
 
 
-def _restart_loop(report: Report, _: float | None) -> Iterator[Evidence]:
+def _restart_loop(report: Report, now_s: float | None) -> Iterator[Evidence]:
     furthest, idle = -1, 0
-    for before, start in pairwise((None, *report.starts)):
+    starts = report.starts
+    if starts and starts[-1].ended == "open" and (now_s or math.inf) - report.last_s <= SILENT_S:
+        starts = starts[:-1]  # it is at work, and may come further
+    for before, start in pairwise((None, *starts)):
         newest = -1 if start is None or start.newest_step is None else start.newest_step
         is_idle = before is not None and before.ended != "closed" and newest <= furthest
         idle = idle + 1 if is_idle else 0
@@ -245,7 +257,7 @@ def _restart_loop(report: Report, _: float | None) -> Iterator[Evidence]:
     if idle >= LOOPS:
         at = "the first step" if furthest < 0 else f"step {furthest}"
         text = f"{idle} starts in a row came no further than {at}{_last_error(report)}"
-        yield Evidence(text, report.starts[-idle].time_s)
+        yield Evidence(text, starts[-idle].time_s)
 
 
 def _last_error(report: Report) -> str:
@@ -294,33 +306,8 @@ def _who_came_late(report: Report, stalled_s: float) -> str:
 
 
 def _silent(report: Report, now_s: float | None) -> Iterator[Evidence]:
-    if now_s is None or not report.starts or report.starts[-1].ended != "open":
-        return
-    step_s = None if report.reliability is None else report.reliability.step_s
-    limit_s = max(SILENT_S, SILENT_STEPS * (step_s or 0.0))
-    if now_s - report.last_s > limit_s:
-        quiet = seconds_text(now_s - report.last_s)
-        start = report.starts[-1]
-        at = "before a step" if start.newest_step is None else f"after step {start.newest_step}"
-        who = _who_is_missing(report, start)
-        yield Evidence(f"no sign of life for {quiet}, {at}{who}", report.last_s)
-
-
-def _who_is_missing(report: Report, start: Start) -> str:
-    """Returns which ranks did not come as far as the others, if any."""
-    if start.lost:
-        first = start.lost[0]
-        return f": rank {first.rank} on {first.host} is gone"
-    known = sum(map(len, report.ranks_by_host.values()))
-    if known < start.world:
-        return f": {known} of {start.world} ranks began"
-    if report.behind and report.saves:
-        newest = report.saves[-1]
-        return (
-            f": {ranks_text_of(report, report.behind)} did not return from save "
-            f"{newest.incarnation}-{newest.step} as others did"
-        )
-    return ""
+    for text, since_s in find_silence(report, now_s):
+        yield Evidence(text, since_s)
 
 
 def _clocks_apart(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -398,8 +385,11 @@ def _events_dropped(report: Report, _: float | None) -> Iterator[Evidence]:
 
 def _held(report: Report, _: float | None) -> Iterator[Evidence]:
     for one in report.keepers:
-        if one.starts >= KEEPERS:
-            yield Evidence(f"the keeper of {one.host} was started {one.starts} times")
+        closed = sum(times for why, times in one.ends.items() if why.startswith(RUN_ENDED))
+        if one.starts - closed >= KEEPERS:
+            text = f"the keeper of {one.host} was started {one.starts} times"
+            after = f", {count_text(closed, 'time')} of them for a run that ended in order"
+            yield Evidence(text + after * bool(closed))
 
 
 #: The worst first: in this order they are shown.
@@ -407,7 +397,8 @@ RULES = (
     RunRule(
         "no_sign_of_life",
         "critical",
-        "a run that did not close has no record for 10 median steps, and for a minute",
+        "a run that did not close has no record for 10 median steps, and for a minute; or none of "
+        "its trainers for a quarter of an hour, and three times as long as any step or phase took",
         "Look whether its processes live; where they do, py-spy dump --pid shows where they wait, "
         "and where PyTorch's Flight Recorder left dumps, torchfrtrace reads them.",
         _silent,
@@ -499,7 +490,7 @@ RULES = (
     RunRule(
         "keeper_restarts",
         "warning",
-        "a keeper was started three times or more",
+        "a keeper was started three times or more, not counting those that ended with a closed run",
         "Its log says why it ended; each start of a run that was killed with its keeper makes a "
         "new one.",
         _held,
@@ -547,7 +538,8 @@ RULES = (
     RunRule(
         "throughput_down",
         "warning",
-        "the last five saves went to storage at less than 70 % of the speed of those before",
+        "the last five saves went to storage at less than 70 % of the speed of those before, and "
+        "take 0.05 s longer at least",
         "Look at what else uses the storage, and at how full it is.",
         _throughput_down,
     ),

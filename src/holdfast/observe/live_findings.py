@@ -43,6 +43,8 @@ class LiveFindings:
         self._records: dict[str, deque[tuple[AnyEvent, RecordHead]]] = defaultdict(deque)
         """Of each host the newest, of all as many: files are read one after the other."""
         self._lasting: dict[tuple[type, int], tuple[AnyEvent, RecordHead]] = {}
+        self._before: deque[tuple[AnyEvent, RecordHead]] = deque(maxlen=max(1, most_records // 8))
+        """Who began where in earlier starts, the newest of these records."""
         self._incarnation = 0
         self._next_s = 0.0
         self.found: tuple[RunFinding, ...] = ()
@@ -52,9 +54,12 @@ class LiveFindings:
         if isinstance(event, _LASTING):
             if event.incarnation > self._incarnation:
                 self._incarnation = event.incarnation
+                self._before += self._lasting.values()
                 self._lasting.clear()
             if event.incarnation == self._incarnation:
                 self._lasting[type(event), event.rank] = event, head
+            else:
+                self._before.append((event, head))
         else:
             own = self._records[head.by_host]
             own.append((event, head))
@@ -66,6 +71,7 @@ class LiveFindings:
         return max(1, self._most_records // len(self._records))
 
     def _kept(self) -> Iterator[tuple[AnyEvent, RecordHead]]:
+        yield from self._before
         yield from self._lasting.values()
         for own in self._records.values():
             while len(own) > self._most_of_one:  # there were fewer hosts

@@ -16,12 +16,13 @@ from itertools import pairwise
 
 from holdfast import events
 from holdfast.events import AnyEvent
+from holdfast.events.fields import parent_in_run
 from holdfast.observe.clocks import OF_CLOCKS, CommonClock, HostClocks, HostMoment
 from holdfast.observe.ledger import LifeTimes
 from holdfast.observe.records import RecordHead
 from holdfast.observe.reliability import Interrupted
 from holdfast.observe.report import LostTrainer, Start
-from holdfast.observe.rollup_groups import LifeRollup, SaveRollup
+from holdfast.observe.rollup_groups import LifeRollup, RestoreRollup, SaveRollup, StartRollup
 from holdfast.observe.timeline import StartTimeline
 
 #: The records that a trainer makes of itself. Those of a keeper, which outlives it, may be about a
@@ -234,6 +235,28 @@ class Lives:
         for time_s, at_s in (of.first, of.last):
             life.heard(host, time_s, HostMoment(clock, at_s))
 
+    def merge_start(self, of: StartRollup, host: str, clock: int) -> None:
+        """Adds the beginnings and orderly ends of a host's ranks."""
+        life = self._lives[of.incarnation]
+        life.timeline.merge_start(of, clock)
+        life.world = max(life.world, of.world)
+        for rank, (began_s, _, _, ended_s, _) in of.rows():
+            if began_s >= 0:
+                life.ranks[rank] = host
+                life.hosts.add(host)
+                self.clocks.meet((of.incarnation, "start"), HostMoment(clock, began_s))
+            if ended_s >= 0:
+                life.outcomes[rank] = "closed"
+
+    def merge_restore(self, of: RestoreRollup, clock: int) -> None:
+        """Adds the restores of a host's ranks."""
+        life = self._lives[of.incarnation]
+        generation = of.parent_incarnation, of.step
+        life.parent = parent_in_run(of.incarnation, generation, (of.origin,))
+        life.timeline.merge_restore(of, clock, life.parent)
+        for _, (at_s, *_) in of.rows():
+            self.clocks.meet((of.incarnation, "restore"), HostMoment(clock, at_s))
+
     def merge_save(self, of: SaveRollup) -> None:
         """Adds what a save held the ranks of a host."""
         self._lives[of.incarnation].timeline.add_blocked(of.step, of.blocked_s)
@@ -333,6 +356,16 @@ class Lives:
         """Returns what a step takes in the newest start that tells."""
         each = (life.timeline.median_step_s(common) for _, life in sorted(self._lives.items()))
         return next((s for s in reversed(list(each)) if s is not None), None)
+
+    def trained_s(self, common: CommonClock) -> float:
+        """Returns the last moment of a trainer of the newest start."""
+        known = [life for _, life in sorted(self._lives.items()) if life.ranks]
+        return known[-1].timeline.last_s(common) if known else 0.0
+
+    def longest_step_s(self, common: CommonClock) -> float:
+        """Returns the longest step, phase or beginning of any start."""
+        each = (life.timeline.longest_step_s(common) for life in self._lives.values())
+        return max(each, default=0.0)
 
     def _start(self, number: int, last: int | None, common: CommonClock) -> Start:
         life = self._lives[number]

@@ -100,6 +100,8 @@ class Save:
     """Each phase over the ranks: quantiles to 1 %, and the slowest 16 by name."""
     even: dict[str, PhaseSpread] = field(default_factory=dict)
     """Those that grow with the bytes, as if all ranks had the same."""
+    even_bytes: dict[str, float] = field(default_factory=dict)
+    """What the same is for each of these phases: the bytes of a rank, on average."""
     time_s: float | None = None
     """When the first rank called ``save``, by the wall clock of its host."""
     late_s: float | None = None
@@ -114,6 +116,19 @@ class Save:
     """Of one that was to be durable and is not: ranks whose image was not written; 16 at most."""
     is_abandoned: bool = False
     """A later start went on from an older generation."""
+
+    def bytes_of(self, phase: str) -> dict[int, int]:
+        """Returns the bytes that ranks went through a phase with, of those that are named in it: to
+        7 digits, as what a rank took and what it would take for the bytes of the others tell them.
+        """
+        if phase not in self.even or phase not in self.phases:
+            return {}
+        taken_s, usual_bytes = dict(self.phases[phase].slowest), self.even_bytes.get(phase, 0.0)
+        return {
+            rank: round(taken_s[rank] / even_s * usual_bytes)
+            for rank, even_s in self.even[phase].slowest
+            if rank in taken_s and even_s > 0
+        }
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
@@ -364,6 +379,10 @@ class Report:
     """The first start since which no rank is known to have been on another host."""
     last_s: float = 0.0
     """The newest moment in any record."""
+    trained_s: float = 0.0
+    """The newest moment in any record of a trainer of the newest start."""
+    longest_step_s: float = 0.0
+    """The longest step, phase of the program or beginning of a start so far."""
     pinned: tuple[PinnedMemory, ...] = ()
     """The slowest pinning of shared memory on each rank."""
     behind: tuple[int, ...] = ()

@@ -154,6 +154,11 @@ class _Fold:
             for rank, _, saved in life.ranks:
                 if saved >= 0:
                     self._saves.note_newest(life.incarnation, rank, saved)
+        for start in of.starts:
+            self._lives.merge_start(start, of.clocks[start.clock].host, clocks[start.clock])
+        for restore in of.restores:
+            self._lives.merge_restore(restore, clocks[restore.clock])
+            self._restores.merge(restore, clocks[restore.clock])
         for save in of.saves:
             self._saves.merge(save, clocks)
             self._lives.merge_save(save)
@@ -315,6 +320,8 @@ class _Fold:
             placed_since=self._lives.placed_since(),
             behind=self._saves.behind([rank for ranks in ranks_by_host.values() for rank in ranks]),
             last_s=last_s,
+            trained_s=self._lives.trained_s(common),
+            longest_step_s=self._lives.longest_step_s(common),
             restores=restores,
             keeper_losses=self._keeper_losses(common),
             keepers=tuple(_keeper_life(*each) for each in sorted(self._hosts.items())),

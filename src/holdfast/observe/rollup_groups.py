@@ -6,6 +6,11 @@ of rank 0, stand in it as they were. ``docs/format/events-v1.md`` describes it.
 
 from __future__ import annotations
 
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Annotated
 
 import msgspec
@@ -29,6 +34,12 @@ COUNTED = "asked_bytes", "image_bytes", "images", "written_bytes", "written", "r
 #: host began a copy.
 COUNT_ROWS = "step", "last_by", *COUNTED
 MOMENT_ROWS = "first_s", "last_s", "copied_s", "blocked_s"
+_MOST_OF_ROW = 2.0**63
+#: What there is of each rank in a ``StartRollup``: when it began, its ages then, when it ended in
+#: order, and how long ``close`` took; and in a ``RestoreRollup``: when it ended, how long it took,
+#: and the bytes that were restored, read and received.
+START_ROWS = "began_s", "process_s", "joined_s", "ended_s", "closing_s"
+RESTORE_ROWS = "restored_s", "elapsed_s", "size_bytes", "read_bytes", "received_bytes"
 
 
 class PhaseValues(msgspec.Struct, array_like=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -121,6 +132,86 @@ class LifeRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     ranks: list[tuple[Rank, Seconds, StepOrNone]]
 
 
+class StartRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The beginnings and orderly ends of the ranks of a host but 0 in one start, by one clock.
+
+    ``moments``: ``START_ROWS``, of 64-bit floats (little-endian), for each name a value for each
+    rank, -1 where there is none. ``world``: 0 where no beginning is in it.
+    """
+
+    incarnation: Count
+    clock: Count
+    world: Count
+    ranks: list[Rank]
+    moments: bytes
+
+    def __post_init__(self) -> None:
+        _check_rows(self.ranks, self.moments, len(START_ROWS))
+
+    def rows(self) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Returns each rank with its values."""
+        return _rows(self.ranks, self.moments)
+
+
+class RestoreRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """The restores of the ranks of a host but 0 in one start, from one source, by one clock.
+
+    ``moments``: ``RESTORE_ROWS``, as those of ``StartRollup``.
+    """
+
+    incarnation: Count
+    clock: Count
+    parent_incarnation: Count
+    step: StepOrNone
+    source: str
+    origin: str
+    saved_world: Count
+    world: Count
+    ranks: list[Rank]
+    moments: bytes
+    phases: dict[str, PhaseValues]
+
+    def __post_init__(self) -> None:
+        _check_rows(self.ranks, self.moments, len(RESTORE_ROWS))
+
+    def rows(self) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Returns each rank with its values."""
+        return _rows(self.ranks, self.moments)
+
+
+def packed_rows(rows: Mapping[int, Sequence[float]]) -> tuple[list[int], bytes]:
+    """Returns ranks and ``moments`` of the values of each rank."""
+    ranks = sorted(rows)
+    moments = array("d", chain.from_iterable(zip(*(rows[rank] for rank in ranks), strict=True)))
+    if sys.byteorder == "big":
+        moments.byteswap()
+    return ranks, moments.tobytes()
+
+
+def _check_rows(ranks: Sequence[int], moments: bytes, count: int) -> None:
+    if not ranks or len(moments) != 8 * count * len(ranks) or len({*ranks}) < len(ranks):
+        raise ValueError("rows have a value for each rank, and name it once")
+    values = _unpacked(moments)
+    # The sum tells of what is no number.
+    if not (min(values) >= -1.0 and max(values) <= _MOST_OF_ROW and math.isfinite(sum(values))):
+        raise ValueError("rows have a number that cannot be")
+
+
+def _rows(ranks: Sequence[int], moments: bytes) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """Returns each rank with its values."""
+    values, size = _unpacked(moments), len(ranks)
+    every = (values[at : at + size] for at in range(0, len(values), size))
+    return zip(ranks, zip(*every, strict=True), strict=True)
+
+
+def _unpacked(moments: bytes) -> array[float]:
+    values = array("d")
+    values.frombytes(moments)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
 class ClockRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A clock, with its first and last moment: wall clock and own clock."""
 
@@ -181,10 +272,12 @@ class Rollup(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     links: list[LinkRollup] = []
     kept: list[msgspec.Raw] = []
     columns: list[SaveColumns] = []
+    starts: list[StartRollup] = []
+    restores: list[RestoreRollup] = []
 
     def __post_init__(self) -> None:
         clocks = [life.clock for life in self.lives] + [link.clock for link in self.links]
-        clocks += [one.clock for one in self.columns]
+        clocks += [one.clock for some in (self.columns, self.starts, self.restores) for one in some]
         every: list[SaveRollup | SaveColumns] = [*self.saves, *self.columns]
         for each in every:
             for first, last in (*each.asked, *each.copied, *each.stored):

@@ -19,9 +19,11 @@ from holdfast.observe.rollup_columns import ColumnJoiner
 from holdfast.observe.rollup_groups import (
     ClockRollup,
     LifeRollup,
+    RestoreRollup,
     Rollup,
     SampleRollup,
     SaveRollup,
+    StartRollup,
     Wall,
     bound_sums,
     joined_samples,
@@ -127,6 +129,7 @@ class RollupJoiner:
                 empty = LifeRollup(*number, life.first, life.last, life.newest_step, [])
                 self._lives[number] = _JoinedLife(empty)
             self._lives[number].merge(life)
+        self._take_starts(of, clocks)
         for link in of.links:
             self._links.merge(link, clocks[link.clock])
             note_comparisons(link, clocks[link.clock], self._clocks)
@@ -141,6 +144,18 @@ class RollupJoiner:
         made.torn, made.unknown = made.torn + of.torn, made.unknown + of.unknown
         made.invalid += of.invalid
         made.kept += of.kept
+
+    def _take_starts(self, of: Rollup, clocks: Sequence[int]) -> None:
+        """Takes starts and restores, which stay as they are, and what they say of clocks."""
+        some: Sequence[StartRollup | RestoreRollup] = [*of.starts, *of.restores]
+        for one in some:
+            one.clock = clocks[one.clock]
+            name = "start" if isinstance(one, StartRollup) else "restore"
+            for _, (at_s, *_) in one.rows():
+                if at_s >= 0:
+                    self._clocks.meet((one.incarnation, name), HostMoment(one.clock, at_s))
+        self._made.starts += of.starts
+        self._made.restores += of.restores
 
     def _clock(self, of: ClockRollup) -> int:
         for time_s, at_s in (of.first, of.last):

@@ -158,6 +158,7 @@ class SaveParts:
             late_s=last.late_s,
             late_rank=last.rank,
             even={name: phase.spread(self._usual_gib(name)) for name, phase in self.even.items()},
+            even_bytes={name: self._usual_gib(name) * _GIB for name in self.even},
             incarnation=incarnation,
             step=step,
             state=self._state(),

@@ -162,12 +162,30 @@ def render_by(report: Report, by: str, console: Console, *, last: int = 20) -> N
     seen = [phase for phase in OF_SAVES if any(any(one.get(phase, ())) for one in values.values())]
     for phase in seen:
         table.add_column(OF_SAVES[phase].label, justify="right")
+    sizes = bytes_by_rank(report) if by == "rank" else {}
+    for label in sizes:
+        table.add_column(label, justify="right")
     for name in shown:
         cells = [seconds_text(_median(values[name].get(phase))) for phase in seen]
+        cells += [size_text(_median(of_ranks.get(name))) for of_ranks in sizes.values()]
         table.add_row(escape(name or "unknown host"), str(times[name]), *cells)
     console.print(table)
     if len(shown) < len(order):
         console.print(f"{len(order) - len(shown)} more: --last 0 shows all")
+
+
+def bytes_by_rank(report: Report) -> dict[str, dict[str, list[float]]]:
+    """Returns the bytes that each rank captured and wrote, of the saves in which they are known."""
+    found: dict[str, dict[str, list[float]]] = {}
+    rows_of = rows_by(report, "rank")
+    for label, phase in (("bytes captured", "copy_s"), ("bytes written", "write_s")):
+        by_name: dict[str, list[float]] = defaultdict(list)
+        for save in report.saves:
+            for rank, size_bytes in save.bytes_of(phase).items():
+                by_name[rows_of(save, rank)[0]].append(size_bytes)
+        if by_name:
+            found[label] = by_name
+    return found
 
 
 def _work_of(phases: Mapping[str, Sequence[float]]) -> float:

@@ -51,6 +51,8 @@ _VERDICTS = {
 def health_text(report: Report, findings: Sequence[RunFinding]) -> str:
     """Formats how the run is, in a line."""
     verdict = _VERDICTS[findings[0].severity] if findings else "healthy"
+    if not report.starts and not report.saves and verdict.startswith("healthy"):
+        verdict = "NOTHING IS KNOWN"  # what could be read is of no start and of no save
     return "; ".join([verdict, *_standing(report), *_record(report.reliability)])
 
 

@@ -13,6 +13,7 @@ from holdfast import events
 from holdfast.events import AnyEvent
 from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.ledger import LifeTimes, RankTimes, Span
+from holdfast.observe.rollup_groups import RestoreRollup, StartRollup
 
 #: A step is a stall that takes so many medians, and this much longer than one.
 STALL_TIMES, STALL_S = 10.0, 1.0
@@ -32,6 +33,12 @@ class _RankMoments:
     restore_s: float = 0.0
     died: HostMoment | None = None
     ended: HostMoment | None = None
+
+    def take_restore(self, at: HostMoment, elapsed_s: float) -> None:
+        """Takes a restore; of several the last counts."""
+        last = self.restored
+        if last is None or last.clock != at.clock or last.at_s <= at.at_s:
+            self.restored, self.restore_s = at, elapsed_s
 
 
 class _StepRecord(NamedTuple):
@@ -99,7 +106,7 @@ class StartTimeline:
                 rank.began, rank.process_s, rank.joined_s = at, event.process_s, event.joined_s
                 self.world = max(self.world, event.world)
             case events.Restored():
-                rank.restored, rank.restore_s = at, event.elapsed_s
+                rank.take_restore(at, event.elapsed_s)
                 self.parent = event.parent
                 self._sources.add(event.origin or event.source)
             case events.RunEnded():
@@ -133,6 +140,26 @@ class StartTimeline:
         if elapsed_s > 0:
             self._blocked_s[step] += elapsed_s
 
+    def merge_start(self, of: StartRollup, clock: int) -> None:
+        """Takes beginnings and orderly ends that were rolled up."""
+        self.world = max(self.world, of.world)
+        for number, (began_s, process_s, joined_s, ended_s, closing_s) in of.rows():
+            rank = self._ranks[number]
+            if began_s >= 0:
+                rank.began = HostMoment(clock, began_s)
+                rank.process_s, rank.joined_s = process_s, joined_s
+            if ended_s >= 0:
+                rank.ended = HostMoment(clock, ended_s)
+                self.outcomes[number] = "closed"
+                self.add_blocked(-1, closing_s)
+
+    def merge_restore(self, of: RestoreRollup, clock: int, parent: tuple[int, int] | None) -> None:
+        """Takes restores that were rolled up."""
+        self.parent = parent
+        self._sources.add(of.origin or of.source)
+        for number, (at_s, elapsed_s, *_) in of.rows():
+            self._ranks[number].take_restore(HostMoment(clock, at_s), elapsed_s)
+
     def take_death(self, rank: int, at: HostMoment) -> None:
         """Takes that a rank was seen to be gone; of several such moments the last counts."""
         seen = self._ranks[rank]
@@ -157,6 +184,23 @@ class StartTimeline:
         ends = sorted((step, common.micros(at)) for step, at in self._saved.items())
         gaps = [(b[1] - a[1]) / (b[0] - a[0]) / 1e6 for a, b in pairwise(ends)]
         return max(0.0, statistics.median(gaps)) if gaps else None
+
+    def last_s(self, common: CommonClock) -> float:
+        """Returns the last moment of any rank."""
+        every = (one.last for one in self._ranks.values() if one.last is not None)
+        return max(map(common.seconds, every), default=0.0)
+
+    def longest_step_s(self, common: CommonClock) -> float:
+        """Returns the longest step of rank 0, or phase of its program, or what its first step took
+        with all before it.
+        """
+        found = [one.longest_s for one in self._steps]
+        found += [elapsed_s for _, _, elapsed_s in self._declared]
+        leader = self._ranks.get(0)
+        if leader is not None and leader.began is not None:
+            began_s = common.seconds(leader.began)
+            found += [common.seconds(o.ended) - began_s for o in self._steps if o.is_first]
+        return max(0.0, *found) if found else 0.0
 
     def moment_of(self, step: int, common: CommonClock) -> int | None:
         """Returns when rank 0 had first done ``step`` or a later one, in microseconds."""

@@ -1,0 +1,50 @@
+"""PURE. Finds that a run which did not close says nothing more, and which ranks came least far.
+
+Keepers go on to report while all trainers hang: their silence counts apart, by a longer measure, as
+what a program does between two steps may take as long as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.observe.report import Report, Start
+from holdfast.observe.stuck_saves import SILENT_S, SILENT_STEPS, ranks_text_of
+from holdfast.observe.text import seconds_text
+
+#: Seconds without a record of a trainer, and how many of the longest steps and phases that is.
+TRAINERS_SILENT_S, TRAINERS_SILENT_TIMES = 900.0, 3
+
+
+def find_silence(report: Report, now_s: float | None) -> Iterator[tuple[str, float]]:
+    """Yields what is silent, in words, and since when; nothing for a report of what was."""
+    if now_s is None or not report.starts or report.starts[-1].ended != "open":
+        return
+    start = report.starts[-1]
+    step_s = None if report.reliability is None else report.reliability.step_s
+    limit_s = max(SILENT_S, SILENT_STEPS * (step_s or 0.0))
+    longest_s = TRAINERS_SILENT_TIMES * report.longest_step_s
+    at = "before a step" if start.newest_step is None else f"after step {start.newest_step}"
+    if now_s - report.last_s > limit_s:
+        quiet = f"no sign of life for {seconds_text(now_s - report.last_s)}"
+        yield f"{quiet}, {at}{_who_is_missing(report, start)}", report.last_s
+    elif report.trained_s and now_s - report.trained_s > max(limit_s, TRAINERS_SILENT_S, longest_s):
+        quiet = f"no trainer gave a sign of life for {seconds_text(now_s - report.trained_s)}"
+        yield f"{quiet}, {at}{_who_is_missing(report, start)}", report.trained_s
+
+
+def _who_is_missing(report: Report, start: Start) -> str:
+    """Returns which ranks did not come as far as the others, if any."""
+    if start.lost:
+        first = start.lost[0]
+        return f": rank {first.rank} on {first.host} is gone"
+    known = sum(map(len, report.ranks_by_host.values()))
+    if known < start.world:
+        return f": {known} of {start.world} ranks began"
+    if report.behind and report.saves:
+        newest = report.saves[-1]
+        return (
+            f": {ranks_text_of(report, report.behind)} did not return from save "
+            f"{newest.incarnation}-{newest.step} as others did"
+        )
+    return ""
