@@ -147,7 +147,16 @@ def test_an_integer_of_any_size_stays_one(value: int) -> None:
 @pytest.mark.parametrize("value", [2**53, -(2**53), 2**64, -(2**100)])
 def test_an_integer_that_a_float_may_not_hold_is_stored_as_its_digits(value: int) -> None:
     assert encode(value) == {"$int": str(value)}
+    assert encode({"steps": value}) == {"steps": {"$int": str(value)}}
+    assert encode({"steps": 2**53 - 1, "more": True}) == {"steps": 2**53 - 1, "more": True}
     assert encode(2**53 - 1) == 2**53 - 1
+
+
+def test_a_mapping_that_is_encoded_stays_as_it_was() -> None:
+    value = {"none": {}, "bytes": b"x", "inner": {"large": 2**60}}
+    found = encode(value)
+    assert value == {"none": {}, "bytes": b"x", "inner": {"large": 2**60}}
+    assert found["none"] is not value["none"]
 
 
 @pytest.mark.parametrize(

@@ -209,12 +209,17 @@ class _Encoder:
         ]
 
     def mapping(self, value: dict[Any, Any], where: str, depth: int) -> Any:
+        if not value:
+            return {}
         if not _TEXT.issuperset(map(type, value)) or any(map(_is_tag, value)):
             return {"$dict": self.pairs(value, where, depth)}
-        return {
-            key: item if type(item) in _WORDS else self.encode(item, f"{where}.{key}", depth)
-            for key, item in value.items()
-        }
+        found = value.copy()
+        for key, item in found.items():
+            kind = type(item)
+            # Most values are words and counts, which need no call of their own.
+            if not (kind in _WORDS or (kind is int and -_PLAIN_INT < item < _PLAIN_INT)):
+                found[key] = self.encode(item, f"{where}.{key}", depth)
+        return found
 
     def default(self, value: defaultdict[Any, Any], where: str, depth: int) -> Any:
         for name, factory in _FACTORIES.items():

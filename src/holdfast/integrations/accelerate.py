@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.data.sampler import ResumableSampler
 from holdfast.errors import UsageError
@@ -246,16 +246,29 @@ class _EngineUpdates:
         """Nothing was put into the engine."""
 
 
+class _PlacedLoader(NamedTuple):
+    """A loader as the Accelerator prepared it, and its place: no loader by itself, in which each
+    save would search for optimizers that nobody stores.
+    """
+
+    loader: Any
+    place: LoaderPlace
+
+    def batches(self) -> int:
+        """The batches of a loader under way that the loop has had: one less than were fetched."""
+        return self.place.given if self.loader.end_of_dataloader else self.place.given - 1
+
+
 class _AcceleratorLoop:
     """The counters of the loop, and the places of its loaders, as a part of the state."""
 
     def __init__(self, accelerator: Any, settle: Any) -> None:
         self._accelerator = accelerator
-        self._loaders = list(accelerator._dataloaders)
-        self._places = [
-            LoaderPlace(one.base_dataloader, settle, runs_ahead=True) for one in self._loaders
+        self._loaders = [
+            _PlacedLoader(one, LoaderPlace(one.base_dataloader, settle, runs_ahead=True))
+            for one in accelerator._dataloaders
         ]
-        for loader, place in zip(self._loaders, self._places, strict=True):
+        for loader, place in self._loaders:
             place.skips_finished = partial(_pass_epoch, loader)
             if hasattr(loader, "state_dict"):
                 place.own_state = loader.state_dict  # it knows what it has fetched ahead
@@ -268,17 +281,16 @@ class _AcceleratorLoop:
 
     @property
     def epoch(self) -> int:
-        return int(self._loaders[self._main].iteration) if self._loaders else 0
+        return int(self._loaders[self._main].loader.iteration) if self._loaders else 0
 
     def end_step(self, step: int | None) -> None:
         """Counts an optimizer step, and tells samplers of the batches that were trained on."""
         self.steps = self.steps + 1 if step is None else step
-        under_way = [n for n in range(len(self._loaders)) if self._is_under_way(n)]
+        under_way = [n for n, one in enumerate(self._loaders) if self._is_under_way(one)]
         if under_way:
             self._main = under_way[0]
-        for number in under_way:
-            is_over = self._loaders[number].end_of_dataloader
-            self._places[number].advance(self._batches(number), is_over=is_over)
+        for one in (self._loaders[number] for number in under_way):
+            one.place.advance(one.batches(), is_over=one.loader.end_of_dataloader)
         self._counted = self._main_place()
 
     def has_moved(self) -> bool:
@@ -288,24 +300,17 @@ class _AcceleratorLoop:
     def _main_place(self) -> tuple[int, int] | None:
         if not self._loaders:
             return None
-        return self._places[self._main].begun, self._batches(self._main)
+        main = self._loaders[self._main]
+        return main.place.begun, main.batches()
 
     def release(self) -> None:
         """Gives loaders their own classes again."""
-        for place in self._places:
+        for _, place in self._loaders:
             place.release()
 
-    # ── loaders ──────────────────────────────────────────────────────────────────────────────────
-
-    def _is_under_way(self, number: int) -> bool:
-        loader = self._loaders[number]
+    def _is_under_way(self, one: _PlacedLoader) -> bool:
         active = self._accelerator.gradient_state.dataloader_references
-        return self._places[number].is_open and any(one is loader for one in active)
-
-    def _batches(self, number: int) -> int:
-        """The batches of a loader under way that the loop has had: one less than were fetched."""
-        given = self._places[number].given
-        return given if self._loaders[number].end_of_dataloader else given - 1
+        return one.place.is_open and any(each is one.loader for each in active)
 
     # ── as a part of the state ───────────────────────────────────────────────────────────────────
 
@@ -315,16 +320,16 @@ class _AcceleratorLoop:
             "steps": self.steps,
             "main": self._main,
             "accumulation": self._accelerator.gradient_accumulation_steps,
-            "loaders": [self._save(number) for number in range(len(self._loaders))],
+            "loaders": list(map(self._save, self._loaders)),
         }
 
-    def _save(self, number: int) -> dict[str, Any]:
-        loader = self._loaders[number]
-        is_inside = self._is_under_way(number)
-        batches = self._batches(number) if is_inside else None
+    def _save(self, one: _PlacedLoader) -> dict[str, Any]:
+        loader, place = one
+        is_inside = self._is_under_way(one)
+        batches = one.batches() if is_inside else None
         is_over = is_inside and bool(loader.end_of_dataloader)
         return {
-            **self._places[number].save(batches, is_over=is_over),
+            **place.save(batches, is_over=is_over),
             "epoch": loader.iteration,
             "batch": _total_batch(loader),
         }
@@ -343,7 +348,7 @@ class _AcceleratorLoop:
                 f"{len(now)}: prepare the same ones, in the same order"
             )
         then, steps = self._saved["accumulation"], self._accelerator.gradient_accumulation_steps
-        for place, loader in zip(saved, now, strict=True):
+        for place, (loader, _) in zip(saved, now, strict=True):
             if not place["batches"] or place["over"] or place["sampler"] is not None:
                 continue
             batch, size = place["batch"], _total_batch(loader)
@@ -358,9 +363,7 @@ class _AcceleratorLoop:
     def place(self) -> None:
         """Puts the loaders to their places."""
         self._accelerator.step = 0  # what is saved is the end of an accumulation
-        for loader, place, saved in zip(
-            self._loaders, self._places, self._saved["loaders"], strict=True
-        ):
+        for (loader, place), saved in zip(self._loaders, self._saved["loaders"], strict=True):
             loader.iteration = saved["epoch"]
             place.set(saved)
 

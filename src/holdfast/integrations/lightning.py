@@ -101,7 +101,7 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         _check(trainer)
         if self._is_from_environment:
             take_environment(self)
-        place = _FitPlace(trainer, self)
+        place = _FitPlace(trainer)
         state: dict[str, Any] = {_LOOP: place}
         self.checkpointer = Checkpointer(self._root, state, **self._options)
         state |= _state_of(trainer, pl_module) | self._more
@@ -215,8 +215,8 @@ class _AroundLoops:
 class _FitPlace:
     """The counters and logs of a ``fit``, and the places of its loaders, as a part of the state."""
 
-    def __init__(self, trainer: Any, callback: Callback) -> None:
-        self._trainer, self._callback = trainer, callback
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self.is_inside = False
         """True for a step inside of an epoch, False for one with which an epoch was over."""
         self._places: list[LoaderPlace] = []
@@ -322,7 +322,8 @@ class _FitPlace:
         self._saved, self.is_inside = dict(found), found["inside"]
 
     def _others(self) -> list[Any]:
-        return [one for one in self._trainer.callbacks if one is not self._callback]
+        callbacks = self._trainer.callbacks  # of which one is of Holdfast
+        return [one for one in callbacks if not isinstance(one, HoldfastLightningCallback)]
 
     def _with_state(self) -> Iterator[Any]:
         """Yields the other callbacks that have a state."""

@@ -395,7 +395,7 @@ class _Loop:
             "updates": self._updates(),
             "terms": self._terms(),
             # A tensor on a GPU is stored once for all ranks: each has a key of its own.
-            "loss": {self._rank(): torch.zeros(()) if loss is None else loss.detach()},
+            "loss": {self._rank(): torch.zeros(()) if loss is None else _without_gradient(loss)},
             "losses_before": getattr(trainer, "_total_loss_scalar", 0.0),
             "last_logged": getattr(trainer, "_globalstep_last_logged", 0),
             "first_step": getattr(trainer, "_initial_global_step", 0),
@@ -450,6 +450,11 @@ class _Loop:
         trainer._initial_num_input_tokens_seen = saved["first_tokens"]
         trainer.current_flos = saved["flos"]
         give_counts_of_trl(trainer, saved.get("trl", {}))
+
+
+def _without_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of losses itself where it can: a save looks at a new tensor for longer."""
+    return loss.detach() if loss.requires_grad else loss
 
 
 def _exportable(trainer: Any) -> list[Any]:
