@@ -183,8 +183,6 @@ class StorageError(HoldfastError):
 
     exit_code = 5
     retryable = True
-    is_refused = False
-    """True where a server answered every try, and each time that it does not do it now."""
     keys: ClassVar[dict[str, str]] = {
         "operation": "what was tried: write, fsync, rename, ...",
         "path": "the file, relative to the root",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from holdfast.catalogue import PINS_LOCK, catalogue, manifest_path, pin_path
+from holdfast.catalogue import catalogue, manifest_path, pin_path
 from holdfast.errors import FormatError, StorageError
 from holdfast.events import Event, PersistBroke, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Pin, seal
@@ -25,7 +25,7 @@ from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, _pa
 from holdfast.storage.objects import ObjectStore
 from support.checkpoints.images import split_leaf
 from support.runs.keeper_jobs import job_of
-from support.servers.bucket_model import World, heard, model_store
+from support.servers.bucket_model import World, model_store
 
 TIMES = LeaseTimes(renew_s=0.1, stop_s=0.2, take_over_s=0.5)
 RECORD = Incarnation(run_id="r", n=1, nonce="n", parent=None, world=2, created_s=1.0)
@@ -42,12 +42,6 @@ def world() -> World:
 def opened(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
     """Opens the root as another process does."""
     return lambda: model_store(world, monkeypatch, tries_s=0.02, lease=TIMES)
-
-
-@pytest.fixture
-def calm(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
-    """As ``opened``, with a lease that lasts on the busiest machine."""
-    return lambda: model_store(world, monkeypatch, tries_s=0.02)
 
 
 def saved(store: ObjectStore, step: int, layout: Layout = OTHER) -> str | None:
@@ -337,7 +331,7 @@ def test_nothing_is_written_below_a_directory_that_the_server_did_not_let_go(
     opened: Callable[[], ObjectStore],
 ) -> None:
     store = opened()
-    store._removals.refused = {"parts/1-2-attempt0a1b2c": "of an earlier holder"}
+    store._removals.refused = frozenset({"parts/1-2-attempt0a1b2c"})
     with pytest.raises(StorageError, match="is to be removed, which the server refuses"):
         store.create("parts/1-2-attempt0a1b2c/frozen-00000", 10)
     store.create("parts/1-2-attempt0a1b2cd/frozen-00000", 10).abort()
@@ -505,90 +499,6 @@ def test_a_layout_that_an_earlier_holders_request_removes_late_is_written_again(
     persister.stop()
     assert outcomes == [None, None]
     require_whole(store, [1, 2])
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("answer", ["queued", "403"])
-def test_a_layout_that_the_server_did_not_remove_stays_where_a_checkpoint_names_it_since(
-    world: World, calm: Callable[[], ObjectStore], answer: str
-) -> None:
-    """``answer``: to each request to remove it, until the server is well. One that was answered so
-    may be done late all the same.
-    """
-    store = calm()
-    commit.open_root(store, "r")
-    with store.lock("writer", "a run that ends before its first checkpoint"):
-        commit.write_layout(store, SPLIT.hash, SPLIT.to_json())
-    world.now_s += settle_s(store)
-    world.fault = lambda kind, key: answer if kind == "DELETE" and "/layouts/" in key else ""
-    with pytest.raises(StorageError):
-        pruned(calm())
-    world.late.clear()
-    world.now_s += settle_s(store)  # nothing of the pruner's lands any more
-    store, outcomes = calm(), list[str | None]()
-    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
-    with store.lock("writer", "the next run"):
-        for step in (1, 2):
-            persister.work_one(job_of(Generation(1, step), RECORD, layout=SPLIT))
-            if step == 1:
-                require_whole(store, [1])
-                world.fault = lambda kind, key: ""
-                world.land()
-    persister.stop()
-    assert outcomes == [None, None]
-    assert not any("/.removals/" in key for key in world.objects)
-    with calm().lock("writer", "another, when the server is well"):
-        require_whole(store, [1, 2])
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("answer", ["busy", "403"])
-def test_a_pin_that_the_server_did_not_remove_stays_once_it_is_set_again(
-    world: World, calm: Callable[[], ObjectStore], answer: str
-) -> None:
-    store, generation = calm(), Generation(1, 1)
-    commit.open_root(store, "r")
-    assert saved(store, 1) is None
-    pins.pin(calm(), generation)
-    world.fault = lambda kind, key: answer if kind == "DELETE" and "root/pins/" in key else ""
-    with pytest.raises(StorageError):
-        pins.unpin(calm(), generation)
-    if answer == "busy":  # by what it answers a server says nothing of what lands later
-        with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
-            pins.pin(calm(), generation)
-        world.now_s += settle_s(store)
-    pins.pin(calm(), generation)
-    world.fault = lambda kind, key: ""
-    calm().lock(PINS_LOCK, "whoever is next").release()
-    assert pins.pinned(calm()) == {generation}
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("answer", ["busy", "429"])
-def test_retention_goes_on_past_a_manifest_that_the_server_keeps_refusing_to_remove(
-    world: World, calm: Callable[[], ObjectStore], answer: str
-) -> None:
-    store, outcomes, asked = calm(), list[str | None](), list[int]()
-    commit.open_root(store, "r")
-    lease = store.lock("writer", "the run")
-    persister = Persister(store, Keep(last=2), lambda _, reason: outcomes.append(reason))
-    stubborn = "DELETE", f"root/{manifest_path(Generation(1, 1))}"
-    world.fault = lambda *request: answer if request == stubborn else ""
-    with heard() as told:
-        for step in range(1, 9):
-            persister.work_one(job_of(Generation(1, step), RECORD, layout=OTHER))
-            asked.append(world.log.count(stubborn))
-    persister.stop()
-    assert outcomes == [None] * 8
-    require_whole(store, [7, 8])  # it counts as gone
-    assert asked[-1] == asked[-4]  # and is asked for no more
-    assert sum("counts as removed" in one for one in told) == 1
-    assert stubborn[1] in world.objects
-    world.fault = lambda kind, key: ""
-    lease.release()
-    pruned(calm())
-    assert stubborn[1] not in world.objects
-    assert not any("/.removals/" in key for key in world.objects)
 
 
 @pytest.mark.promise

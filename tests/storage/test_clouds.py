@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import uuid
@@ -20,11 +19,8 @@ from holdfast.storage.azure_account import account
 from holdfast.storage.base import heads
 from holdfast.storage.bucket import Bucket, Outcome
 from holdfast.storage.google import GoogleBucket
-from holdfast.storage.http_client import Answer, Connections, NoAnswer
-from holdfast.storage.lease_lock import LeaseTimes
 from holdfast.storage.objects import ObjectStore
 from holdfast.storage.probe import probe
-from holdfast.storage.providers import open_bucket
 from holdfast.storage.tokens import Token, TokenSource
 from holdfast.storage.uploads import UploadSink
 from holdfast.storage.wrap import Patience
@@ -116,103 +112,6 @@ def fill(sink: Any, data: bytes, seed: int = 1) -> None:
     with memoryview(data) as view:
         for start in starts:
             sink.write(start, view[start : start + 1_234_567])
-
-
-SAID = b"<Error><Code>%s</Code><Message>not now</Message></Error>"
-#: What each cloud says to one who asks for too much at once: status, code.
-REFUSALS = {
-    "s3": (503, "SlowDown"),
-    "gs": (503, "ServiceUnavailable"),
-    "gs, often": (429, "TooManyRequests"),
-    "az": (503, "ServerBusy"),
-}
-
-
-def answers(monkeypatch: pytest.MonkeyPatch, wanted: Callable[[str, str], Answer | None]) -> None:
-    """Has requests answered by ``wanted``, of their method and target, where it says so."""
-    plain = Connections.send
-
-    def send(self: Connections, method: str, target: str, *more: Any, **options: Any) -> Answer:
-        return wanted(method, target) or plain(self, method, target, *more, **options)
-
-    monkeypatch.setattr(Connections, "send", send)
-
-
-def refusal(status: int, code: str) -> Answer:
-    return Answer(status, {"x-ms-error-code": code}, SAID % code.encode())
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("said", REFUSALS)
-def test_an_answer_by_which_a_server_does_not_do_it_now_is_told_from_none(
-    said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AZURE_STORAGE_ACCOUNT": ACCOUNT,
-        "AZURE_STORAGE_KEY": ACCOUNT_KEY,
-        "STORAGE_EMULATOR_HOST": "http://localhost:1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    scheme, patience = said[:2], Patience(total_s=0.1, first_s=0.01)
-    bucket = open_bucket("bucket", f"{scheme}://bucket", patience=patience, answer_s=1.0)
-    tries = list[str]()
-
-    def busy(method: str, target: str) -> Answer:
-        tries.append(method)
-        return refusal(*REFUSALS[said])
-
-    answers(monkeypatch, busy)
-    outcome = bucket.delete("key")
-    assert len(tries) > 1 and not outcome.status
-    error = bucket.failure(outcome, "removal", "key")
-    assert outcome.is_refused and error.is_refused and error.retryable
-
-    def failed(method: str, target: str) -> Answer:
-        return refusal(500, "InternalError")  # which may come of what it has done
-
-    def lost(method: str, target: str) -> Answer:
-        raise NoAnswer("no answer", is_sent=True)
-
-    turns = itertools.cycle((busy, lost))
-    for one in (failed, lost, lambda *request: next(turns)(*request)):
-        answers(monkeypatch, one)
-        outcome = bucket.delete("key")
-        assert not outcome.status and not outcome.is_refused
-        assert not bucket.failure(outcome, "removal", "key").is_refused
-
-
-@pytest.mark.promise
-def test_an_object_that_a_cloud_keeps_refusing_to_remove_stops_no_save_and_no_lock(
-    cloud: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix, stubborn, is_well = f"clouds/{uuid.uuid4().hex}", "manifests/1-1.json", [False]
-
-    def opened() -> ObjectStore:
-        patience = Patience(total_s=0.6, first_s=0.05, longest_s=0.1)
-        return object_store(prefix, lease=LeaseTimes(), patience=patience, answer_s=20.0)
-
-    store = opened()
-    store.publish(stubborn, b"{}")
-
-    def busy(method: str, target: str) -> Answer | None:
-        is_it = method == "DELETE" and stubborn in target and ".removals" not in target
-        return refusal(*REFUSALS[cloud]) if is_it and not is_well[0] else None
-
-    answers(monkeypatch, busy)
-    lease = store.lock("writer", "the run")
-    with pytest.raises(StorageError):
-        store.remove(stubborn)
-    store.publish("manifests/1-2.json", b"{}")
-    assert store.list("manifests") == ["1-2.json"]
-    lease.release()
-    with opened().lock("writer", "the next"):
-        store.publish("manifests/1-3.json", b"{}")
-    is_well[0] = True
-    opened().lock("writer", "when it is well").release()
-    assert not [key for key in store.bucket.keys(store._below) if stubborn in key]
-    assert not [key for key in store.bucket.keys(store._below) if "/.removals/" in key]
 
 
 # Images of several parts.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -132,100 +131,6 @@ def test_what_a_busy_server_did_not_remove_is_not_taken_for_refused(
     world.fault = lambda kind, key: ""
     store.publish("third", b"")
     assert store.list("") == ["third"]
-    lease.release()
-
-
-MANIFEST = "manifests/1-1.json"
-
-
-def to_remove(world: World, answers: Sequence[str]) -> None:
-    """Has requests to remove ``MANIFEST`` answered so, by turns."""
-    turns = itertools.cycle(answers)
-
-    def chosen(kind: str, key: str) -> str:
-        return next(turns) if (kind, key) == ("DELETE", f"root/{MANIFEST}") else ""
-
-    world.fault = chosen
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("answer", ["busy", "429"])
-def test_an_object_whose_removal_is_answered_busy_for_ever_stops_no_save_and_no_lock(
-    monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
-    world = World()
-    store = model_store(world, monkeypatch)
-    store.publish(MANIFEST, b"{}")
-    lease = store.lock("writer", "me")
-    to_remove(world, [answer])
-    with pytest.raises(StorageError) as raised:
-        store.remove(MANIFEST)
-    assert raised.value.retryable and store.list("manifests") == ["1-1.json"]
-    with heard() as told:
-        for number in range(2, 5):
-            store.publish(f"manifests/1-{number}.json", b"{}")
-            store.remove(MANIFEST)  # it counts as gone
-    assert sum("counts as removed" in one for one in told) == 1
-    assert store.list("manifests") == [f"1-{number}.json" for number in range(2, 5)]
-    lease.release()
-    after = model_store(world, monkeypatch)
-    with heard() as told, after.lock("writer", "next"):
-        assert sum("counts as removed" in one for one in told) == 1
-        after.publish("manifests/1-5.json", b"{}")
-        assert "1-1.json" not in after.list("manifests")
-    world.fault = lambda kind, key: ""
-    model_store(world, monkeypatch).lock("writer", "when it is well").release()
-    assert f"root/{MANIFEST}" not in world.objects
-    assert not any("/.removals/" in key for key in world.objects)
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("answers", [["dropped"], ["500"], ["busy", "dropped"], ["late", "429"]])
-def test_what_was_not_answered_or_not_so_that_it_is_refused_stops_what_is_named_next(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str]
-) -> None:
-    world = World()
-    store = model_store(world, monkeypatch)
-    store.publish(MANIFEST, b"{}")
-    lease = store.lock("writer", "me")
-    to_remove(world, answers)
-    with pytest.raises(StorageError):
-        store.remove(MANIFEST)
-    for _ in range(3):
-        with pytest.raises(StorageError):
-            store.publish("manifests/1-2.json", b"{}")
-    lease.release()
-    with pytest.raises(StorageError):
-        model_store(world, monkeypatch).lock("writer", "next")
-    world.fault = lambda kind, key: ""
-    with model_store(world, monkeypatch).lock("writer", "when it is well"):
-        assert [key for key in world.objects if "manifests" in key] == []
-
-
-@pytest.mark.promise
-def test_a_server_that_is_busy_for_all_that_is_asked_of_it_has_refused_no_removal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World()
-    store = model_store(world, monkeypatch)
-    store.publish(MANIFEST, b"{}")
-    lease = store.lock("writer", "me")
-    to_remove(world, ["busy"])
-    with pytest.raises(StorageError):
-        store.remove(MANIFEST)
-
-    def of_all(kind: str, key: str) -> str:
-        is_over = ("DELETE", f"root/{MANIFEST}") in world.log[asked:]
-        return "busy" if is_over and kind != "GET" else ""
-
-    asked, world.fault = len(world.log), of_all
-    with heard() as told, pytest.raises(StorageError, match="could not be renewed just now"):
-        store.publish("manifests/1-2.json", b"{}")
-    assert "counts as removed" not in str(told)
-    world.fault = lambda kind, key: ""
-    store.publish("manifests/1-2.json", b"{}")
-    assert store.list("manifests") == ["1-2.json"]
-    assert not any("/.removals/" in key for key in world.objects)
     lease.release()
 
 

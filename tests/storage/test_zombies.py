@@ -2,8 +2,7 @@
 
 Two holders of one lock run request by request, in every order with two switches: one prunes a
 checkpoint and removes the part that it named, the other takes the lease over, goes on from what it
-finds, and publishes a checkpoint that names the same part again where that is there. Where the
-server answers busy to what is to be removed, a third goes on when it is well again.
+finds, and publishes a checkpoint that names the same part again where that is there.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -98,23 +96,21 @@ def prune(store: ObjectStore, taken: list[ObjectLease]) -> None:
     publish(store, "2", "")
 
 
-def go_on(store: ObjectStore, found: list[str], number: int = 2) -> None:
-    """What the second and third do: they name the part of the checkpoint that stands, or write
-    their own.
-    """
-    store.lock("writer", f"number {number}")
+def go_on(store: ObjectStore, found: list[str]) -> None:
+    """What the second does: it names the part of the checkpoint that stands, or writes its own."""
+    store.lock("writer", "second")
     standing = store.list("manifests")
     found += standing
     if "1" in standing and store.exists(PART):
-        publish(store, str(number + 1), PART)
+        publish(store, "3", PART)
         return
-    store.publish(f"parts/{number}-3-b/frozen", b"frozen")
-    publish(store, str(number + 1), f"parts/{number}-3-b/frozen")
+    store.publish("parts/2-3-b/frozen", b"frozen")
+    publish(store, "3", "parts/2-3-b/frozen")
 
 
 def broken(world: World, found: list[str]) -> list[str]:
-    """Returns the manifests that name what is not there, and those that the second holder or the
-    third found and that are gone: they remove none.
+    """Returns the manifests that name what is not there, and those that the second holder found and
+    that are gone: it removes none.
     """
     lost = [name for name in found if f"root/manifests/{name}" not in world.objects]
     named = {key: json.loads(data) for key, data in world.objects.items() if "/manifests/" in key}
@@ -123,30 +119,15 @@ def broken(world: World, found: list[str]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Busy:
-    """What a server answers to each request to remove something: ``fault``, to both holders, or to
-    the second alone, who wants to complete what the first may yet do.
-    """
-
-    fault: str
-    is_of_all: bool
-
-
 def run_both(
-    monkeypatch: pytest.MonkeyPatch,
-    clock: Clock,
-    first: int,
-    second: int,
-    is_long: bool,
-    busy: Busy | None = None,
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, first: int, second: int, is_long: bool
 ) -> tuple[World, list[str], bool]:
     """The first does ``first`` requests, the second ``second``, then each the rest. ``is_long``:
     the first is stopped so long that its lease is over.
     """
-    world, tries_s = World(), 0.0 if busy else 5.0
-    one = model_store(world, monkeypatch, tries_s=tries_s, lease=TIMES)
-    other = model_store(world, monkeypatch, tries_s=tries_s, lease=TIMES)
+    world = World()
+    one = model_store(world, monkeypatch, tries_s=5.0, lease=TIMES)
+    other = model_store(world, monkeypatch, tries_s=5.0, lease=TIMES)
     found: list[str] = []
     one.publish(PART, b"frozen")
     publish(one, "1", PART)
@@ -155,13 +136,6 @@ def run_both(
     zombie, heir = Actor(lambda: prune(one, [lease])), Actor(lambda: go_on(other, found))
     actors = {zombie.thread: zombie, heir.thread: heir}
     world.before = lambda: actors[threading.current_thread()].wait_turn()
-
-    def answered(kind: str, key: str) -> str:
-        is_removal = kind == "POST delete" or (kind == "DELETE" and "/.removals/" not in key)
-        is_meant = busy and (busy.is_of_all or threading.current_thread() is heir.thread)
-        return busy.fault if busy and is_removal and is_meant else ""
-
-    world.fault = answered
     for _ in range(first + 1):
         zombie.step()
     if is_long:
@@ -171,32 +145,23 @@ def run_both(
         pass
     while heir.step():
         pass
-    world.before, world.fault = lambda: None, lambda kind, key: ""
+    world.before = lambda: None
     for error in (zombie.error, heir.error):
         assert error is None or isinstance(error, (RootBusy, StorageError)), error
-    for held in (lease, *other._held):
+    lease._ended.set()
+    for held in other._held:
         held._ended.set()
-        if busy:  # else a renewal of it may come in the way of the third
-            held._thread.join()
-    if busy:
-        assert heir.error is None or isinstance(heir.error, RootBusy), heir.error
-        third = model_store(world, monkeypatch, tries_s=5.0, lease=TIMES)
-        go_on(third, found, 3)
-        world.land()
-        for held in third._held:
-            held._ended.set()
-        assert not any("/.removals/" in key for key in world.objects)
     return world, found, took_all
 
 
 def orders(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, busy: Busy | None = None
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> Iterator[tuple[int, int, World, list[str]]]:
-    for is_long in (True,) if busy else (False, True):
+    for is_long in (False, True):
         for first in range(18):
             second, goes_on = 0, True
             while goes_on:
-                world, found, goes_on = run_both(monkeypatch, clock, first, second, is_long, busy)
+                world, found, goes_on = run_both(monkeypatch, clock, first, second, is_long)
                 yield first, second, world, found
                 second += 1
 
@@ -238,41 +203,6 @@ def test_without_any_one_of_the_rules_the_search_finds_what_is_lost(
 
         monkeypatch.setattr(Removals, "remove", unannounced)
     assert any(broken(world, found) for _, _, world, found in orders(monkeypatch, clock))
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("is_of_all", [True, False])
-@pytest.mark.parametrize("fault", ["busy", "queued"])
-def test_in_no_order_is_anything_lost_where_the_server_answers_busy_to_what_is_to_be_removed(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, fault: str, is_of_all: bool
-) -> None:
-    """``queued``: what was answered so is done after all, when the third has gone on."""
-    count = 0
-    for first, second, world, found in orders(monkeypatch, clock, Busy(fault, is_of_all)):
-        count += 1
-        assert not broken(world, found), (first, second, sorted(world.objects))
-    print(f"{count} orders")
-    assert count > 150
-
-
-@pytest.mark.promise
-@pytest.mark.parametrize("rule", ["counts as gone", "stays announced"])
-def test_without_any_one_of_the_rules_for_a_busy_server_the_search_finds_what_is_lost(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, rule: str
-) -> None:
-    if rule == "counts as gone":
-        monkeypatch.setattr(Removals, "_note_refused", lambda *_: None)
-    else:
-        plain = Removals._complete
-
-        def dropped(self: Removals, key: str, *more: Any) -> bool:
-            if not plain(self, key, *more):
-                self._drop(key)
-            return True
-
-        monkeypatch.setattr(Removals, "_complete", dropped)
-    busy = Busy("queued", is_of_all=True)
-    assert any(broken(world, found) for _, _, world, found in orders(monkeypatch, clock, busy))
 
 
 @pytest.mark.promise

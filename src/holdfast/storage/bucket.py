@@ -38,8 +38,6 @@ _OPERATIONS = frozenset({"uploads", "uploadId", "list-type", "delete", "compose"
 
 #: Answers that blame the request for what happened to it on the way.
 ON_THE_WAY = frozenset({"RequestTimeout", "BadDigest", "Md5Mismatch", "Crc64Mismatch"})
-#: Answers by which a server does not do it now. (A 500 or 504 may come of what it did.)
-NOT_NOW = frozenset({429, 503})
 NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 
 
@@ -47,9 +45,8 @@ class Outcome(Struct, frozen=True):
     """What came of a request, after all its tries.
 
     ``is_first_try``: False where an earlier try may have had its effect. ``status`` 0: no answer,
-    or none but that the server is busy: whether it had its effect is not known. ``is_refused``:
-    each try was answered, and each time that the server does not do it now. 412: what the condition
-    asked for is not so. The header "etag" is what later conditions name.
+    or none but that the server is busy: whether it had its effect is not known. 412: what the
+    condition asked for is not so. The header "etag" is what later conditions name.
     """
 
     status: int
@@ -59,7 +56,6 @@ class Outcome(Struct, frozen=True):
     body: bytes = b""
     size_bytes: int = 0
     is_first_try: bool = True
-    is_refused: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -301,14 +297,13 @@ class Bucket(ABC):
         query, headers = query or {}, headers or {}
         size_bytes = sum(len(piece) for piece in body)
         kind = _kind(method, query)
-        is_first, is_refused, is_renewed, last = True, True, False, Outcome(0)
+        is_first, is_renewed, last = True, False, Outcome(0)
         for number in self.patience.pauses():
             if number > 1:
                 self.traffic.again(kind, last.message or last.code or f"status {last.status}")
             self._rate.wait(size_bytes)
             last, may_have_effect = self._try_noted(kind, method, key, query, headers, body, into)
             is_first = is_first and not may_have_effect
-            is_refused = is_refused and last.status in NOT_NOW
             if not is_renewed and self._is_expired(last):
                 self._renew_credentials()
                 is_renewed = True
@@ -317,12 +312,7 @@ class Bucket(ABC):
         if is_first and last.is_done:
             return last
         is_known = last.status and last.status not in BUSY
-        return replace(
-            last,
-            status=last.status if is_known else 0,
-            is_first_try=is_first,
-            is_refused=is_refused,
-        )
+        return replace(last, status=last.status if is_known else 0, is_first_try=is_first)
 
     def _try_noted(
         self,
@@ -418,7 +408,6 @@ class Bucket(ABC):
             text = f"{where} failed: {code}{said}. {self._advice(outcome)}".rstrip()
         error = StorageError(text, operation=operation, path=key, url=self.url, errno=0)
         error.retryable = outcome.may_be_tried_again
-        error.is_refused = outcome.is_refused
         return error
 
     def _advice(self, outcome: Outcome) -> str:

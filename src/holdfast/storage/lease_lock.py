@@ -187,11 +187,6 @@ class ObjectLease:
         )
         self.require_renewed()
 
-    def expect_late(self) -> None:
-        """Called where a request of this holder may land that its names do not wait for."""
-        with self._turn:
-            self._settled_s = _now_s() + self._bucket.settle_s
-
     @property
     def is_alone(self) -> bool:
         """True if every holder before is known to have ended: none goes on with what it began."""

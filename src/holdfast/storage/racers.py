@@ -77,11 +77,10 @@ def race(bucket: Bucket, prefix: str, rounds: int = ROUNDS) -> RaceReport:
             racer.join()
         with contextlib.suppress(HoldfastError):
             bucket.delete_many([f"{prefix}{number}" for number in range(rounds)])
-    failed = [one for one in told if isinstance(one, str)]
-    if failed:  # the others were told to end by one that has a reason
-        reason = next(filter(None, failed), "one of them did not come to a round in time")
+    failed = next((one for one in told if isinstance(one, str)), "")
+    if failed:
         raise StorageError(
-            f"{bucket.url}: the race of {RACERS} processes came to no end: {reason}",
+            f"{bucket.url}: the race of {RACERS} processes came to no end: {failed}",
             operation="race",
             url=bucket.url,
         )
@@ -121,6 +120,6 @@ def _race(
             replaced.append(bucket.put(key, [b"r%d" % number], if_match=tag or '"0"').is_done)
     except (HoldfastError, BrokenBarrierError) as error:
         gate.abort()
-        told.send(str(error))
+        told.send(str(error) or "one of them failed")
         return
     told.send((created, replaced))

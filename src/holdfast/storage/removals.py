@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import warn
@@ -44,9 +44,8 @@ class Removals:
         """Announcements that could not be taken back, of what was removed or is not to be removed:
         the next holder would carry them out, whatever has these names by then. And until when a try
         that nobody answered may make them again."""
-        self.refused: Mapping[str, str] = {}
-        """Paths that the server refuses to remove, each with the announcement where it stays: they
-        count as gone."""
+        self.refused: frozenset[str] = frozenset()
+        """Paths that the server refuses to remove: they stay announced, and count as gone."""
         self._failed: tuple[float, HoldfastError] | None = None
         """When ``finish`` failed last, and of what."""
         self.in_child()
@@ -63,14 +62,10 @@ class Removals:
         if lease is None:
             self._remove(files, trees)
             return
-        files = [path for path in files if path not in self.refused]
-        trees = [path for path in trees if path not in self.refused]
-        if not files and not trees:
-            return
         with self._lock:
             self._count += 1
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
-        said = _announcement(files, trees)
+        said = json.dumps({"files": list(files), "trees": list(trees)}).encode()
         what = [*files, *trees][0]
         outcome = self._bucket.put(key, [said])
         is_known = outcome.is_first_try and outcome.status
@@ -84,10 +79,8 @@ class Removals:
         try:
             self._remove(files, trees)
         except StorageError as error:
-            if _is_refused(error):
-                self._note_refused(key, files, trees)
-            else:
-                self._left[key] = files, trees
+            if not self._note_refused(error, files, trees):
+                self._left[key] = list(files), list(trees)
             raise
         self._take_back(key, until_s)
 
@@ -176,51 +169,27 @@ class Removals:
     def _complete(
         self, key: str, files: Sequence[str], trees: Sequence[str], lease: ObjectLease
     ) -> bool:
-        """Removes what was announced; False where the server refuses that: it stays announced.
-
-        A server that refuses it for now is asked for as long as the patience lasts, and must take
-        another change after that: one that takes none is out of reach.
-        """
+        """Removes what was announced; False where the server refuses that: it stays announced."""
         lease.require_renewed()
         left = [path for path in files if not self._is_pinned(path)]
         try:
             self._remove(left, trees)
         except StorageError as error:
-            if not _is_refused(error, for_now=True):
+            if not self._note_refused(error, left, trees):
                 raise
-            if error.is_refused:
-                lease.require_renewed()
-                lease.expect_late()
-            self._note_refused(key, left, trees)
-            warn(f"{error} It stays there, and counts as removed: `holdfast prune` tries it again.")
+            warn(f"{error} It stays there, and counts as removed.")
             return False
         self._drop(key)
         return True
 
-    def _note_refused(self, key: str, files: Sequence[str], trees: Sequence[str]) -> None:
-        with self._lock:
-            self.refused = {**self.refused, **dict.fromkeys((*files, *trees), key)}
-
-    def name_again(self, path: str) -> None:
-        """Called before a path is published: where the server did not remove it, the next holder
-        shall not do it either.
-        """
-        with self._finishing:
-            key = self.refused.get(path)
-            if key is None:
-                return
-            found = self._bucket.get(key)
-            if not found.is_absent:
-                self._bucket.require(found, "read", key)
-                files, trees = self._read(key, found.body)
-                files = [one for one in files if one != path]
-                if files or trees:
-                    outcome = self._bucket.put(key, [_announcement(files, trees)])
-                    self._bucket.require(outcome, "removal", key)
-                else:
-                    self._drop(key)
-            with self._lock:
-                self.refused = {one: at for one, at in self.refused.items() if one != path}
+    def _note_refused(
+        self, error: StorageError, files: Sequence[str], trees: Sequence[str]
+    ) -> bool:
+        """Notes paths as refused where the server answered so; False where that is not known."""
+        if error.retryable or error.fields.get("operation") != "removal":
+            return False
+        self.refused |= {*files, *trees}
+        return True
 
     def _is_pinned(self, path: str) -> bool:
         if not path.startswith(_MANIFESTS):
@@ -252,18 +221,6 @@ class Removals:
             self._bucket.require(self._bucket.delete(keys[0]), "removal", files[0])
         else:
             self._bucket.delete_many(keys)
-
-
-def _is_refused(error: StorageError, *, for_now: bool = False) -> bool:
-    """True where the server answered that it does not remove it, ``for_now``: or not now; False
-    where that is not known.
-    """
-    is_answered = not error.retryable or (for_now and error.is_refused)
-    return is_answered and error.fields.get("operation") == "removal"
-
-
-def _announcement(files: Sequence[str], trees: Sequence[str]) -> bytes:
-    return json.dumps({"files": list(files), "trees": list(trees)}).encode()
 
 
 def _kind(said: dict[str, object]) -> str:

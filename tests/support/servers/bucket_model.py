@@ -33,9 +33,8 @@ from holdfast.storage.wrap import Patience
 #: Years behind any machine that tests run on.
 _EPOCH_S = 1_000_000_000.0
 #: What happens to a request: done and answered; done, and the answer lost; lost, and done when
-#: ``land`` is called; never done; refused because the server is busy; so answered, and done when
-#: ``land`` is called. A number: not done, and answered with this status.
-FAULTS = ("lost", "late", "dropped", "busy", "queued")
+#: ``land`` is called; never done; refused because the server is busy.
+FAULTS = ("lost", "late", "dropped", "busy")
 
 
 @dataclass
@@ -227,13 +226,12 @@ class ModelBucket(S3Bucket):
         with world.lock:
             world.log.append((kind, key))
             fault = world.fault(kind, key)
-            if fault in ("late", "queued"):
-                world.late.append(lambda: world.answer(method, key, query, headers, data))
-            if fault in ("busy", "queued"):
+            if fault == "busy":
                 return Outcome(503, "SlowDown", "slow down"), True
-            if fault.isdecimal():
-                return Outcome(int(fault), "", "not now"), int(fault) >= 500
-            if fault in ("dropped", "late"):
+            if fault == "dropped":
+                return Outcome(0, "", "no answer"), True
+            if fault == "late":
+                world.late.append(lambda: world.answer(method, key, query, headers, data))
                 return Outcome(0, "", "no answer"), True
             outcome = world.answer(method, key, query, headers, data)
             date = {"date": world.date()}
