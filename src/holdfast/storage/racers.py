@@ -77,10 +77,11 @@ def race(bucket: Bucket, prefix: str, rounds: int = ROUNDS) -> RaceReport:
             racer.join()
         with contextlib.suppress(HoldfastError):
             bucket.delete_many([f"{prefix}{number}" for number in range(rounds)])
-    failed = next((one for one in told if isinstance(one, str)), "")
-    if failed:
+    failed = [one for one in told if isinstance(one, str)]
+    if failed:  # the others were told to end by one that has a reason
+        reason = next(filter(None, failed), "one of them did not come to a round in time")
         raise StorageError(
-            f"{bucket.url}: the race of {RACERS} processes came to no end: {failed}",
+            f"{bucket.url}: the race of {RACERS} processes came to no end: {reason}",
             operation="race",
             url=bucket.url,
         )
@@ -120,6 +121,6 @@ def _race(
             replaced.append(bucket.put(key, [b"r%d" % number], if_match=tag or '"0"').is_done)
     except (HoldfastError, BrokenBarrierError) as error:
         gate.abort()
-        told.send(str(error) or "one of them failed")
+        told.send(str(error))
         return
     told.send((created, replaced))
