@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -167,7 +169,7 @@ class Held:
         self.layer = torch.nn.Linear(2048, 4096)
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
         self.helpers: set[str] = set()
-        self.helped = threading.Event()
+        self.began, self.helped = threading.Event(), threading.Event()
         self.copy: Callable[..., list[int]] = vars(SharedCopy)["_copy"]
         state = {"model": self.layer, "optimizer": self.optimizer}
         self.checkpointer = holdfast.Checkpointer(root, state)
@@ -177,6 +179,7 @@ class Held:
     def _wait(self, sharing: SharedCopy, segment: Segment) -> list[int]:
         name = threading.current_thread().name
         if name == "holdfast-capture":
+            self.began.set()
             assert self.helped.wait(30), "nobody else copies"
         else:
             self.helpers.add(name)
@@ -220,6 +223,32 @@ def test_while_who_saved_waits_for_the_snapshot_a_second_thread_copies(
         held.optimizer.step()
         handle.wait_durable(60)
     assert held.helpers == {"holdfast-help"}
+    assert torch.equal(weight_of(tmp_path, 0), before)
+
+
+def test_a_forked_child_that_waits_copies_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would copy its own memory into the slot that its parent fills."""
+    held = Held(tmp_path, monkeypatch)
+    started: list[str] = []
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread.name)
+
+    with held.checkpointer as checkpointer:
+        before = held.backward()
+        handle = checkpointer.save(0, durable=True)
+        assert held.began.wait(30)
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr(threading.Thread, "start", start)
+            with contextlib.suppress(BaseException):
+                handle.wait_captured(0.2)
+            os._exit(len(started))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        held.helped.set()
+        handle.wait_durable(60)
     assert torch.equal(weight_of(tmp_path, 0), before)
 
 

@@ -21,12 +21,21 @@ from support.servers.object_servers import object_store, use
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMES = LeaseTimes(renew_s=0.3, stop_s=1.0, take_over_s=2.5)
 WRITERS, ROUNDS = 8, 200
+#: So many publications at least, and seconds: a busy machine takes longer for them.
+PUBLISHED, LEAST_S, MOST_S = 21, 60, 400
 
 
-def race(prefix: str, number: int, witness: str, until_s: float) -> None:
+def may_go_on(witness: str, begun_s: float) -> bool:
+    """True until enough is published, and for a minute at least."""
+    quiet_s = time.time() - begun_s
+    is_enough = Path(witness).read_text().count("durable") >= PUBLISHED
+    return quiet_s < LEAST_S or (quiet_s < MOST_S and not is_enough)
+
+
+def race(prefix: str, number: int, witness: str, begun_s: float) -> None:
     """Takes the lock again and again; under it, publishes what says who did, and counts it."""
     chance = random.Random(number)
-    while time.time() < until_s:
+    while may_go_on(witness, begun_s):
         store = object_store(prefix, lease=TIMES)
         try:
             with store.lock("writer", f"writer {number}"):
@@ -106,15 +115,16 @@ def test_of_eight_racing_writers_that_are_stopped_at_random_none_loses_what_anot
 ) -> None:
     use(request.getfixturevalue(server), monkeypatch)
     prefix, witness = f"races/{uuid.uuid4().hex}", str(tmp_path / "witness")
-    until_s, chance = time.time() + 60, random.Random(5)
+    begun_s, chance = time.time(), random.Random(5)
+    Path(witness).touch()
     context = multiprocessing.get_context("spawn")
     writers = [
-        context.Process(target=race, args=(prefix, number, witness, until_s))
+        context.Process(target=race, args=(prefix, number, witness, begun_s))
         for number in range(WRITERS)
     ]
     for writer in writers:
         writer.start()
-    while time.time() < until_s - 5:  # as a machine that is suspended in the middle of anything
+    while may_go_on(witness, begun_s - 5):  # as a machine that is suspended anywhere
         pid = writers[chance.randrange(WRITERS)].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -131,7 +141,7 @@ def test_of_eight_racing_writers_that_are_stopped_at_random_none_loses_what_anot
     store.lock("writer", "the last").release()  # what was announced is completed
     there = set(store.list("manifests"))
     print(f"{len(durable)} published, {len(removed)} removed, {len(there)} there")
-    assert len(durable) > 20
+    assert len(durable) >= PUBLISHED
     for name in there:  # whole
         assert store.read(f"images/{name}") == name.encode() == store.read(f"manifests/{name}")
     # At most one removal of each stopped writer was carried out and not noted.

@@ -223,8 +223,8 @@ class Saver:
 
     def _add_helper(self, step: int) -> None:
         """Let a second thread copy ``step`` while the thread that saved it waits."""
-        capture = self._current
-        if capture is not None and (capture.step, capture.thread) == (step, threading.get_ident()):
+        capture, thread = self._current, threading.get_native_id()
+        if capture is not None and (capture.step, capture.thread) == (step, thread):
             capture.add_helper()
 
     def decline(

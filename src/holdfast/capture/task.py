@@ -228,8 +228,8 @@ class CaptureTask(Struct):
     events: list[torch.Event] = field(default_factory=list)
     _last: CaptureState = field(default_factory=CaptureState)
     _sharing: SharedCopy | None = None
-    thread: int = field(default_factory=threading.get_ident)
-    """The thread that saved."""
+    thread: int = field(default_factory=threading.get_native_id)
+    """The thread that saved, by a number that no thread of a forked child has."""
     _is_waited_for: bool = False
     _is_helped: bool = False
     room: RingCredit = field(default_factory=RingCredit)
@@ -283,7 +283,7 @@ class CaptureTask(Struct):
     def add_helper(self) -> None:
         """Copy on a second thread, too: training waits, for the fence or for the snapshot."""
         self._is_waited_for = True
-        if self._sharing is not None and not self._is_helped:
+        if self._sharing is not None and not (self._is_helped or self.released.is_set()):
             self._is_helped = True
             helper = threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True)
             with suppress(RuntimeError):  # no thread can be started: one copies alone

@@ -211,10 +211,7 @@ def publish_transient(store: Store, path: str, data: bytes) -> None:
     itself: it need not survive a loss of power, so a directory waits for no disk.
     """
     found = getattr(store, "publish_transient", None)
-    if found is None:
-        store.publish(path, data, replace=True)
-    else:
-        found(path, data)
+    store.publish(path, data, replace=True) if found is None else found(path, data)
 
 
 def remove_transient(store: Store, path: str) -> None:
