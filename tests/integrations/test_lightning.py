@@ -302,7 +302,7 @@ def test_where_one_loader_has_no_length_a_batch_more_is_fetched_of_all(
 
         def on_train_batch_start(self, *_: Any) -> None:
             fetcher = self.trainer.fit_loop._data_fetcher
-            place = _FitPlace(self.trainer, lightning.Callback())
+            place = _FitPlace(self.trainer)
             place.take_loaders()
             self.of_places = [one._follows_draws for one in place._places]
             self.of_trainer = fetcher.length is None
