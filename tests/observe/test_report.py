@@ -165,6 +165,7 @@ def test_a_save_takes_as_long_as_its_slowest_rank(run: Path) -> None:
         volatile_s=0.0,
         wait_previous_s=0.0,
         copy_s=0.2,
+        even_bytes={"copy_s": 600.0},
         slowest={
             "held_s": 1,
             "describe_s": 0,
