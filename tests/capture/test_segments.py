@@ -275,6 +275,21 @@ def test_where_no_thread_can_be_started_one_copies_alone(
     assert torch.equal(weight_of(tmp_path, 0), before)
 
 
+def test_who_only_looks_has_no_second_thread_copy_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(tmp_path, monkeypatch)
+    with held.checkpointer as checkpointer:
+        held.backward()
+        handle = checkpointer.save(0)
+        assert held.began.wait(30)
+        with pytest.raises(holdfast.DeadlineExceeded):
+            handle.wait_captured(0.01)
+        assert not held.helped.wait(0.5)
+        held.helped.set()
+        handle.wait_captured(60)
+
+
 def test_who_waits_beside_training_takes_no_processor_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,9 @@ import torch
 import holdfast
 from holdfast.errors import AlreadyPublished, StorageError
 from holdfast.storage import LocalStore, files
-from holdfast.storage.base import publish_transient, remove_transient
+from holdfast.storage.base import Store, publish_transient, remove_transient
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.tiered import TieredStore
 from holdfast.testing.store_suite import PAGE, pattern
 
 
@@ -99,10 +101,12 @@ class TestOrder:
             ("fsync", "manifests"),
         ]
 
+    @pytest.mark.parametrize("is_tiered", [False, True])
     def test_what_a_living_process_says_of_itself_waits_for_no_disk(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_tiered: bool
     ) -> None:
-        store = LocalStore(tmp_path)
+        store: Store = LocalStore(tmp_path)
+        store = TieredStore(MemoryStore("cache"), store) if is_tiered else store
         store.publish("readers/another.json", b"content")
         spy = Spy(monkeypatch, tmp_path)
         publish_transient(store, "readers/a.json", b"first")

@@ -18,6 +18,10 @@ from holdfast.errors import (
 )
 from holdfast.policy.arguments import patience_s
 
+#: A shorter wait is a look at what has become of a save: training goes on behind it, and a second
+#: thread that copies would be in its way.
+_LEAST_HELPED_S = 0.1
+
 CAPTURED, PROTECTED, CACHED, DURABLE = "captured", "protected", "cached", "durable"
 
 _IMPLIED = {
@@ -200,7 +204,8 @@ class SaveHandle:
         timeout_s = patience_s("timeout_s", timeout_s)
         self._refuse_to_hang()
         started_s = time.monotonic()
-        self._add_helper(self.step)
+        if timeout_s >= _LEAST_HELPED_S:
+            self._add_helper(self.step)
         with self._lock:
             self._changed.wait_for(
                 lambda: what in self._reached or what in self._failed, timeout=timeout_s

@@ -15,7 +15,16 @@ from holdfast.errors import FormatError, HoldfastError, NotFound, StorageError
 from holdfast.events import warn
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Incarnation, unseal
-from holdfast.storage.base import ImageSink, Lock, ReadableStore, Store, read_at_most, settle_s
+from holdfast.storage.base import (
+    ImageSink,
+    Lock,
+    ReadableStore,
+    Store,
+    publish_transient,
+    read_at_most,
+    remove_transient,
+    settle_s,
+)
 
 R = TypeVar("R")
 #: Directories of documents, of which the root's are asked for first.
@@ -231,6 +240,14 @@ class TieredStore:
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """See ``Store``."""
         self._root.publish(path, data, replace=replace)
+
+    def publish_transient(self, path: str, data: bytes) -> None:
+        """See ``storage.base.publish_transient``."""
+        publish_transient(self._root, path, data)
+
+    def remove_transient(self, path: str) -> None:
+        """See ``storage.base.remove_transient``."""
+        remove_transient(self._root, path)
 
     def create(self, path: str, size_bytes: int, *, aside: str = "") -> ImageSink:
         """See ``Store``."""
