@@ -219,7 +219,7 @@ def test_while_who_saved_waits_for_the_snapshot_a_second_thread_copies(
     with held.checkpointer as checkpointer:
         before = held.backward()
         handle = checkpointer.save(0, durable=True)
-        handle.wait_captured(60)
+        handle.wait_captured()
         held.optimizer.step()
         handle.wait_durable(60)
     assert held.helpers == {"holdfast-help"}

@@ -204,7 +204,7 @@ class SaveHandle:
         timeout_s = patience_s("timeout_s", timeout_s)
         self._refuse_to_hang()
         started_s = time.monotonic()
-        if timeout_s >= _LEAST_HELPED_S:
+        if timeout_s is None or timeout_s >= _LEAST_HELPED_S:
             self._add_helper(self.step)
         with self._lock:
             self._changed.wait_for(
