@@ -143,6 +143,22 @@ def test_what_torchrun_was_told_says_who_failed_for_want_of_another(tmp_path: Pa
     assert (one.rank, one.host, one.reason) == (1, "b", "")
 
 
+def test_who_is_seen_to_end_first_is_the_victim_though_it_began_last(tmp_path: Path) -> None:
+    ranks = {0: "a", 1: "b", 2: "c"}
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, ranks)
+    tell_save(told, 1, 0, 20.0, ranks)
+    for rank, (began_s, ended_s) in {0: (24.0, 30.2), 1: (28.0, 30.1), 2: (24.5, 30.3)}.items():
+        times = {"quiet_s": 30.5 - began_s, "alive_s": ended_s - began_s}
+        died = {"host": ranks[rank], "phase": "restoring", **times}
+        told(of(events.TrainerDied, 1, rank, **died), 30.5, ranks[rank])
+    tell_start(told, 2, 40.0, ranks, (1, 0))
+    reliability = read_report(told.write()).reliability
+    assert reliability is not None
+    (one,) = reliability.interruptions
+    assert (one.rank, one.host) == (1, "b")
+
+
 def test_who_failed_first_at_something_of_its_own_is_the_victim(tmp_path: Path) -> None:
     """The launcher killed the others for that, which left no word."""
     ends = {2: (30.0, OWN)}

@@ -21,7 +21,7 @@ from holdfast import events
 from holdfast.observe.event_files import EventFile
 from holdfast.observe.event_ring import PHASES, RINGS, EventRing
 from holdfast.observe.report_builder import read_report
-from holdfast.observe.ring_drain import RingDrain
+from holdfast.observe.ring_drain import RingDrain, RingDrainer
 from holdfast.observe.training import DECLARED, SAVING, TRAINING, TrainingRecorder
 
 
@@ -157,6 +157,42 @@ def test_what_a_process_was_doing_is_found_after_its_sigkill(
     assert (died["incarnation"], died["step"], died["phase"]) == (2, 41, phase)
     assert 0 <= died["quiet_s"] < 60 and died["boot"] == "b"
     assert died["pid"] == int(ended.stdout)
+    assert died["alive_s"] == 0, "nobody saw the end"
+
+
+def test_who_died_first_is_known_of_ranks_that_never_joined(tmp_path: Path) -> None:
+    """The one that came to its phase first died last."""
+    arena = tmp_path / "arena"
+    arena.mkdir(mode=0o700)
+    living = DYING.replace("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)")
+    living = "import time\n" + living
+    ranks = []
+    for rank in (0, 1):
+        script = living.replace("rank=3", f"rank={rank}").replace("(3, 2,", f"({rank}, 2,")
+        command = [sys.executable, "-c", script, str(arena), "step"]
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        assert ranks[-1].stdout is not None and ranks[-1].stdout.readline()
+    path = tmp_path / "host-c.jsonl"
+    drainer = RingDrainer(RingDrain(arena, EventFile(path)))
+    try:
+        while len(drainer.drain._rings) < 2:
+            time.sleep(0.01)
+        for one in reversed(ranks):
+            one.kill()
+            one.wait()
+            time.sleep(0.005)
+        while not path.exists() or len(path.read_bytes().splitlines()) < 2:
+            time.sleep(0.01)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate()
+        drainer.close()
+    ends = {}
+    for line in path.read_bytes().splitlines():
+        died = msgspec.json.decode(line)
+        ends[died["rank"]] = died["mono_s"] - died["quiet_s"] + died["alive_s"]
+    assert ends[1] < ends[0]
 
 
 def test_noting_what_one_does_makes_no_record_and_costs_microseconds(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ class TrainerDied(Event, frozen=True, kw_only=True):
     ``host``: its host. ``phase``: what it was doing: "starting", "restoring", "training", "saving",
     or a phase that the program declared. ``quiet_s``: the time since it began to. ``reason``: what
     it left in the error file that torchrun gave it, in a line. ``pid``: its number on the host; 0:
-    an earlier version did not leave it.
+    an earlier version did not leave it. ``alive_s``: the part of ``quiet_s`` before its end; 0:
+    nobody saw the end.
     """
 
     host: str
@@ -106,6 +107,7 @@ class TrainerDied(Event, frozen=True, kw_only=True):
     quiet_s: Seconds
     reason: str = ""
     pid: int = 0
+    alive_s: Seconds = 0.0
 
 
 class SaveReturned(Event, frozen=True, kw_only=True):

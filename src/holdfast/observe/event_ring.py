@@ -35,7 +35,7 @@ from holdfast.observe.ring_records import (
     pack_long,
     read_moment,
 )
-from holdfast.protocol.arena import make_private_dir
+from holdfast.protocol.arena import make_private_dir, process_start
 
 #: Where the rings are in an arena.
 RINGS, SUFFIX, DRAIN_LOCK = "events", ".ring", "lock"
@@ -79,6 +79,8 @@ class RingOwner(msgspec.Struct, frozen=True, kw_only=True):
     error_file: str = ""
     """Where torchrun has the process leave its error, if it does."""
     pid: int = 0
+    start: int = 0
+    """When the process ``pid`` began, as ``process_start`` gives it; 0 by earlier versions."""
 
 
 class Doing(NamedTuple):
@@ -267,6 +269,7 @@ class EventRing:
             table=SCHEMA,
             error_file=os.environ.get(error_file.SETTING, "") if self._rank >= 0 else "",
             pid=os.getpid(),
+            start=process_start(os.getpid()),
         )
         return RingFile.create(self._directory, owner)
 

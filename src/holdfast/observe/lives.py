@@ -131,9 +131,8 @@ class _Life:
                 seen = LostTrainer(rank, lost.host, lost.pid, common.seconds(at))
             else:
                 died, found = self.died[rank]
-                seen = LostTrainer(
-                    rank, died.host, died.pid, max(0.0, common.seconds(found) - died.quiet_s)
-                )
+                at_s = common.seconds(found) - died.quiet_s + died.alive_s
+                seen = LostTrainer(rank, died.host, died.pid, max(0.0, at_s))
             if rank in self.died:
                 died, _ = self.died[rank]
                 seen = replace(seen, phase=died.phase, step=died.step, reason=died.reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import struct
 import threading
 import time
@@ -35,6 +36,7 @@ from holdfast.observe.event_ring import (
 )
 from holdfast.observe.ring_records import read_moment, unpack
 from holdfast.observe.rollup_writer import RollupWriter
+from holdfast.protocol.arena import process_start
 
 POLL_S = 0.05
 Watch = Callable[[dict[str, Any]], None]
@@ -60,12 +62,30 @@ class _WrittenHead(msgspec.Struct):
 
 
 class _OpenRing:
-    """A ring under observation, and since when a record is missing in each area."""
+    """A ring under observation: since when a record is missing in each area, and its writer's end.
+
+    ``writer``: a pidfd, -1 where there is none. ``ended_s``: when it showed the writer's end, by
+    the monotonic clock; 0: it did not.
+    """
 
     def __init__(self, ring: RingFile, owner: RingOwner) -> None:
         self.ring, self.owner = ring, owner
         self.stalled_s: dict[Area, float] = {}
         self.polls = 0
+        self.writer, self.ended_s = -1, 0.0
+        with suppress(OSError, AttributeError):
+            self.writer = os.pidfd_open(owner.pid) if owner.start else -1
+            if process_start(owner.pid) != owner.start:  # another's number, or gone already
+                self.close_writer()
+
+    def close(self, *, unlock: bool = True) -> None:
+        self.ring.close(unlock=unlock)
+        self.close_writer()
+
+    def close_writer(self) -> None:
+        writer, self.writer = self.writer, -1
+        if writer >= 0:
+            os.close(writer)
 
 
 class RingDrain:
@@ -100,9 +120,22 @@ class RingDrain:
         for name, one in list(self._rings.items()):
             if self._drain(one):
                 one.ring.path.unlink(missing_ok=True)
-                one.ring.close()
+                one.close()
                 del self._rings[name]
         return True
+
+    def wait(self, wake: int, timeout_s: float) -> None:
+        """Waits until ``wake`` can be read, a writer ends, which is noted, or the time is over."""
+        writers = {one.writer: one for one in self._rings.values() if one.writer >= 0}
+        looks = select.poll()
+        for descriptor in (wake, *writers):
+            looks.register(descriptor, select.POLLIN)
+        ready = looks.poll(timeout_s * 1000)
+        now_s = time.monotonic()
+        for descriptor, _ in ready:
+            if descriptor != wake:
+                writers[descriptor].ended_s = now_s
+                writers[descriptor].close_writer()
 
     def drain(self, ring: RingFile) -> bool:
         """Drains a ring of this very process; True if it is empty then."""
@@ -120,7 +153,7 @@ class RingDrain:
         """Lets another process drain."""
         self.file.close()
         for one in self._rings.values():
-            one.ring.close()
+            one.close()
         self._rings.clear()
         self._has_lock = False
         lock, self._lock = self._lock, -1
@@ -135,7 +168,7 @@ class RingDrain:
         if lock >= 0:
             os.close(lock)
         for one in self._rings.values():
-            one.ring.close(unlock=False)
+            one.close(unlock=False)
         self._rings.clear()
 
     def _open_lock(self) -> None:
@@ -179,7 +212,8 @@ class RingDrain:
         """Drains a ring; True if its writer is gone and nothing is left in it."""
         one.polls += 1
         is_idle = one.ring.is_drained()
-        if is_idle and one.polls % _IDLE_POLLS and not one.ring.undelivered_drops():
+        is_unchanged = is_idle and not one.ended_s and not one.ring.undelivered_drops()
+        if is_unchanged and one.polls % _IDLE_POLLS:
             return False
         is_over = one.ring.try_lock()  # before: what a dead writer put is there by now
         return self._take_all(one, is_over=is_over) and is_over and self._tell_death(one)
@@ -251,6 +285,7 @@ class RingDrain:
         if doing is None or owner.rank < 0:
             return True
         now_s = time.monotonic()
+        ended_s = one.ended_s or (now_s if one.writer >= 0 else 0.0)  # since the last wait
         died = TrainerDied(
             incarnation=doing.incarnation,
             step=doing.step,
@@ -258,6 +293,7 @@ class RingDrain:
             host=owner.host,
             phase=doing.phase,
             quiet_s=max(0.0, now_s - doing.since_s),
+            alive_s=max(0.0, ended_s - doing.since_s),
             reason=error_in(owner.error_file),
             pid=owner.pid,
         )
@@ -304,7 +340,7 @@ class RingDrainer:
     ) -> None:
         self.drain, self._rollups = drain, rollups
         self._every_s = every_s
-        self._stopping = threading.Event()
+        self._stop, self._is_stopping = os.eventfd(0, os.EFD_CLOEXEC), False
         self._thread = threading.Thread(target=self._work, name="holdfast-drain", daemon=True)
         self._thread.start()
 
@@ -312,7 +348,8 @@ class RingDrainer:
         if self._rollups is not None:
             with suppress(Exception):  # there is no file yet
                 self._rollups.begin()
-        while not self._stopping.wait(self._every_s):
+        while not self._is_stopping:
+            self.drain.wait(self._stop, self._every_s)
             with suppress(Exception):  # whatever it met, the next look may not meet it
                 if self.drain.poll() and self._rollups is not None:
                     self._rollups.poll()
@@ -322,10 +359,15 @@ class RingDrainer:
 
     def close(self, *, deadline_s: float = 5.0) -> None:
         """Drains a last time, and stops; gives up after ``deadline_s``."""
-        self._stopping.set()
+        if self._stop < 0:
+            return
+        self._is_stopping = True
+        os.eventfd_write(self._stop, 1)
         self._thread.join(deadline_s)
         if not self._thread.is_alive():
             self.drain.close()
+            os.close(self._stop)
+            self._stop = -1
 
 
 def end_ring_alone(drain: RingDrain) -> Callable[[RingFile], bool]:
