@@ -320,8 +320,8 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.promise
 def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> None:
-    """Rank 3's host joined with a boot of which no start was recorded, half a second ahead:
-    less than contradicts the coordinator's clock.
+    """Rank 3's host joined with a boot of which no start was recorded, 0.2 s ahead: less
+    than contradicts the coordinator's clock.
     """
     told = healthy(tmp_path)
     lines = []
@@ -330,7 +330,7 @@ def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> N
             record = json.loads(line)
             if record["by_host"] == "b":
                 record["boot"] = "another"
-                record["time_s"] += 0.1
+                record["time_s"] -= 0.2
                 if record["event"] == "RunStarted":
                     continue
             lines.append(json.dumps(record))
@@ -338,7 +338,7 @@ def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> N
     (tmp_path / "events" / "all.jsonl").write_text("\n".join(lines))
     report = read_report(tmp_path)
     assert report.unplaced_hosts == ("b",)
-    assert {save.late_rank for save in report.saves} <= {0, 1, -1}, "those of the host that is placed"
+    assert {save.late_rank for save in report.saves} <= {0, 1, -1}
     assert "slow_place" not in causes(report)
 
 
