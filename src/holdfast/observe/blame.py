@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from holdfast.observe.report import Save
 from holdfast.observe.text import seconds_text, size_text
@@ -21,7 +21,7 @@ from holdfast.observe.text import seconds_text, size_text
 #: The score under which a rank is suspect: the median of the others by its own time.
 SUSPECT = 0.75
 WINDOW, NEEDED = 5, 3
-#: What is faster than this above the others is chance, and what more bytes than theirs, which are no
+#: What is faster than this above the others is chance; what more bytes than theirs, which are no
 #: chance, may cost.
 LEAST_S, LEAST_OF_BYTES_S = 0.05, 0.01
 #: Saves that a change of all ranks is measured against.
@@ -266,11 +266,12 @@ class _Finder:
         since = _since(saves, lambda save: rank in heavy[id(save)])
         place = self.name(rank)
         own, others = last[-1].bytes_of(phase)[rank], heavy[id(last[-1])][rank]
+        does = f"{_PHASES[phase][0]} takes {seconds_text(value_s)}"
         sentence = (
             f"{place} has more bytes than the others, {size_text(own)} where these have "
-            f"{size_text(others)}, since {since}: {_PHASES[phase][0]} takes {seconds_text(value_s)} "
-            f"where others take {seconds_text(usual_s)}, and as long a byte as they; look at how "
-            "the state is divided over ranks"
+            f"{size_text(others)}, since {since}: {does} where others take "
+            f"{seconds_text(usual_s)}, and as long a byte as they; look at how the state is divided "
+            "over ranks"
         )
         return Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, len(last), sentence)
 
@@ -365,9 +366,7 @@ def _heavy_ranks(save: Save, phase: str) -> dict[int, float]:
     if ranks < 2:
         return {}
     slow, every_bytes = _slow_ranks(save, phase), ranks * save.even_bytes.get(phase, 0.0)
-    others = {
-        rank: (every_bytes - own) / (ranks - 1) for rank, own in save.bytes_of(phase).items()
-    }
+    others = {rank: (every_bytes - own) / (ranks - 1) for rank, own in save.bytes_of(phase).items()}
     return {
         rank: usual
         for rank, usual in others.items()
@@ -376,12 +375,20 @@ def _heavy_ranks(save: Save, phase: str) -> dict[int, float]:
 
 
 def _since(saves: Sequence[Save], is_so: Callable[[Save], bool]) -> str:
-    """Returns the generation since which it is so more often than in three of five saves, by most:
-    a few that are well between those that are not end nothing.
+    first = began(saves, is_so)
+    return f"{first.incarnation}-{first.step}"
+
+
+_T = TypeVar("_T")
+
+
+def began(saves: Sequence[_T], is_so: Callable[[_T], bool]) -> _T:
+    """Returns the save since which it is so more often than in three of five, by most: a few that
+    are well between those that are not end nothing.
     """
     first, most, excess = saves[-1], 0, 0
     for save in reversed(saves):
         excess += WINDOW - NEEDED if is_so(save) else -NEEDED
         if excess >= most:
             first, most = save, excess
-    return f"{first.incarnation}-{first.step}"
+    return first
