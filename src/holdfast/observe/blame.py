@@ -270,8 +270,8 @@ class _Finder:
         sentence = (
             f"{place} has more bytes than the others, {size_text(own)} where these have "
             f"{size_text(others)}, since {since}: {does} where others take "
-            f"{seconds_text(usual_s)}, and as long a byte as they; look at how the state is divided "
-            "over ranks"
+            f"{seconds_text(usual_s)}, and as long a byte as they; look at how the state is "
+            "divided over ranks"
         )
         return Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, len(last), sentence)
 
