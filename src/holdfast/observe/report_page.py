@@ -67,6 +67,7 @@ _STYLE = """
 --line:#30363d;--bad:#ff8d80;--warn:#f0b35e;--a:#6cb2ff;--b:#ff9d76;--h:108,178,255}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1000px;padding:16px;background:var(--paper);
 color:var(--ink);font:15px/1.45 system-ui,sans-serif;overflow-wrap:anywhere}.verdict{font-size:17px}
+.zone{font:13px system-ui,sans-serif;color:var(--soft)}
 h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 8px}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{border-bottom:1px solid var(--line);
 padding:3px 6px;text-align:left;vertical-align:top}td.n,th.n{text-align:right}
@@ -115,7 +116,8 @@ def _body(
     one_save: RunSpans | None,
 ) -> Iterator[str]:
     severity = findings[0].severity if findings else "healthy"
-    yield f"<h1>{escaped(report.root)}</h1>"
+    zone = f'<span class="zone">times are {zone_text(report.last_s)}</span>'
+    yield f"<h1>{escaped(report.root)} {zone}</h1>"
     yield f'<p class="{severity} verdict">{escaped(health_text(report, findings))}</p>'
     has_ledger = report.ledger is not None and report.ledger.elapsed_s > 0
     if report.ledger is not None and has_ledger:
@@ -123,7 +125,6 @@ def _body(
         yield f'<p class="soft">{escaped(parts_text(report.ledger))}</p>'
     yield "<h2>Findings</h2>"
     yield _findings(findings)
-    yield f'<p class="soft">Times are {zone_text(report.last_s)}.</p>'
     if len(report.starts) > 1:
         yield "<h2>Interruptions</h2>"
         yield _timeline(report)

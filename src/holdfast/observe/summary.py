@@ -20,7 +20,7 @@ from holdfast.observe.text import count_text, moment_text, on_one_line, seconds_
 #: category -> (its name for people, its sign in a bar)
 PARTS = {
     "productive": ("productive", "#"),
-    "blocking": ("held by saves", "s"),
+    "blocking": ("in save and close", "s"),
     "first_step": ("first steps", "f"),
     "stall": ("stalled", "!"),
     "declared": ("in phases of the program", "p"),
