@@ -116,7 +116,7 @@ def _body(
     one_save: RunSpans | None,
 ) -> Iterator[str]:
     severity = findings[0].severity if findings else "healthy"
-    zone = f'<span class="zone">times are {zone_text(report.last_s)}</span>'
+    zone = f'<span class="zone">Times are {zone_text(report.last_s)}.</span>'
     yield f"<h1>{escaped(report.root)} {zone}</h1>"
     yield f'<p class="{severity} verdict">{escaped(health_text(report, findings))}</p>'
     has_ledger = report.ledger is not None and report.ledger.elapsed_s > 0
@@ -145,10 +145,10 @@ def _body(
         yield _restores(report)
     saves = report.saves[-MOST_SAVES:]
     if saves:
-        yield "<h2>Saves over time</h2>"
-        yield _chart(saves)
         yield "<h2>Ranks and hosts by saves</h2>"
         yield heat_maps(report, saves, maps, _slow_phase(report))
+        yield "<h2>Saves over time</h2>"
+        yield _chart(saves)
         yield "<h2>All saves</h2>"
         yield table(FIGURE_NAMES, figure_rows(report.figures), texts=2)
         yield f'<p class="soft">{_OF_FIGURES}</p>'
