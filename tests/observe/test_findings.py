@@ -301,7 +301,7 @@ def test_a_save_that_hangs_is_found_with_the_ranks_it_hangs_at(tmp_path: Path) -
     hung_disk(told)
     report = read_report(told.write())
     assert causes(report)["no_durable"] == (
-        "the newest durable generation is 1-19, 12 steps old, where one came every 1 steps; "
+        "the newest durable generation is 1-19, 12 steps old, where one came every 1 step; "
         "no image was written of rank 2 on b, rank 3 on b"
     )
 

@@ -109,7 +109,7 @@ def _overdue(saves: list[Save], state: set[str], what: str) -> Iterator[Evidence
         newest = reached[-1]
         yield Evidence(
             f"the newest {what} generation is {newest.incarnation}-{newest.step}, {behind} steps "
-            f"old, where one came every {usual:.0f} steps",
+            f"old, where one came every {count_text(round(usual), 'step')}",
             newest.time_s,
         )
 

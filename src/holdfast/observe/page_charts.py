@@ -322,8 +322,8 @@ def save_timeline(found: RunSpans) -> str:
         for span in spans:
             parts += _bar(span, _NAMES + (span.start_s - first_s) * scale, line * height, scale)
     label = f"what ranks and keepers did in the {seconds_text(span_s)} of this save"
-    signs = {phase.label: phase.sign for phase in OF_SAVES.values() if phase.sign}
-    key = ", ".join(f"{sign} {label}" for label, sign in sorted(signs.items()))
+    shown = {span.phase.report_name: span.phase.sign for span in found.spans if span.phase.sign}
+    key = ", ".join(f"{sign} {_label(phase)}" for phase, sign in sorted(shown.items()))
     note = (
         ""
         if len(lanes) < MOST_ROWS

@@ -72,6 +72,7 @@ h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 8px}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{border-bottom:1px solid var(--line);
 padding:3px 6px;text-align:left;vertical-align:top}td.n,th.n{text-align:right}
 td.n,td.s,th{white-space:nowrap}
+li{margin-bottom:6px}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
 svg text.sign{fill:#fff;font-weight:700}
 .soft{color:var(--soft)}.critical{color:var(--bad);font-weight:600}.warning{color:var(--warn);
