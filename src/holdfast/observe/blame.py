@@ -214,7 +214,7 @@ class _Finder:
             counts = Counter(rank for save in saves[-WINDOW:] for rank in heavy[id(save)])
             for rank in sorted(rank for rank, n in counts.items() if n >= NEEDED):
                 one = self._heavy(rank, phase, saves, heavy)
-                if one.score < SUSPECT and _later_s(one) > LEAST_OF_BYTES_S:
+                if _later_s(one) > LEAST_OF_BYTES_S:
                     found.setdefault(one.ranks, one)
         return list(found.values())
 
@@ -260,20 +260,21 @@ class _Finder:
     def _heavy(
         self, rank: int, phase: str, saves: Sequence[Save], heavy: Mapping[int, Mapping[int, float]]
     ) -> Blame:
-        last = [save for save in saves[-WINDOW:] if rank in heavy[id(save)]]
-        value_s = statistics.median(dict(save.phases[phase].slowest)[rank] for save in last)
-        usual_s = statistics.median(save.phases[phase].median_s for save in last)
+        # Of all saves: what little it costs is lost in a few of them.
+        own = [save for save in saves if rank in heavy[id(save)]]
+        value_s = statistics.median(dict(save.phases[phase].slowest)[rank] for save in own)
+        usual_s = statistics.median(save.phases[phase].median_s for save in own)
         since = _since(saves, lambda save: rank in heavy[id(save)])
-        place = self.name(rank)
-        own, others = last[-1].bytes_of(phase)[rank], heavy[id(last[-1])][rank]
+        place, times = self.name(rank), sum(save in own for save in saves[-WINDOW:])
+        own_bytes, usual_bytes = own[-1].bytes_of(phase)[rank], heavy[id(own[-1])][rank]
         does = f"{_PHASES[phase][0]} takes {seconds_text(value_s)}"
         sentence = (
-            f"{place} has more bytes than the others, {size_text(own)} where these have "
-            f"{size_text(others)}, since {since}: {does} where others take "
+            f"{place} has more bytes than the others, {size_text(own_bytes)} where these have "
+            f"{size_text(usual_bytes)}, since {since}: {does} where others take "
             f"{seconds_text(usual_s)}, and as long a byte as they; look at how the state is "
             "divided over ranks"
         )
-        return Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, len(last), sentence)
+        return Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, times, sentence)
 
     def _all(self, phase: str, saves: Sequence[Save]) -> Iterator[Blame]:
         """Yields that all ranks are slower than they were."""

@@ -493,8 +493,8 @@ RULES = (
     RunRule(
         "slow_place",
         "warning",
-        "a rank, a host or all of them are slow in three of the last five saves, or one rank comes "
-        "last to more of the last ten than chance explains",
+        "a rank, a host or all of them are slow in three of the last five saves, one rank has more "
+        "bytes than the others, or comes last to more of the last ten than chance explains",
         "Where to look first is said above; `holdfast report` with `--by host` or `--by rank` has "
         "the figures of each.",
         _slow_place,
