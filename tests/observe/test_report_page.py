@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import events
 from holdfast.cli import main
 from holdfast.observe.findings import find
 from holdfast.observe.page_charts import escaped
@@ -26,7 +27,8 @@ from holdfast.observe.spans import RecordChoice, SaveName, read_spans
 from holdfast.observe.tables import figure_rows
 from holdfast.observe.text import moment_text, seconds_text
 from holdfast.observe.trouble_lines import trouble_lines
-from support.runs.told import tell_sick_run
+from observe.test_findings import healthy, stall_of_one
+from support.runs.told import RANKS, of, tell_sick_run
 
 EVIL = (
     "</script></style></title><script>document.title='owned'</script>\"' onload=alert(1) "
@@ -205,6 +207,17 @@ def test_the_heat_map_opens_with_the_phase_that_is_slow_and_says_its_figures(
     assert "1-0" in words, "where its columns begin"
     parts = re.findall(r'id="map-\w+"[^>]*> ([^<]+)<', text)
     assert "in save: describing" in parts and len(parts) == len(set(parts))
+
+
+def test_of_a_stall_the_heat_map_shows_who_waited(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    stall_of_one(told)
+    for rank, host in RANKS.items():
+        times = {"copy_s": 0.2, "grant_s": 0.0 if rank == 2 else 20.0}
+        told(of(events.ImageCaptured, 1, rank, step=20, size_bytes=1_000_000, **times), 381.0, host)
+    text = page_of(read_report(told.write()))
+    assert 'id="map-grant_s" checked> waiting for all, and a slot<' in text
+    assert "rank 1 at 1-20: 20.0 s" in text
 
 
 def test_saves_that_gave_nothing_are_crosses_in_the_chart(tmp_path: Path) -> None:

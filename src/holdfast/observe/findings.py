@@ -544,8 +544,8 @@ RULES = (
         "stalled",
         "warning",
         "steps of more than ten medians took more than 1 % of the run",
-        "Look at the data and the network at these moments; with ckpt.phase(...) what the program "
-        "knows of is not counted.",
+        "Look at the rank that is named, at its data and its network at these moments, and whether "
+        "it was stopped; with ckpt.phase(...) what the program knows of is not counted.",
         _stalled,
     ),
     RunRule(

@@ -147,7 +147,7 @@ def _body(
     saves = report.saves[-MOST_SAVES:]
     if saves:
         yield "<h2>Ranks and hosts by saves</h2>"
-        yield heat_maps(report, saves, maps, _slow_phase(report))
+        yield heat_maps(report, saves, maps, _slow_phase(report, findings))
         yield "<h2>Saves over time</h2>"
         yield _chart(saves)
         yield "<h2>All saves</h2>"
@@ -161,10 +161,13 @@ def _body(
         yield f"<h2>What else happened</h2><ul>{troubles}</ul>"
 
 
-def _slow_phase(report: Report) -> str:
-    """Returns the phase that the worst slow place is slow in: its heat map is what shows it."""
+def _slow_phase(report: Report, findings: Sequence[RunFinding]) -> str:
+    """Returns the phase whose heat map shows the worst slow place: of a stall that in which all
+    others wait.
+    """
     found = find_slow(report.saves, report.ranks_by_host)
-    return next((one.phase for one in found if one.phase), "")
+    is_stalled = any(one.cause == "stalled" for one in findings)
+    return next((one.phase for one in found if one.phase), "grant_s" if is_stalled else "")
 
 
 def _ledger_bar(ledger: Ledger) -> str:
