@@ -267,7 +267,7 @@ def test_a_host_that_has_more_bytes_is_told_from_a_slow_one(tmp_path: Path) -> N
 def test_more_bytes_are_no_chance_however_little_they_cost(
     tmp_path: Path, own_s: float, is_named: bool
 ) -> None:
-    times: dict[str, Any] = dict.fromkeys(HOST_OF, 0.035) | {5: own_s}
+    times: dict[int, float] = dict.fromkeys(HOST_OF, 0.035) | {5: own_s}
     found = of_run(tmp_path, HOST_OF, size_bytes={5: 2_000_000}, copy_s=times)
     assert bool(found) == is_named
     for one in found:
