@@ -24,6 +24,7 @@ from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_records import SaveRecords
+from holdfast.observe.text import seconds_text
 from support.runs.told import Told, tell_save, tell_start
 
 HOSTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "d": (6, 7)}
@@ -263,7 +264,7 @@ def test_a_host_that_has_more_bytes_is_told_from_a_slow_one(tmp_path: Path) -> N
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("own_s", "is_named"), [(0.060, True), (0.044, False)])
+@pytest.mark.parametrize(("own_s", "is_named"), [(0.060, True), (0.044, True), (0.037, False)])
 def test_more_bytes_are_no_chance_however_little_they_cost(
     tmp_path: Path, own_s: float, is_named: bool
 ) -> None:
@@ -272,7 +273,8 @@ def test_more_bytes_are_no_chance_however_little_they_cost(
     assert bool(found) == is_named
     for one in found:
         assert one.sentence.startswith("rank 5 on c has more bytes than the others, 2.00 MB where")
-        assert "have 1.00 MB, since 1-0: copying to shared memory takes 60" in one.sentence
+        takes = f"copying to shared memory takes {seconds_text(own_s)} where others take 35."
+        assert f"have 1.00 MB, since 1-0: {takes}" in one.sentence
 
 
 def test_a_slow_host_that_has_fewer_bytes_is_found(tmp_path: Path) -> None:

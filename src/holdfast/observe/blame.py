@@ -21,9 +21,11 @@ from holdfast.observe.text import seconds_text, size_text
 #: The score under which a rank is suspect: the median of the others by its own time.
 SUSPECT = 0.75
 WINDOW, NEEDED = 5, 3
-#: What is faster than this above the others is chance; what more bytes than theirs, which are no
-#: chance, may cost.
-LEAST_S, LEAST_OF_BYTES_S = 0.05, 0.01
+#: What is faster than this above the others is chance.
+LEAST_S = 0.05
+#: What more bytes than the others have may cost, for they are no chance; and the part of it that
+#: must be seen, as not all that takes time does so by the byte.
+LEAST_OF_BYTES_S, SEEN_OF_BYTES = 0.01, 0.25
 #: Saves that a change of all ranks is measured against.
 PAST = 10
 #: Saves that are looked at for who comes late, and the chance that one of ranks that are all alike
@@ -213,8 +215,8 @@ class _Finder:
             heavy = {id(save): _heavy_ranks(save, phase) for save in saves}
             counts = Counter(rank for save in saves[-WINDOW:] for rank in heavy[id(save)])
             for rank in sorted(rank for rank, n in counts.items() if n >= NEEDED):
-                one = self._heavy(rank, phase, saves, heavy)
-                if _later_s(one) > LEAST_OF_BYTES_S:
+                one, cost_s = self._heavy(rank, phase, saves, heavy)
+                if cost_s > LEAST_OF_BYTES_S and _later_s(one) > SEEN_OF_BYTES * cost_s:
                     found.setdefault(one.ranks, one)
         return list(found.values())
 
@@ -259,7 +261,8 @@ class _Finder:
 
     def _heavy(
         self, rank: int, phase: str, saves: Sequence[Save], heavy: Mapping[int, Mapping[int, float]]
-    ) -> Blame:
+    ) -> tuple[Blame, float]:
+        """Returns a rank that has more bytes, and the seconds that these take by the byte."""
         # Of all saves: what little it costs is lost in a few of them.
         own = [save for save in saves if rank in heavy[id(save)]]
         value_s = statistics.median(dict(save.phases[phase].slowest)[rank] for save in own)
@@ -271,10 +274,11 @@ class _Finder:
         sentence = (
             f"{place} has more bytes than the others, {size_text(own_bytes)} where these have "
             f"{size_text(usual_bytes)}, since {since}: {does} where others take "
-            f"{seconds_text(usual_s)}, and as long a byte as they; look at how the state is "
+            f"{seconds_text(usual_s)}, and no longer for each byte; look at how the state is "
             "divided over ranks"
         )
-        return Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, times, sentence)
+        one = Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, times, sentence)
+        return one, value_s * (1 - usual_bytes / own_bytes)
 
     def _all(self, phase: str, saves: Sequence[Save]) -> Iterator[Blame]:
         """Yields that all ranks are slower than they were."""
