@@ -243,6 +243,39 @@ def test_an_image_that_takes_anothers_place_is_not_told_finished_unless_it_has(
         number += 1
 
 
+@pytest.mark.promise
+@pytest.mark.parametrize("fault", ["lost", "dropped"])
+def test_an_image_is_not_told_finished_because_anothers_came_to_its_place(
+    store: ObjectStore, faults: Faults, fault: str
+) -> None:
+    other, own, number = content(), content(1), 1
+    while True:
+        path = f"steps/{number}/image"
+        sink = store.create(path, SIZE)
+        fill(sink, own)
+        first = store.create(path, SIZE)
+        fill(first, other)
+        first.finish()
+        before = len(faults.log)
+
+        def chosen(kind: str, key: str, number: int = number, before: int = before) -> str:
+            is_read = kind.startswith(("GET", "HEAD"))
+            return fault if len(faults.log) - before >= number and not is_read else ""
+
+        faults.of = chosen
+        try:
+            sink.finish()
+            is_done = True
+        except StorageError:
+            is_done = False
+        sent, faults.of = len(faults.log) - before, lambda kind, key: ""
+        there = store.read(path)
+        assert there == own if is_done else there in (other, own)
+        if sent < number:
+            break
+        number += 1
+
+
 # Conditions.
 
 

@@ -349,7 +349,10 @@ class RingDrainer:
             with suppress(Exception):  # there is no file yet
                 self._rollups.begin()
         while not self._is_stopping:
-            self.drain.wait(self._stop, self._every_s)
+            try:
+                self.drain.wait(self._stop, self._every_s)
+            except OSError:  # no memory to wait with
+                time.sleep(self._every_s)
             with suppress(Exception):  # whatever it met, the next look may not meet it
                 if self.drain.poll() and self._rollups is not None:
                     self._rollups.poll()
