@@ -48,8 +48,8 @@ def slow_places(report: Report) -> list[str]:
 
 
 #: What the report has to say of each sickness: the rule, how its words begin, and what is in them.
-#: "Twice the bytes" is not among them: bytes are judged by times, which tell it of large states
-#: alone (tests/observe/test_blame.py).
+#: "Twice the bytes" is not among them: other load on the machine makes all copies of its large state
+#: slower, which is named beside it (tests/observe/test_blame.py has it).
 EXPECTED: dict[str, tuple[str, str, str]] = {
     "slow fsync": ("slow_place", "host {host}, disk: making an image durable (fsync)", ""),
     "slow writes": ("slow_place", "host {host}, disk: writing an image", ""),
@@ -57,6 +57,11 @@ EXPECTED: dict[str, tuple[str, str, str]] = {
     "slow fsync of all": ("slow_place", "all 3 hosts, fsync of the storage: making an image", ""),
     "stopped trainer": ("stalled", "steps that hung", "; rank {rank} on {host} came to save "),
     "CPU hog": ("slow_place", "host {host}, CPU or memory: whatever it does", ""),
+    "twice the bytes": (
+        "slow_place",
+        "rank {rank} on {host} has more bytes than the others, 2",
+        "",
+    ),
     "late rank": ("slow_place", "rank {rank} on {host} comes to save ", ""),
     "restart loop": ("same_host_dies", "4 of 4 interruptions began with a rank on {host}", ""),
 }
