@@ -57,11 +57,6 @@ EXPECTED: dict[str, tuple[str, str, str]] = {
     "slow fsync of all": ("slow_place", "all 3 hosts, fsync of the storage: making an image", ""),
     "stopped trainer": ("stalled", "steps that hung", "; rank {rank} on {host} came to save "),
     "CPU hog": ("slow_place", "host {host}, CPU or memory: whatever it does", ""),
-    "twice the bytes": (
-        "slow_place",
-        "rank {rank} on {host} has more bytes than the others, 2",
-        "",
-    ),
     "late rank": ("slow_place", "rank {rank} on {host} comes to save ", ""),
     "restart loop": ("same_host_dies", "4 of 4 interruptions began with a rank on {host}", ""),
 }
