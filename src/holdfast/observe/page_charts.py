@@ -117,7 +117,7 @@ def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str], first:
     ``first``: the phase that shows.
     """
     phases = sorted(maps, key=lambda name: (name != first, name != "copy_s"))
-    buttons = _buttons("map", "phase", {phase: _label(phase) for phase in phases})
+    buttons = _buttons("map", "phase", {phase: phase_label(phase) for phase in phases})
     buttons += _buttons("rows", "rows", {rows: f"by {rows}" for rows in rows_of(report)})
     host_of = {n: report.hosts_at(n) for n in {save.incarnation for save in saves}}
 
@@ -138,7 +138,7 @@ def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str], first:
     return f"{buttons}{drawn}<p class=soft>{note}</p>"
 
 
-def _label(phase: str) -> str:
+def phase_label(phase: str) -> str:
     """Returns the name of a phase by itself: ``writing: fsync`` for a part of one."""
     one = OF_SAVES[phase]
     whole = "".join(each.label for each in OF_SAVES.values() if each.name == one.within)
@@ -187,7 +187,7 @@ def _heat_map(
     parts += _cells(cells, (WIDTH - _NAMES - _MEANS) / max(1, len(saves)))
     height = max(1, len(slowest)) * _ROW + 14
     parts += save_ticks(saves, _NAMES, WIDTH - _MEANS, height - 2)
-    label = f"{_label(phase)}, by {rows} and save; darkest {seconds_text(largest)}"
+    label = f"{phase_label(phase)}, by {rows} and save; darkest {seconds_text(largest)}"
     drawn = svg(height, label, parts)
     left_out = int(rows == "host")  # the rank
     figures = _details(
@@ -250,7 +250,7 @@ def _mesh_map(saves: Sequence[Save], phase: str, mesh: RunMesh) -> str:
                 cells.append(_Cell(at[-1], n, round(part * (_LEVELS - 1)), text))
     parts += _cells(cells, (WIDTH - _NAMES) / mesh.sizes[-1])
     label = (
-        f"{_label(phase)} over the mesh, {mesh.names[-1]} to the right; darkest "
+        f"{phase_label(phase)} over the mesh, {mesh.names[-1]} to the right; darkest "
         f"{seconds_text(largest)}"
     )
     drawn = svg(max(1, len(shown)) * _ROW, label, parts)
@@ -323,7 +323,7 @@ def save_timeline(found: RunSpans) -> str:
             parts += _bar(span, _NAMES + (span.start_s - first_s) * scale, line * height, scale)
     label = f"what ranks and keepers did in the {seconds_text(span_s)} of this save"
     shown = {span.phase.report_name: span.phase.sign for span in found.spans if span.phase.sign}
-    key = ", ".join(f"{sign} {_label(phase)}" for phase, sign in sorted(shown.items()))
+    key = ", ".join(f"{sign} {phase_label(phase)}" for phase, sign in sorted(shown.items()))
     note = (
         ""
         if len(lanes) < MOST_ROWS
