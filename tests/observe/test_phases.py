@@ -66,7 +66,7 @@ def test_the_page_has_a_map_of_every_phase(run: Path, tmp_path: Path) -> None:
     shown = Page(page).seen
     for phase in OF_SAVES:
         assert f"{phase_label(phase)}, by rank and save" in shown
-        assert f"map-{phase.report_name}" in page
+        assert f"map-{phase}" in page
     for phase in SAVED:
         drawn = f"{phase.name}: {seconds_text(length_of(phase))}"
         inside = f"{phase.name} {seconds_text(length_of(phase))}"
