@@ -86,6 +86,21 @@ def test_a_rank_that_came_a_little_late_once_does_not_explain_a_long_stall(tmp_p
     assert "came to save" not in causes(read_report(told.write()))["stalled"]
 
 
+def test_a_rank_that_hung_twice_is_named_with_both_moments(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    stall(told)
+    for step, at_s in ((20, 360.0), (21, 400.0)):
+        for rank, host in RANKS.items():
+            late_s = 20.0 if rank == 2 else 0.0
+            fields = {"step": step, "held_s": 0.01, "size_bytes": 1_000_000}
+            told(of(events.SaveReturned, 1, rank, **fields), at_s + late_s, host)
+    report = read_report(told.write())
+    (found,) = (one for one in find(report) if one.cause == "stalled")
+    expected = "; rank 2 on b came to save 1-20 20.0 s after the first, to 1-21 20.0 s"
+    assert found.evidence.endswith(expected)
+    assert found.since_s == pytest.approx(report.saves[20].time_s)
+
+
 def no_durable(told: Told) -> None:
     for step in range(20, 25):
         tell_save(told, 1, step, 211.0 + 10 * step, RANKS, durable=False)
@@ -194,6 +209,28 @@ def test_a_rule_finds_what_it_is_for(
     assert evidence in found[rule], found
 
 
+@pytest.mark.parametrize(
+    ("rule", "persist_s", "apart_s"), [("storage_slow", 4.0, 1.0), ("throughput_down", 2.0, 10.0)]
+)
+def test_storage_became_slow_with_the_first_slow_save(
+    tmp_path: Path, rule: str, persist_s: float, apart_s: float
+) -> None:
+    told = healthy(tmp_path)
+    for step in range(20, 29):
+        tell_save(told, 1, step, 211.0 + apart_s * (step - 20), RANKS, persist_s=persist_s)
+    report = read_report(told.write())
+    (found,) = (one for one in find(report) if one.cause == rule)
+    assert found.since_s == report.saves[20].time_s
+
+
+def test_a_loop_that_one_rank_makes_names_it(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    loop(told)
+    assert causes(read_report(told.write()))["restart_loop"].endswith(
+        "no further than step 19, each until rank 3 on b was gone"
+    )
+
+
 def test_a_run_that_did_not_close_and_says_nothing_is_found_while_one_looks(tmp_path: Path) -> None:
     report = read_report(healthy(tmp_path).write())
     found = causes(report, report.last_s + 150)
@@ -264,7 +301,7 @@ def test_a_save_that_hangs_is_found_with_the_ranks_it_hangs_at(tmp_path: Path) -
     hung_disk(told)
     report = read_report(told.write())
     assert causes(report)["no_durable"] == (
-        "the newest durable generation is 1-19, 12 steps old, where one came every 1 steps; "
+        "the newest durable generation is 1-19, 12 steps old, where one came every 1 step; "
         "no image was written of rank 2 on b, rank 3 on b"
     )
 

@@ -46,6 +46,14 @@ def test_trainers_that_hang_beside_living_keepers_are_found(tmp_path: Path) -> N
     assert "no_sign_of_life" not in causes(early, report.last_s + 5)
 
 
+def test_of_trainers_that_are_all_gone_the_first_is_named_as_the_first(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    tell_death(told, 1, 205.0, RANKS, "")
+    report = read_report(told.write())
+    found = causes(report, report.last_s + 150)["no_sign_of_life"]
+    assert found.endswith(": 4 of 4 ranks are gone, rank 3 on b before the others")
+
+
 def test_a_program_whose_phases_take_long_is_not_said_to_hang(tmp_path: Path) -> None:
     told = healthy(tmp_path)
     evaluation = of(events.PhaseEnded, 1, step=19, name="evaluation", elapsed_s=600.0, times=1)

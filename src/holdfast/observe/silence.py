@@ -36,8 +36,10 @@ def find_silence(report: Report, now_s: float | None) -> Iterator[tuple[str, flo
 def _who_is_missing(report: Report, start: Start) -> str:
     """Returns which ranks did not come as far as the others, if any."""
     if start.lost:
-        first = start.lost[0]
-        return f": rank {first.rank} on {first.host} is gone"
+        first = f"rank {start.lost[0].rank} on {start.lost[0].host}"
+        if len(start.lost) == 1:
+            return f": {first} is gone"
+        return f": {len(start.lost)} of {start.world} ranks are gone, {first} before the others"
     known = sum(map(len, report.ranks_by_host.values()))
     if known < start.world:
         return f": {known} of {start.world} ranks began"
