@@ -93,6 +93,7 @@ def tell_run(root: Path, ranks: dict[int, str], saves: int = 12) -> Path:
             sample = of(
                 events.HostSampled, 2, -1, host=host, queued_s=step / 10, free_bytes=1000 - step,
                 cpu_pressure=0.1, io_pressure=0.4 if host == "b" else -1.0, keeper_bytes=step,
+                doing={"training": 1 + step} if step % 2 else {"evaluation": 1},
             )  # fmt: skip
             told(sample, at_s + 5, host)
     for rank, host in ranks.items():

@@ -23,6 +23,7 @@ from holdfast.keeper.connections import LocalConnection, TrainerConnection
 from holdfast.keeper.hosts.agent import WriteService
 from holdfast.keeper.image_writer import HostWrite
 from holdfast.keeper.jobs import Background
+from holdfast.observe.event_ring import doing_in
 from holdfast.protocol.arena import IMAGE_START
 
 SAMPLE_S = 10.0
@@ -112,6 +113,7 @@ def _emit_sample(facts: dict[str, Any], pids: Collection[int], memory: ArenaFile
         "cpu_pressure": pressure("cpu"),
         "io_pressure": pressure("io"),
         "memory_pressure": pressure("memory"),
+        "doing": Counter(one.phase for one in doing_in(memory.directory)),
     }
     emit(HostSampled(**sample))
 

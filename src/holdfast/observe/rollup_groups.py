@@ -344,7 +344,7 @@ def sampled(one: HostSampled) -> SampleRollup:
 
 
 def joined_samples(one: SampleRollup, other: SampleRollup | None) -> SampleRollup:
-    """Returns the samples of both."""
+    """Returns the samples of both; ``one`` is the newer."""
     if other is None:
         return one
     return SampleRollup(
@@ -357,7 +357,7 @@ def joined_samples(one: SampleRollup, other: SampleRollup | None) -> SampleRollu
 
 
 def extremes(one: HostSampled, other: HostSampled | None) -> HostSampled:
-    """Returns the extremes of two samples, else like the first."""
+    """Returns the extremes of two samples, else like the first, the newer."""
     before = other or one
     values = {name: getattr(one, name) for name in HostSampled.__struct_fields__}
     for name in ("queued_s", "finish_s", "keeper_bytes"):
