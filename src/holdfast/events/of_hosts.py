@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.events.fields import Bytes, Count, Difference, Event, PartOrNone, Seconds
 
 
@@ -94,7 +96,7 @@ class HostSampled(Event, frozen=True, kw_only=True):
     cpu_pressure: PartOrNone = -1.0
     io_pressure: PartOrNone = -1.0
     memory_pressure: PartOrNone = -1.0
-    doing: dict[str, Count] = {}
+    doing: dict[str, Count] = msgspec.field(default_factory=dict)
 
 
 class ClocksCompared(Event, frozen=True, kw_only=True):
