@@ -75,7 +75,8 @@ def test_a_table_by_rank_host_and_link_is_the_same_as_data(tmp_path: Path, capsy
     slow = next(row for row in found["rows"] if row["name"] == "b")
     assert slow["times_slowest"] > 0 and slow["longest_s"]["write_s"] == pytest.approx(2.2)
     assert json_of(capsys, "report", root, "--by", "link")["rows"] == []
-    assert main(["report", root, "--by", "mesh", "--json"]) == 3
+    assert main(["report", str(root), "--by", "mesh", "--json"]) == 3
+    capsys.readouterr()
     found = json_of(capsys, "report", root, "--by", "mesh", "--mesh", "dp=2,tp=2")
     assert {row["name"] for row in found["rows"]} == {"dp 0", "dp 1", "tp 0", "tp 1"}
 
