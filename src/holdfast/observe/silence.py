@@ -19,7 +19,7 @@ TRAINERS_SILENT_S, TRAINERS_SILENT_TIMES = 900.0, 3
 #: The same while one is in a phase of which it is not known how long it takes.
 NEW_PHASE_S = 4 * 3600.0
 #: Phases that a program does not declare, and between whose ends it has records.
-_OF_STEPS = frozenset({"training", "saving"})
+OF_STEPS = frozenset({"training", "saving"})
 
 
 def find_silence(report: Report, now_s: float | None) -> Iterator[tuple[str, float]]:
@@ -57,7 +57,7 @@ def _is_new_phase(report: Report, phases: Counter[str]) -> bool:
     """Returns True if a trainer is in a phase of which none has ended so far."""
     ended = report.ledger.declared_s if report.ledger is not None else {}
     return any(  # the names of samples are cut short
-        not any(one.startswith(name) for one in ended) for name in phases.keys() - _OF_STEPS
+        not any(one.startswith(name) for one in ended) for name in phases.keys() - OF_STEPS
     )
 
 
