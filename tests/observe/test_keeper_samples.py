@@ -28,6 +28,7 @@ ckpt = holdfast.Checkpointer(sys.argv[1], {"model": torch.nn.Linear(8, 8)})
 ckpt.save(0, durable=True).wait_durable()
 os._exit(1)
 """
+BROKEN = m.pack(m.SampleTaken(event=b"\x81\xa5event\xa1\xff"), 1)
 
 
 def test_a_keeper_tells_at_once_what_its_trainers_are_doing(tmp_path: Path, capsys: Out) -> None:
@@ -65,7 +66,7 @@ def test_a_keeper_does_not_stay_for_who_watches(tmp_path: Path) -> None:
     samples.close()
 
 
-@pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff\x7f", m.pack(m.Done(), 1), None])
+@pytest.mark.parametrize("answer", [b"", b"\xff\xff\xff\x7f", m.pack(m.Done(), 1), BROKEN, None])
 def test_what_answers_otherwise_or_not_at_all_is_left_alone_for_a_while(
     answer: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

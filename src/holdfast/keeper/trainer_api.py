@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec.structs import asdict
 
 from holdfast.coordinator.actions import Action, SendMessage
@@ -435,7 +436,7 @@ class TrainerApi:
         self.open.discard(connection)  # no trainer: a keeper does not stay for it
         leads = self.role.follower is None
         sample = await self.sampler.take(self.executor.agent.writes, leads=leads)
-        return m.SampleTaken(sample=asdict(sample))
+        return m.SampleTaken(event=msgspec.msgpack.encode(sample))
 
 
 def _keep_of(terms: m.KeepTerms) -> Keep:

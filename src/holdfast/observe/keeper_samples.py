@@ -27,6 +27,7 @@ from holdfast.storage.open import open_store
 #: Seconds that an answer may take, and after which a keeper that gave none is asked again.
 ANSWER_S, PAUSE_S = 0.5, 60.0
 _MOST_BYTES = 1 << 20
+_decode = msgspec.msgpack.Decoder(HostSampled).decode
 
 
 class KeeperSamples:
@@ -47,7 +48,7 @@ class KeeperSamples:
                 continue
             try:
                 sample = self._ask(arena)
-            except (OSError, FormatError, msgspec.ValidationError):
+            except (OSError, FormatError, msgspec.DecodeError, UnicodeDecodeError):
                 self._close(arena)
                 self._not_before_s[arena] = time.monotonic() + PAUSE_S
                 continue
@@ -78,7 +79,7 @@ class KeeperSamples:
         _, answer = m.unpack(_receive(line, size))
         if not isinstance(answer, m.SampleTaken):
             raise FormatError(f"the answer is {type(answer).__name__}")
-        return msgspec.convert(answer.sample, HostSampled)
+        return _decode(answer.event)
 
     def _close(self, arena: Path) -> None:
         line = self._lines.pop(arena, None)

@@ -505,9 +505,9 @@ class Explanation(Message, frozen=True, kw_only=True):
 
 
 class SampleTaken(Message, frozen=True, kw_only=True):
-    """Answer to ``TakeSample``: the fields of a ``HostSampled`` event, as its record has them."""
+    """Answer to ``TakeSample``: a ``HostSampled`` event in MessagePack."""
 
-    sample: dict[str, Any]
+    event: bytes
 
 
 class FencedOff(Message, frozen=True, kw_only=True):
