@@ -94,7 +94,9 @@ class HostSampler:
             "finish_s": self._finish_s,
             "trainers": len(pids),
         }
-        return await self._background.in_thread(_sample_of, facts, pids, self._memory)
+        sample: HostSampled
+        sample = await self._background.in_thread(_sample_of, facts, pids, self._memory)
+        return sample
 
     def _states(self) -> Counter[str]:
         return Counter(slot.state for slot in self._slots.values() if host_of(slot.id) == 0)

@@ -52,8 +52,7 @@ class KeeperSamples:
                 self._close(arena)
                 self._not_before_s[arena] = time.monotonic() + PAUSE_S
                 continue
-            now_s = {"time_s": time.time(), "mono_s": time.monotonic()}
-            yield sample, RecordHead(by_host=sample.host, boot=boot_id()[:8], **now_s)
+            yield sample, RecordHead(time.time(), time.monotonic(), sample.host, boot_id()[:8])
 
     def close(self) -> None:
         """Closes all connections."""

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from holdfast.observe.clocks import CommonClock
 from holdfast.observe.rollup_groups import (
     COUNT_ROWS,
     COUNTED,
     MOMENT_ROWS,
+    ColumnsHead,
     PackedColumns,
     PhaseValues,
     SaveColumns,
@@ -125,24 +124,22 @@ def _packed(kind: str, values: Iterable[float]) -> bytes:
 
 def pack(of: SaveColumns) -> PackedColumns:
     """Returns columns as a line has them."""
-    *head, _, _, _ = msgspec.structs.astuple(of)
     planes = (
         array_[at::width]
         for array_, width in zip(of.arrays, _WIDTHS, strict=True)
         for at in range(width)
     )
     saves = len(of.counts) // len(COUNT_ROWS) // 8
-    return PackedColumns(*head, saves, zlib.compress(b"".join(planes)))
+    return PackedColumns(**_head(of), saves=saves, packed=zlib.compress(b"".join(planes)))
 
 
 def unpack(of: PackedColumns, most_bytes: int) -> SaveColumns:
     """Returns the columns of a line. Raises ValueError if they are none, or too large."""
-    *head, saves, packed = msgspec.structs.astuple(of)
-    sizes, inflater = of.sizes(saves), zlib.decompressobj()
+    sizes, inflater = of.sizes(of.saves), zlib.decompressobj()
     if sum(sizes) > most_bytes:
         raise ValueError(f"columns of {sum(sizes)} bytes")
     try:
-        planes = inflater.decompress(packed, sum(sizes) + 1)
+        planes = inflater.decompress(of.packed, sum(sizes) + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if len(planes) != sum(sizes) or not inflater.eof:
@@ -154,7 +151,12 @@ def unpack(of: PackedColumns, most_bytes: int) -> SaveColumns:
             values[n::width] = planes[at : at + size // width]
             at += size // width
         arrays.append(bytes(values))
-    return SaveColumns(*head, *arrays)
+    counts, moments, seconds = arrays
+    return SaveColumns(**_head(of), counts=counts, moments=moments, seconds=seconds)
+
+
+def _head(of: ColumnsHead) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in ColumnsHead.__struct_fields__}
 
 
 class ColumnArrays(NamedTuple):
