@@ -52,6 +52,7 @@ def test_a_keeper_tells_at_once_what_its_trainers_are_doing(tmp_path: Path, caps
     assert main(["top", str(tmp_path / "run"), "--once"]) == 0
 
 
+@pytest.mark.promise
 def test_a_keeper_does_not_stay_for_who_watches(tmp_path: Path) -> None:
     environment = os.environ | {"HOLDFAST_KEEPER_IDLE_S": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -59,6 +59,7 @@ def test_a_program_whose_phases_take_long_is_not_said_to_hang(tmp_path: Path) ->
     assert "no_sign_of_life" in causes(report, report.last_s + 5 + 3600)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("phase", ["evaluation", "restoring"])
 def test_a_first_phase_of_hours_is_no_alarm_while_keepers_see_trainers_in_it(
     phase: str, tmp_path: Path
@@ -75,6 +76,7 @@ def test_a_first_phase_of_hours_is_no_alarm_while_keepers_see_trainers_in_it(
     )
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("doing", [{"training": 2}, {"saving": 1, "training": 1}])
 def test_trainers_that_keepers_see_hang_in_a_step_are_found_after_a_quarter_of_an_hour(
     doing: dict[str, int], tmp_path: Path
