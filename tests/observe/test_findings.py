@@ -116,6 +116,16 @@ def slower_than_asked(told: Told) -> None:
         tell_save(told, 1, step, 211.0 + step, RANKS, persist_s=4.0)
 
 
+def always_slower_than_asked(told: Told) -> None:
+    """From the first save on: each is to be durable, and every third is, when storage is free."""
+    tell_death(told, 1, 205.0, RANKS, "")
+    tell_start(told, 2, 220.0, RANKS, (1, 19))
+    for step in range(20, 40):
+        at_s = 230.0 + step
+        tell_save(told, 2, step, at_s, RANKS, persist_s=2.5, durable=step % 3 == 2)
+        told(of(events.SaveReturned, 2, step=step, durable=True, size_bytes=1_000_000), at_s)
+
+
 def slower_storage(told: Told) -> None:
     for step in range(20, 25):
         tell_save(told, 1, step, 11.0 + 10 * step, RANKS, persist_s=2.0)
@@ -187,6 +197,11 @@ def failed_source(told: Told) -> None:
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),
+        (
+            "storage_slow",
+            always_slower_than_asked,
+            "takes 3.70 s to be durable, and the next is asked for after 1.00 s",
+        ),
         ("slow_link", slow_link, "link of host b: messages to a take 200 ms there and back, where"),
         (
             "throughput_down",

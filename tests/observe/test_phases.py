@@ -64,9 +64,9 @@ def test_the_page_has_a_map_of_every_phase(run: Path, tmp_path: Path) -> None:
     assert main(["report", str(run), "--html", str(path), "--save", "1-2"]) == 0
     page = path.read_text()
     shown = Page(page).seen
-    for phase in OF_SAVES:
-        assert f"{phase_label(phase)}, by rank and save" in shown
-        assert f"map-{phase}" in page
+    for name in OF_SAVES:
+        assert f"{phase_label(name)}, by rank and save" in shown
+        assert f"map-{name}" in page
     for phase in SAVED:
         drawn = f"{phase.name}: {seconds_text(length_of(phase))}"
         inside = f"{phase.name} {seconds_text(length_of(phase))}"

@@ -322,6 +322,15 @@ def test_rates_slow_ranks_and_the_save_under_way() -> None:
     assert "2 on b 4.0x" in text and "captured  1-2          5.00 s ago" in text
 
 
+def test_what_ranks_are_doing_is_shown_where_some_do_not_train() -> None:
+    def shown(**doing: int) -> str:
+        run = state_of(of(HostSampled, 0, -1, host="a", doing=doing | {"training": 6}))
+        return "\n".join(screen_lines("r", run, WALL_S))
+
+    assert "ranks     6 in training, 2 in evaluation" in shown(evaluation=2)
+    assert "in training" not in shown(saving=2)
+
+
 def test_what_went_wrong_is_said_with_its_age_and_once_for_all_ranks() -> None:
     run = state_of(
         *(events.SnapshotMissed(incarnation=1, step=4, rank=r, reason="late") for r in (0, 1)),
@@ -441,16 +450,12 @@ def test_on_a_terminal_it_follows_the_run_until_a_key(tmp_path: Path, end: str) 
         os.close(terminal)
 
 
-def test_an_interrupt_while_it_reads_or_draws_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
+def test_an_interrupt_while_it_reads_or_draws_ends_it() -> None:
+    def interrupted() -> list[str]:
         raise KeyboardInterrupt
 
-    write(tmp_path, *save(0, 100.0))
-    monkeypatch.setattr(top, "_take_new", interrupted)
-    found = LiveFindings(str(tmp_path))
-    top._follow(str(tmp_path), FileTails(str(tmp_path)), LiveRun(), found, 0.01)
+    top._follow(interrupted, lambda: ["drawn"], 0.01)
+    top._follow(lambda: None, interrupted, 0.01)
 
 
 # ── figures that would mislead ───────────────────────────────────────────────────────────────────

@@ -25,6 +25,7 @@ from holdfast.observe.stuck_saves import (
     find_stuck,
     lacking_text,
     newest_saves,
+    paid_saves,
 )
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
 
@@ -152,23 +153,15 @@ def _missed(report: Report, _: float | None) -> Iterator[Evidence]:
 
 
 def _storage_slow(report: Report, _: float | None) -> Iterator[Evidence]:
-    durable = [
-        (save.durable_s, save.time_s)
-        for save in newest_saves(report)
-        if save.durable_s is not None and save.time_s is not None
-    ]
-    gaps = [
-        (took_s, next_s - called_s, called_s)
-        for (took_s, called_s), (_, next_s) in pairwise(durable)
-    ]
-    late = [one for one in gaps[-NEWEST:] if one[0] > one[1]]
+    paid = paid_saves(newest_saves(report))
+    late = [one for one in paid[-NEWEST:] if one.took_s > one.next_s]
     if len(late) >= ROW:
-        took_s = statistics.median(took_s for took_s, *_ in late)
-        apart_s = statistics.median(gap_s for _, gap_s, _ in late)
+        took_s = statistics.median(one.took_s for one in late)
+        apart_s = statistics.median(one.next_s for one in late)
         yield Evidence(
             f"a save takes {seconds_text(took_s)} to be durable, and the next is asked for after "
             f"{seconds_text(apart_s)}",
-            began(gaps, lambda one: one[0] > one[1])[2],
+            began(paid, lambda one: one.took_s > one.next_s).called_s,
         )
 
 
@@ -385,7 +378,8 @@ RULES = (
         "no_sign_of_life",
         "critical",
         "a run that did not close has no record for 10 median steps, and for a minute; or none of "
-        "its trainers for a quarter of an hour, and three times as long as any step or phase took",
+        "its trainers for a quarter of an hour, and three times as long as any step or phase took; "
+        "for four hours while one of them restores, or is in a phase of a name that is new",
         "Look whether its processes live; where they do, py-spy dump --pid shows where they wait, "
         "and where PyTorch's Flight Recorder left dumps, torchfrtrace reads them.",
         _silent,
@@ -519,7 +513,8 @@ RULES = (
     RunRule(
         "storage_slow",
         "warning",
-        "three of the last saves were not durable when the next was asked for",
+        "three of the last five saves that were to be durable were not, nor was a later one in "
+        "their place, when the next was asked for",
         "Make fewer saves durable (storage=Every(...)), or use faster storage; a cache= on each "
         "host takes the peaks.",
         _storage_slow,
