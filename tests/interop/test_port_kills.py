@@ -418,5 +418,6 @@ def test_killed_a_few_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_fifty_times(tmp_path: Path) -> None:
     kill_at_random(tmp_path, 52)
