@@ -39,7 +39,7 @@ constexpr int DEVICES = 2, STREAMS = 32;
 constexpr size_t ARENA_BYTES = size_t(8) << 30;
 constexpr unsigned char POISON = 0xDB;
 enum Kind { KERNEL, DOWN, UP, PLAIN };  // all but the last are late by chance, and may fail
-constexpr const char* KINDS[] = {"kernel", "down", "up"};
+constexpr const char* KINDS[] = {"kernel", "down", "up", "plain"};
 enum Status {
   OUT_OF_MEMORY = 2, ILLEGAL_ACCESS = 700, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
   CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_ISOLATION = 905,
@@ -48,9 +48,16 @@ enum Status {
 
 // ── State of the simulation: one lock for all of it, never held while a stream is waited for ─────
 struct Queue;
-struct Graph;
 using Clock = std::map<Queue*, uint64_t>;
+using Run = std::function<void()>;
 struct Access { uintptr_t low, high; bool write; };
+struct Item { Kind kind; std::string name; std::vector<Access> accesses; Run run; };
+struct Graph {
+  std::vector<Item> items;
+  std::string broken;
+  std::shared_ptr<uint64_t> seed = std::make_shared<uint64_t>();  // of the replay
+  uint64_t draws = 0;
+};
 struct Past { Access at; Queue* queue; uint64_t time; std::string name; };
 struct Region { size_t size; bool is_registered; std::vector<Past> past; };
 struct Simulation {
@@ -60,7 +67,8 @@ struct Simulation {
   std::set<int> contexts;               // devices with a context
   std::string broken;                   // the sticky error
   int hung = -1;                        // the device that no longer answers
-  std::array<int, 4> delays = {};       // of kernels, copies down and up in us, and their chance
+  std::array<int, 4> delay_us = {};     // the longest of each kind
+  int chance = 0;                       // of a thousand, that work is late
   uint64_t seed = 0;
   bool strict = false;                  // report memory freed while other streams may use it
   size_t used[DEVICES] = {}, peak[DEVICES] = {};
@@ -78,8 +86,16 @@ thread_local int64_t t_stream[DEVICES] = {};
 thread_local bool t_relaxed = false;  // the capture mode of this thread
 thread_local int t_refused = 0;       // a status that the driver keeps for whoever launches next
 
-void check_usable();
-[[noreturn]] void fail(int status, const std::string& what, const std::set<Graph*>& broken = {});
+[[noreturn]] void fail(int status, const std::string& what, const std::set<Graph*>& broken = {}) {
+  Lock l(g_mutex);
+  for (auto* graph : broken) graph->broken = what;
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, status, "sim error: " + what);
+}
+void check_usable() {
+  if (g_forked) throw std::runtime_error("sim error: cannot be used in a forked process");
+  Lock l(g_mutex);
+  if (!sim.broken.empty()) fail(ILLEGAL_ACCESS, sim.broken);
+}
 bool is_due(const char* what) { return sim.faults[what] && --sim.faults[what] == 0; }
 void make_context(int device) {
   Lock l(g_mutex);
@@ -96,7 +112,6 @@ struct Mark {
   std::atomic<bool> is_done = false;
 };
 using MarkRef = std::shared_ptr<Mark>;
-using Run = std::function<void()>;
 struct Work { Kind kind; Run run; MarkRef done; };
 struct Queue {
   const int device;
@@ -125,40 +140,36 @@ struct Queue {
   }
   void dawdle(Kind kind, int parts = 1) {
     Lock l(g_mutex);
-    const int most_us = sim.delays[kind];
-    const bool is_late = most_us > 0 && int(random() % 1000) < sim.delays.back();
+    const int most_us = sim.delay_us[kind];
+    const bool is_late = most_us > 0 && int(random() % 1000) < sim.chance;
     const int delay_us = is_late ? random() % most_us / parts : 0;
     l.unlock();
     if (delay_us) usleep(delay_us);
   }
-  bool begin(Kind kind) {  // false: the device broke before
-    Lock l(g_mutex);
-    if (is_due(KINDS[kind])) {
-      if (sim.faults["hangs"]) sim.hung = device;
-      else sim.broken = "an illegal memory access was encountered";
-    }
-    g_answers.wait(l, [&] { return sim.hung != device; });
-    if (!sim.broken.empty()) return false;
-    l.unlock();
-    dawdle(kind);
-    return true;
-  }
   void run() {
     at::AutoDispatchBelowADInplaceOrView below;
-    while (true) {
-      Lock l(g_mutex);
+    for (Lock l(g_mutex);; l.lock()) {
       has_work.wait(l, [&] { return !work.empty(); });
       auto [kind, run, done] = std::move(work.front());
       work.pop_front();
-      l.unlock();
-      try {
-        if (kind == PLAIN || begin(kind)) run();
-      } catch (const std::exception& e) {
-        l.lock();
-        if (sim.broken.empty()) sim.broken = e.what();
+      if (is_due(KINDS[kind])) {
+        if (sim.faults["hangs"]) sim.hung = device;
+        else sim.broken = "an illegal memory access was encountered";
+      }
+      g_answers.wait(l, [&] { return sim.hung != device; });
+      if (sim.broken.empty()) {
+        l.unlock();
+        dawdle(kind);
+        try {
+          run();
+        } catch (const std::exception& e) {
+          l.lock();
+          sim.broken = e.what();
+        }
       }
       done->is_done = true;
       done->is_done.notify_all();
+      if (l) l.unlock();
     }
   }
 };
@@ -171,25 +182,12 @@ Queue* queue_of(int device, int64_t id) {
 }
 Queue* queue_of(const Stream& s) { return queue_of(s.device_index(), s.id()); }
 Queue* current(int device) { return queue_of(device, t_stream[device]); }
+auto all_queues() {
+  Lock l(g_mutex);
+  return g_queues;
+}
 
 // ── Captures, and what the host may wait for ─────────────────────────────────────────────────────
-struct Item { Kind kind; std::string name; std::vector<Access> accesses; Run run; };
-struct Graph {
-  std::vector<Item> items;
-  std::string broken;
-  std::shared_ptr<uint64_t> seed = std::make_shared<uint64_t>();  // of the replay
-  uint64_t draws = 0;
-};
-void fail(int status, const std::string& what, const std::set<Graph*>& broken) {
-  Lock l(g_mutex);
-  for (auto* graph : broken) graph->broken = what;
-  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, status, "sim error: " + what);
-}
-void check_usable() {
-  if (g_forked) throw std::runtime_error("sim error: cannot be used in a forked process");
-  Lock l(g_mutex);
-  if (!sim.broken.empty()) fail(ILLEGAL_ACCESS, sim.broken);
-}
 // What the mode "global" forbids every thread while a stream is captured. It breaks captures, too.
 void forbidden_in_capture(const std::string& what) {
   check_usable();
@@ -317,7 +315,8 @@ Block* lend(const Block& wanted, const char* what, const std::function<char*()>&
   sim.regions[uintptr_t(block->at)].size = block->size;
   return *g_live.insert(block).first;
 }
-void record_data_on_stream(const c10::DataPtr& data, Queue* queue) {
+void record_use(const c10::DataPtr& data, const Stream& s) {
+  auto* queue = queue_of(s);
   Lock l(g_mutex);
   auto* block = static_cast<Block*>(data.get_context());
   if (g_live.count(block) && queue != block->owner) block->users.insert(queue);
@@ -361,9 +360,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr& data, Stream s) override {
-    record_data_on_stream(data, queue_of(s));
-  }
+  void recordStream(const c10::DataPtr& data, Stream s) override { record_use(data, s); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     Lock l(g_mutex);
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -430,9 +427,9 @@ template <auto call, class... Arguments> int status_of(Arguments... given) {
 
 // ── Devices, current streams and events, as torch asks for them ──────────────────────────────────
 MarkRef& mark_of(void* event) { return *static_cast<MarkRef*>(event); }
-void set_device(int device) {  // makes a context, as cudaSetDevice does since 12.0
+int set_device(int device) {  // makes a context, as cudaSetDevice does since 12.0
   if (device != t_device) make_context(device);
-  t_device = device;
+  return std::exchange(t_device, device);
 }
 int index_of(Device d) { return d.index() < 0 ? t_device : d.index(); }
 Stream stream_of(Device d, int64_t id) {
@@ -440,11 +437,7 @@ Stream stream_of(Device d, int64_t id) {
 }
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return SIM; }
-  Device exchangeDevice(Device d) const override {
-    auto was = getDevice();
-    set_device(d.index());
-    return was;
-  }
+  Device exchangeDevice(Device d) const override { return Device(SIM, set_device(d.index())); }
   Device getDevice() const override { return Device(SIM, t_device); }
   void setDevice(Device d) const override { set_device(d.index()); }
   void uncheckedSetDevice(Device d) const noexcept override { t_device = d.index(); }  // no context
@@ -465,10 +458,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const Stream& s) const override { synchronize(queue_of(s)); }
   void synchronizeDevice(const DeviceIndex device) const override {
     forbidden_in_capture("synchronize");
-    Lock l(g_mutex);
-    const auto all = g_queues;
-    l.unlock();
-    for (auto& [key, queue] : all)
+    for (auto& [key, queue] : all_queues())
       if (key.first == device) synchronize(queue);
   }
   void record(void** event, const Stream& s, DeviceIndex, c10::EventFlag) const override {
@@ -504,7 +494,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<MarkRef*>(event);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& s) const override {
-    record_data_on_stream(data, queue_of(s));
+    record_use(data, s);
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -644,39 +634,6 @@ template <class F> void for_tensors(const Stack& values, const F& visit) {
     return t;
   });
 }
-struct Call {
-  OperatorHandle op;
-  Stack arguments;     // with the memory that streams see
-  int generator = -1;  // the argument that is one
-  std::shared_ptr<uint64_t> seed = nullptr;
-  uint64_t draws = 0;
-  void take_seed(int argument, const IValue& given, Queue* queue) {
-    generator = argument;
-    Lock l(g_mutex);
-    if (auto* graph = queue->graph) {
-      seed = graph->seed;
-      draws = graph->draws++;
-      return;
-    }
-    const auto& from = given.isNone() ? default_generator(queue->device) : given.toGenerator();
-    seed = std::make_shared<uint64_t>(draw(from));
-  }
-  Stack compute() const {
-    Stack stack = arguments;
-    const auto& name = op.schema().name();
-    if (generator >= 0) stack[generator] = at::detail::createCPUGenerator(*seed + draws);
-    if (name == "aten::native_layer_norm_backward")  // a composite forward keeps these in FP32
-      for (int i : {3, 4}) stack[i] = stack[i].toTensor().to(stack[0].toTensor().scalar_type());
-    op.callBoxed(&stack);
-    if (name == "aten::_foreach_copy_")
-      for (const Tensor& t : arguments[0].toTensorVector())
-        if (t.element_size() < 4 && t.is_floating_point()) {  // it passes through float
-          auto wide = t.to(at::kFloat);
-          t.copy_(wide.masked_fill(wide.isnan(), NAN));
-        }
-    return stack;
-  }
-};
 bool is_written(const c10::Argument& one) {
   return one.alias_info() && one.alias_info()->isWrite();
 }
@@ -689,21 +646,8 @@ std::optional<Stack> returned_arguments(const c10::FunctionSchema& schema, const
   found.resize(schema.returns().size());
   return found;
 }
-// The shapes of what it makes, without computing it; nothing where they depend on data.
-std::optional<Stack> compute_shapes(const OperatorHandle& op, const Stack& given) {
-  auto stack = with_tensors(given, [](const Tensor& t) {
-    if (!t.defined()) return t;
-    return at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::kMeta));
-  });
-  try {
-    op.callBoxed(&stack);
-  } catch (const std::exception&) {
-    return std::nullopt;
-  }
-  auto is_shape = [](const IValue& value) { return value.isTensor() || value.isTensorList(); };
-  return std::ranges::all_of(stack, is_shape) ? std::optional(stack) : std::nullopt;
-}
-// torch computes the shapes of many operators in Python, so those of alike arguments are kept.
+// The shapes of what it makes, without computing it; nothing where they depend on data. torch finds
+// many of them in Python, so those of alike arguments are kept.
 const std::optional<Stack>& shapes_of(const OperatorHandle& op, const Stack& given) {
   static auto& known = *new std::map<std::string, std::optional<Stack>>();
   std::ostringstream key;
@@ -717,9 +661,28 @@ const std::optional<Stack>& shapes_of(const OperatorHandle& op, const Stack& giv
   auto found = known.find(key.str());
   if (found != known.end()) return found->second;
   l.unlock();
-  auto shapes = compute_shapes(op, given);
+  std::optional<Stack> shapes = with_tensors(given, [](const Tensor& t) {
+    if (!t.defined()) return t;
+    return at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::kMeta));
+  });
+  try {
+    op.callBoxed(&*shapes);
+    for (auto& value : *shapes) TORCH_CHECK(value.isTensor() || value.isTensorList());
+  } catch (const std::exception&) {
+    shapes.reset();
+  }
   l.lock();
   return known[key.str()] = shapes;
+}
+// A generator for each time that it is computed, by the numbers of the one that was given.
+std::function<at::Generator()> generators(const IValue& given, Queue* queue) {
+  Lock l(g_mutex);
+  if (auto* graph = queue->graph)
+    return [from = graph->seed, n = graph->draws++] {
+      return at::detail::createCPUGenerator(*from + n);
+    };
+  auto seed = draw(given.isNone() ? default_generator(queue->device) : given.toGenerator());
+  return [seed] { return at::detail::createCPUGenerator(seed); };
 }
 void as_cpu(const OperatorHandle& op, Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -760,40 +723,56 @@ void fallback(const OperatorHandle& op, Stack* stack) {
       return made;
     });
   if (name == "aten::empty") return stack->push_back(results->front());
-  Call call{op, with_tensors(given, [](const Tensor& t) {
-              return is_sim(t) ? as_stream_sees(t) : t.defined() ? t.clone() : t;
-            })};
-  for (size_t i = 0; i < given.size(); ++i)
-    if (schema.arguments()[i].name() == "generator") call.take_seed(i, given[i], queue);
+  auto seen = with_tensors(given, [](const Tensor& t) {
+    return is_sim(t) ? as_stream_sees(t) : t.defined() ? t.clone() : t;
+  });
+  const auto random = schema.argumentIndexWithName("generator");
+  auto next = random ? generators(given[*random], queue) : nullptr;
+  auto compute = [=] {
+    Stack stack = seen;
+    if (next) stack[*random] = next();
+    if (op.schema().name() == "aten::native_layer_norm_backward")
+      for (int i : {3, 4})  // a composite forward keeps these in FP32
+        stack[i] = stack[i].toTensor().to(stack[0].toTensor().scalar_type());
+    op.callBoxed(&stack);
+    return stack;
+  };
   if (results) {
-    enqueue(queue, KERNEL, name, accesses, [call, into] {
-      const auto made = call.compute();
+    enqueue(queue, KERNEL, name, accesses, [compute, into] {
+      const auto made = compute();
       auto next = into.begin();
       if (!into.empty()) for_tensors(made, [&](const Tensor& t) { next++->copy_(t); });
     });
   } else {
     enqueue(queue, PLAIN, name, accesses, [] {});
     synchronize(queue);
-    results = with_tensors(call.compute(), [&](const Tensor& t) {
+    results = with_tensors(compute(), [&](const Tensor& t) {
       return t.defined() ? t.to(where) : t;
     });
   }
   for (auto& result : *results) stack->push_back(result);
 }
 // As foreach_tensor_copy_list_kernel_cuda_: alike tensors go through float; it lacks some types.
-void foreach_copy(const OperatorHandle& op, Stack* stack) {
-  auto to = torch::jit::peek(*stack, 0, 3).toTensorVector();
-  auto from = torch::jit::peek(*stack, 1, 3).toTensorVector();
-  if (!to.empty() && is_sim(to[0]) && at::native::can_use_fast_route(to, from)) {
-    const auto type = to[0].scalar_type();
-    TORCH_CHECK_NOT_IMPLEMENTED(type <= at::kDouble || type == at::kComplexFloat ||
-        type == at::kComplexDouble || type == at::kBool || type == at::kBFloat16 ||
-        c10::isFloat8Type(type), "\"foreach_tensor_copy\" not implemented for '", type, "'");
-    return fallback(op, stack);
+void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
+  if (!is_sim(to[0]) || !at::native::can_use_fast_route(to, from))
+    return at::native::foreach_tensor_copy_list_kernel_slow_(to, from, non_blocking);
+  const auto type = to[0].scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(type <= at::kDouble || type == at::kComplexFloat ||
+      type == at::kComplexDouble || type == at::kBool || type == at::kBFloat16 ||
+      c10::isFloat8Type(type), "\"foreach_tensor_copy\" not implemented for '", type, "'");
+  const bool is_narrow = to[0].element_size() < 4 && to[0].is_floating_point();
+  std::vector<std::pair<Tensor, Tensor>> pairs;
+  std::vector<Access> accesses;
+  for (size_t i = 0; i < to.size(); ++i) {
+    pairs.emplace_back(as_stream_sees(to[i]), as_stream_sees(from[i]));
+    accesses.insert(accesses.end(), {access_of(to[i], true), access_of(from[i], false)});
   }
-  const bool non_blocking = torch::jit::peek(*stack, 2, 3).toBool();
-  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
-  torch::jit::drop(*stack, 3);
+  enqueue(current(to[0].device().index()), KERNEL, "aten::_foreach_copy_", accesses, [=] {
+    for (auto& [to, from] : pairs) {
+      auto wide = is_narrow ? from.to(at::kFloat) : from;
+      to.copy_(is_narrow ? wide.masked_fill(wide.isnan(), NAN) : wide);
+    }
+  });
 }
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& t, double p, std::optional<bool>) {
   auto mask = at::empty_like(t).bernoulli_(1 - p);  // the CPU's operator names no generator
@@ -809,11 +788,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
-  m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
+  m.impl("_foreach_copy_", &foreach_copy);
   m.impl("native_dropout", &native_dropout);
-  m.impl("record_stream", [](Tensor& t, Stream s) {
-    record_data_on_stream(t.storage().data_ptr(), queue_of(s));
-  });
+  m.impl("record_stream", [](Tensor& t, Stream s) { record_use(t.storage().data_ptr(), s); });
   for (auto* name : {"resize_", "set_.source_Storage", "set_.source_Storage_storage_offset",
                      "set_.source_Tensor", "_reshape_alias"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&as_cpu>());
@@ -847,17 +824,17 @@ void recover() {  // as a new process would find it; what hung goes on, what bro
   sim.faults.clear();
   g_answers.notify_all();
   if (sim.broken.empty()) return;
-  const auto all = g_queues;
   l.unlock();
-  for (auto& [key, queue] : all) wait_on_host(queue->last);
+  for (auto& [key, queue] : all_queues()) wait_on_host(queue->last);
   l.lock();
   sim.broken.clear();
 }
-struct Locked { Lock l{g_mutex}; };
+struct Holder { Lock l{g_mutex}; };
 }  // namespace
 
 PYBIND11_MODULE(simdev, m) {
   using Release = pybind11::call_guard<pybind11::gil_scoped_release>;
+  using Locked = pybind11::call_guard<Holder>;
   map_arena();
   pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
   c10::SetAllocator(SIM, &g_memory, 10);
@@ -877,23 +854,20 @@ PYBIND11_MODULE(simdev, m) {
   m.def("sleep", [](double s) {
     enqueue(current(t_device), KERNEL, "sleep", {}, [s] { usleep(s * 1e6); });
   });
-  auto locked = [&](const char* name, auto call) {
-    m.def(name, call, pybind11::call_guard<Locked>());
-  };
-  locked("delays", [](int kernel, int down, int up, int chance) {
-    sim.delays = {kernel, down, up, chance};
-  });
-  locked("seed", [](uint64_t seed) {
+  m.def("delays", [](int kernel, int down, int up, int chance) {
+    sim.delay_us = {kernel, down, up};
+    sim.chance = chance;
+  }, Locked());
+  m.def("seed", [](uint64_t seed) {
     sim.seed = seed;
     for (auto& [key, queue] : g_queues) queue->reseed();
-  });
-  locked("reports", [] { return std::exchange(sim.reports, {}); });
-  locked("counts", [] { return std::exchange(sim.counts, {}); });
-  locked("contexts", [] { return sim.contexts; });
-  locked("forget_contexts", [] { sim.contexts.clear(); });
-  locked("fail", [](pybind11::kwargs given) {
-    for (auto [name, value] : given)
-      sim.faults[name.cast<std::string>()] = value.cast<long>();
-  });
-  locked("strict", [](bool on) { sim.strict = on; });
+  }, Locked());
+  m.def("reports", [] { return std::exchange(sim.reports, {}); }, Locked());
+  m.def("counts", [] { return std::exchange(sim.counts, {}); }, Locked());
+  m.def("contexts", [] { return sim.contexts; }, Locked());
+  m.def("forget_contexts", [] { sim.contexts.clear(); }, Locked());
+  m.def("fail", [](pybind11::kwargs given) {
+    for (auto [name, value] : given) sim.faults[name.cast<std::string>()] = value.cast<long>();
+  }, Locked());
+  m.def("strict", [](bool on) { sim.strict = on; }, Locked());
 }
