@@ -197,8 +197,7 @@ void forbidden_in_capture(const std::string& what) {
          sim.captures);
 }
 void wait_on_host(const MarkRef& mark) {
-  if (mark->graph)
-    fail(CAPTURED_EVENT, "the host waits for an event of a capture", {mark->graph});
+  if (mark->graph) fail(CAPTURED_EVENT, "the host waits for an event of a capture", {mark->graph});
   mark->is_done.wait(false);
   Lock l(g_mutex);
   join(sim.host, mark->clock);
@@ -260,7 +259,6 @@ Access access_at(const void* p, size_t n, bool write) {
   return {uintptr_t(p), uintptr_t(p) + n, write};
 }
 Access access_of(const Tensor& t, bool write) {
-  if (!t.defined()) return {0, 0, false};
   auto extent = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size());
   return access_at(t.const_data_ptr(), extent, write);
 }
@@ -274,7 +272,9 @@ struct Block {
   std::set<Queue*> users = {};  // by record_stream, or by copies of pinned memory
   std::vector<MarkRef> in_use = {};
   auto key() const { return std::make_tuple(owner, graph, size); }
-  void poison() { if (!owner) memset(at, POISON, size); }  // the device's is on its stream
+  void poison() {  // that of a device is on its stream
+    if (!owner) memset(at, POISON, size);
+  }
 };
 auto& g_live = *new std::set<Block*>();
 auto& g_freed = *new std::multimap<std::tuple<Queue*, Graph*, size_t>, Block*>();
@@ -561,36 +561,34 @@ void copy_through_temporary(const Tensor& from, const Tensor& to, bool non_block
   if (!into.is_same(to)) to.copy_(into, non_blocking);
 }
 void copy_host(const Tensor& from, const Tensor& to, bool non_blocking) {
-  const bool is_down = is_sim(from);
-  const Tensor &host = is_down ? to : from, &there = is_down ? from : to;
-  const Kind kind = is_down ? DOWN : UP;
-  const std::string name = is_down ? "copy down" : "copy up";
-  const auto at = access_of(host, is_down);
-  const bool pinned = is_pinned(at), waits = !non_blocking || (is_down && !pinned);
-  auto* queue = current(there.device().index());
+  const Kind kind = is_sim(from) ? DOWN : UP;
+  const auto reads = access_of(from, false), writes = access_of(to, true);
+  const auto &host = kind == DOWN ? writes : reads, &there = kind == DOWN ? reads : writes;
+  const bool pinned = is_pinned(host), waits = !non_blocking || (kind == DOWN && !pinned);
+  const auto name = std::string("copy ") + KINDS[kind];
+  auto* queue = current((kind == DOWN ? from : to).device().index());
   if (queue->graph && (waits || !pinned))
     fail(CAPTURE_UNSUPPORTED, name + " of pageable memory, or awaited", {queue->graph});
   if (waits || !pinned) forbidden_in_capture(name);
-  auto *memory = (char*)at.low, *device = real(there.const_data_ptr());
-  std::vector<Access> accesses{access_of(there, !is_down)};
-  std::vector<char> kept;
-  if (pinned) accesses.push_back(at);
-  else if (!is_down) kept.assign(memory, (char*)at.high);  // the host may change it on return
+  auto *source = (char*)reads.low, *target = (char*)writes.low;
+  (kind == DOWN ? source : target) = real((void*)there.low);
+  std::vector<char> kept;  // the host may change it on return
+  if (!pinned && kind == UP) kept.assign(source, (char*)reads.high);
   Lock l(g_mutex);
   sim.counts[name + (pinned ? " pinned" : " pageable")]++;
-  enqueue(queue, kind, name, accesses, [=, n = at.high - at.low] {
-    auto *source = is_down ? device : kept.empty() ? memory : kept.data();
-    auto *target = is_down ? memory : device;
+  std::vector<Access> accesses{there};
+  if (pinned) accesses.push_back(host);
+  enqueue(queue, kind, name, accesses, [=, n = reads.high - reads.low] {
     const size_t part = n >= 4096 ? n / 4 : n;
     for (size_t done = 0; done < n; done += part) {
       if (done) queue->dawdle(kind, 4);
-      memcpy(target + done, source + done, std::min(part, n - done));
+      memcpy(target + done, (kept.empty() ? source : kept.data()) + done, std::min(part, n - done));
     }
   });
+  auto* block = (kind == DOWN ? to : from).storage().data_ptr().get_context();
   if (pinned && non_blocking && !queue->graph)
     for (auto* one : g_live)  // found by the context of the storage, or by where it begins
-      if (!one->owner && (one == host.storage().data_ptr().get_context() || one->at == memory))
-        one->users.insert(queue);
+      if (!one->owner && (one == block || uintptr_t(one->at) == host.low)) one->users.insert(queue);
   l.unlock();
   if (waits) synchronize(queue);
 }
@@ -628,23 +626,8 @@ template <class F> Stack with_tensors(const Stack& values, const F& change) {
   for (auto& value : values) made.push_back(with_tensors(value, change));
   return made;
 }
-template <class F> void for_tensors(const Stack& values, const F& visit) {
-  with_tensors(values, [&](const Tensor& t) {
-    if (t.defined()) visit(t);
-    return t;
-  });
-}
 bool is_written(const c10::Argument& one) {
   return one.alias_info() && one.alias_info()->isWrite();
-}
-// What it returns if all of that are arguments it wrote to; nothing if it makes tensors.
-std::optional<Stack> returned_arguments(const c10::FunctionSchema& schema, const Stack& given) {
-  Stack found;
-  for (size_t i = 0; i < given.size(); ++i)
-    if (is_written(schema.arguments()[i])) found.push_back(given[i]);
-  if (!std::ranges::all_of(schema.returns(), is_written)) return std::nullopt;
-  found.resize(schema.returns().size());
-  return found;
 }
 // The shapes of what it makes, without computing it; nothing where they depend on data. torch finds
 // many of them in Python, so those of alike arguments are kept.
@@ -695,25 +678,30 @@ void fallback(const OperatorHandle& op, Stack* stack) {
   const Stack given = torch::jit::pop(*stack, schema.arguments().size());
   Device where(SIM, t_device);
   std::vector<Access> accesses;
+  Stack written;
   for (size_t i = 0; i < given.size(); ++i) {
     bool writes = is_written(schema.arguments()[i]);
+    if (writes) written.push_back(given[i]);
     writes |= name == "aten::native_batch_norm" && (i == 3 || i == 4);  // not declared
     if (given[i].isDevice() && given[i].toDevice().type() == SIM)
       where = Device(SIM, index_of(given[i].toDevice()));
-    for_tensors({given[i]}, [&](const Tensor& t) {
-      if (!is_sim(t)) return;
+    with_tensors(given[i], [&](const Tensor& t) {
+      if (!is_sim(t)) return t;
       where = t.device();
       accesses.push_back(access_of(t, writes));
+      return t;
     });
   }
   const c10::DeviceGuard guard(where);
   auto* queue = current(where.index());
-  auto results = returned_arguments(schema, given);
+  written.resize(schema.returns().size());
+  std::optional<Stack> results;
+  if (std::ranges::all_of(schema.returns(), is_written)) results = written;
   const bool is_out = schema.overload_name().ends_with("out");
   const auto shapes = !results || is_out ? shapes_of(op, given) : std::nullopt;
   for (size_t i = 0; results && shapes && i < results->size(); ++i)
     (*results)[i].toTensor().resize_((*shapes)[i].toTensor().sizes());
-  std::vector<Tensor> into;  // where what it makes goes
+  std::vector<Tensor> into;  // where what it makes goes, if it does not write to its arguments
   if (!results && shapes)
     results = with_tensors(*shapes, [&](const Tensor& t) {
       if (!t.defined()) return t;
@@ -739,9 +727,11 @@ void fallback(const OperatorHandle& op, Stack* stack) {
   };
   if (results) {
     enqueue(queue, KERNEL, name, accesses, [compute, into] {
-      const auto made = compute();
+      auto made = compute();
       auto next = into.begin();
-      if (!into.empty()) for_tensors(made, [&](const Tensor& t) { next++->copy_(t); });
+      with_tensors(made, [&](const Tensor& t) {
+        return next != into.end() && t.defined() ? next++->copy_(t) : t;
+      });
     });
   } else {
     enqueue(queue, PLAIN, name, accesses, [] {});
@@ -840,9 +830,6 @@ PYBIND11_MODULE(simdev, m) {
   c10::SetAllocator(SIM, &g_memory, 10);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   pybind11::class_<Graph>(m, "Graph");
-  m.def("current_device", [] { return t_device; });
-  m.def("set_device", &set_device);
-  m.def("maybe_set_device", [](int device) { t_device = device; });
   m.def("own_stream", [next = int64_t(STREAMS)]() mutable { return ++next; });
   m.def("host_register", &status_of<add_region, uintptr_t, size_t>, Release());
   m.def("host_unregister", &status_of<remove_region, uintptr_t>, Release());

@@ -107,7 +107,8 @@ def _torch_sim(sim: Any) -> types.ModuleType:
     module._lazy_init = lambda: None
     module.device_count = lambda: DEVICES
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    module.current_device, module.set_device = sim.current_device, sim.set_device
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = torch.accelerator.set_device_index
     module.device = lambda device: torch.accelerator.device_index(_index(device))
     module.synchronize = torch.accelerator.synchronize
     module.Stream, module.Event = _stream, torch.Event
