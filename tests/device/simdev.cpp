@@ -371,6 +371,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex device) override { sim.peak[device] = sim.used[device]; }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
+    Lock l(g_mutex);
     return {limit() - std::min(limit(), sim.used[device]), limit()};
   }
 } g_memory;
