@@ -48,6 +48,7 @@ enum Status {
 
 // ── State of the simulation: one lock for all of it, never held while a stream is waited for ─────
 struct Queue;
+struct Block;
 using Clock = std::map<Queue*, uint64_t>;
 using Run = std::function<void()>;
 struct Access { uintptr_t low, high; bool write; };
@@ -59,7 +60,7 @@ struct Graph {
   uint64_t draws = 0;
 };
 struct Past { Access at; Queue* queue; uint64_t time; std::string name; };
-struct Region { size_t size; bool is_registered; std::vector<Past> past; };
+struct Region { size_t size; bool is_registered; std::vector<Past> past; Block* block; };
 struct Simulation {
   std::vector<std::string> reports;     // unordered accesses
   std::map<std::string, long> counts;   // what was called how often
@@ -312,7 +313,7 @@ Block* lend(const Block& wanted, const char* what, const std::function<char*()>&
   auto* block = new Block(wanted);
   block->at = make();
   block->poison();
-  sim.regions[uintptr_t(block->at)].size = block->size;
+  sim.regions[uintptr_t(block->at)] = {block->size, false, {}, block};
   return *g_live.insert(block).first;
 }
 void record_use(const c10::DataPtr& data, const Stream& s) {
@@ -403,7 +404,7 @@ int add_region(uintptr_t at, size_t size) {
   auto next = sim.regions.lower_bound(at);
   if (region_of(at) || (next != sim.regions.end() && next->first < at + size))
     return t_refused = ALREADY_REGISTERED;
-  sim.regions[at] = {size, true};
+  sim.regions[at] = {size, true, {}, nullptr};
   sim.counts["registered"]++;
   return 0;
 }
@@ -586,10 +587,12 @@ void copy_host(const Tensor& from, const Tensor& to, bool non_blocking) {
       memcpy(target + done, (kept.empty() ? source : kept.data()) + done, std::min(part, n - done));
     }
   });
-  auto* block = (kind == DOWN ? to : from).storage().data_ptr().get_context();
-  if (pinned && non_blocking && !queue->graph)
-    for (auto* one : g_live)  // found by the context of the storage, or by where it begins
-      if (!one->owner && (one == block || uintptr_t(one->at) == host.low)) one->users.insert(queue);
+  auto* context = (kind == DOWN ? to : from).storage().data_ptr().get_context();
+  auto begun = sim.regions.find(host.low);
+  auto* beginning = begun == sim.regions.end() ? nullptr : begun->second.block;
+  if (pinned && non_blocking && !queue->graph)  // found by the storage, or by where it begins
+    for (auto* block : {static_cast<Block*>(context), beginning})
+      if (g_live.count(block) && !block->owner) block->users.insert(queue);
   l.unlock();
   if (waits) synchronize(queue);
 }
