@@ -171,6 +171,24 @@ class _RankFiles:
                     raise self._files.error(
                         name, f"its {key} is {shown(other)}, that of {self._first} {shown(one)}"
                     )
+        self._refuse_misplaced()
+
+    def _refuse_misplaced(self) -> None:
+        """Holds the rank that wrote a file against its place: tensor-parallel ranks follow each
+        other, and stages are in the order of their ranks.
+        """
+        before = dict[int, int]()
+        for (rank, stage), name in self._names.items():
+            writer = self._arguments(name).get("rank")
+            if type(writer) is not int:
+                continue
+            if writer % self._tensor != rank or writer <= before.get(rank, -1):
+                raise self._files.error(
+                    name,
+                    f"its args are those of rank {writer}, which can't be tensor-parallel rank "
+                    f"{rank} of stage {stage}: files were renamed, or put in each other's place",
+                )
+            before[rank] = writer
 
     # ── the model ────────────────────────────────────────────────────────────────────────
 
