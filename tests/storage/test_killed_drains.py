@@ -122,7 +122,8 @@ def test_keepers_killed_amid_the_parts_of_a_drain_send_at_most_a_tenth_of_them_a
         ) as checkpointer:
             checkpointer.restore()
             for step in range(kills):
-                weight.data.fill_(step)
+                with torch.no_grad():
+                    weight.fill_(step)
                 checkpointer.save(step, durable=True).wait_cached(60)
                 wait_until(lambda: bool(begun()), timeout_s=60, what="a part")
                 time.sleep(random_.uniform(0, 0.8))
@@ -137,4 +138,4 @@ def test_keepers_killed_amid_the_parts_of_a_drain_send_at_most_a_tenth_of_them_a
     assert f"1-{kills}" in whole(store)
     assert store.bucket.uploads(below) == []
     assert holdfast.load(store.url, {"weight": weight}) is not None
-    assert weight.eq(kills).all()
+    assert weight.eq(kills - 1).all()
