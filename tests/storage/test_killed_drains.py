@@ -18,6 +18,7 @@ from holdfast.testing.faults import wait_until
 from holdfast.testing.faults.faulty_proxy import FaultyProxy, RequestFault
 from support.checkpoints.roots import whole
 from support.runs.keepers import kill_keeper
+from support.runs.leftovers import keeper_pids
 from support.servers.object_servers import BUCKET, ObjectServer, object_store, use
 
 
@@ -130,6 +131,7 @@ def test_keepers_killed_amid_the_parts_of_a_drain_send_at_most_a_tenth_of_them_a
                 kill_keeper(arena_dir)
                 there += [(len(log.parts), part) for part in begun()]
             checkpointer.save(kills, durable=True)
+        wait_until(lambda: not keeper_pids(arena_dir), timeout_s=60, what="the keeper's end")
     use(seaweedfs_server, monkeypatch)
     again = [part for sent, part in there if part in log.parts[sent:]]
     print(f"{len(there)} parts there when it was killed, {len(again)} sent again")
