@@ -93,6 +93,8 @@ class Work:
     is_repair: bool
     is_from_bucket: bool
     is_to_bucket: bool
+    requests: int
+    """About so many it takes."""
 
     def act(self, source: Store, target: Store) -> bool:
         """Returns True if all was done: what failed is reported or raised."""
@@ -105,12 +107,12 @@ class Work:
 
 
 WORKS = {
-    "repair a bucket from a directory": Work(True, False, True),
-    "repair a directory from a bucket": Work(True, True, False),
-    "repair a bucket from a bucket": Work(True, True, True),
-    "copy to a bucket": Work(False, False, True),
-    "copy from a bucket": Work(False, True, False),
-    "copy between buckets": Work(False, True, True),
+    "repair a bucket from a directory": Work(True, False, True, 169),
+    "repair a directory from a bucket": Work(True, True, False, 44),
+    "repair a bucket from a bucket": Work(True, True, True, 213),
+    "copy to a bucket": Work(False, False, True, 111),
+    "copy from a bucket": Work(False, True, False, 57),
+    "copy between buckets": Work(False, True, True, 168),
 }
 
 #: What a request and all after it meet, or two of them.
@@ -220,7 +222,7 @@ def test_what_a_broken_network_stops_is_brought_to_its_end_by_the_next_try(
     points = [(name, fault, lasts) for name in WORKS for fault in FAULTS for lasts in (True, False)]
     for name, fault, lasts in points_of_the_day(points, least=2, for_s=6.0):
         trial = Try(WORKS[name], proxy.port, tmp_path)
-        meet(trial, proxy, fault, chance.randrange(1, 40), lasts=lasts)
+        meet(trial, proxy, fault, chance.randrange(1, trial.work.requests), lasts=lasts)
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def test_keepers_killed_amid_the_parts_of_a_drain_send_at_most_a_tenth_of_them_a
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     random_ = random.Random(kills)
     weight = torch.nn.Parameter(torch.zeros(10_000_000))  # five parts of an upload
-    there: list[tuple[int, tuple[str, int]]] = []
+    there: dict[tuple[str, int], int] = {}
+    """Parts that a keeper left, and how many had been sent by then."""
 
     def begun() -> list[tuple[str, int]]:
         uploads = store.bucket.uploads(below)
@@ -118,7 +119,7 @@ def test_keepers_killed_amid_the_parts_of_a_drain_send_at_most_a_tenth_of_them_a
             store.url,
             {"weight": weight},
             storage=holdfast.Every(steps=1),
-            keep=holdfast.Keep(last=3),
+            keep=holdfast.Keep(),  # so all that was begun is gone on with
             cache=tmp_path / "cache",
         ) as checkpointer:
             checkpointer.restore()
@@ -129,14 +130,17 @@ def test_keepers_killed_amid_the_parts_of_a_drain_send_at_most_a_tenth_of_them_a
                 wait_until(lambda: bool(begun()), timeout_s=60, what="a part")
                 time.sleep(random_.uniform(0, 0.8))
                 kill_keeper(arena_dir)
-                there += [(len(log.parts), part) for part in begun()]
+                for part in begun():
+                    there.setdefault(part, len(log.parts))
             checkpointer.save(kills, durable=True)
         wait_until(lambda: not keeper_pids(arena_dir), timeout_s=60, what="the keeper's end")
     use(seaweedfs_server, monkeypatch)
-    again = [part for sent, part in there if part in log.parts[sent:]]
-    print(f"{len(there)} parts there when it was killed, {len(again)} sent again")
-    assert len(there) >= kills
+    again = [part for part, sent in there.items() if part in log.parts[sent:]]
+    images = {part[0] for part in there}
+    print(f"{len(there)} parts of {len(images)} images left by kills, {len(again)} sent again")
+    assert len(images) > kills // 2
     assert len(again) <= len(there) // 10
+    assert images <= set(store.bucket.keys(below))
     assert f"1-{kills}" in whole(store)
     assert store.bucket.uploads(below) == []
     assert holdfast.load(store.url, {"weight": weight}) is not None
