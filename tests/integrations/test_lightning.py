@@ -339,14 +339,17 @@ def test_a_fabric_that_nothing_saves_says_so_once_where_the_environment_names_a_
     from lightning.fabric import Fabric
     from torch import nn
 
-    from holdfast.integrations.lightning import fabric_callbacks, fabric_checkpointer
+    from holdfast.integrations.lightning import FabricWatch, fabric_callbacks, fabric_checkpointer
 
     entries = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["entry-points"]
     module, _, name = entries["lightning.fabric.callbacks_factory"]["holdfast"].partition(":")
     assert getattr(import_module(module), name) is fabric_callbacks
     assert fabric_callbacks() == []
     monkeypatch.setenv("HOLDFAST_ROOT", str(tmp_path / "a"))
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=fabric_callbacks())
+    is_installed = bool(entry_points(group="lightning.fabric.callbacks_factory"))
+    given = [] if is_installed else fabric_callbacks()  # an installed Holdfast is asked by Fabric
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=given)
+    assert sum(isinstance(one, FabricWatch) for one in fabric._callbacks) == 1
     plain = nn.Linear(2, 2)
     model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     told: list[str] = []

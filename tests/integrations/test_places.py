@@ -193,14 +193,65 @@ def test_a_number_that_is_drawn_is_seen(draws: Callable[..., Any], *, holds_back
     assert is_process_at(state)
 
 
-def test_where_numpy_is_not_as_it_was_known_its_own_state_says_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def _numpy_as_before() -> Iterator[None]:
+    source = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(source)
+
+
+KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
+
+
+@pytest.mark.usefixtures("_numpy_as_before")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draws", [np.random.random, np.random.randn, np.random.bytes])
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_a_number_of_another_generator_of_numpy_is_seen(
+    kind: Any, draws: Callable[..., Any], *, holds_back: bool
 ) -> None:
-    monkeypatch.delattr(np.random, "get_bit_generator")
+    np.random.set_bit_generator(kind(3))
+    if holds_back:
+        np.random.randn()
     state = process_state()
     assert is_process_at(state)
-    np.random.random()
+    drawn = draws(1)
     assert not is_process_at(state)
+    set_process_generators(packed(state))
+    assert is_process_at(state)
+    assert draws(1) == drawn
+
+
+@pytest.mark.usefixtures("_numpy_as_before")
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_samples_of_another_generator_of_numpy_go_on(kind: Any) -> None:
+    np.random.set_bit_generator(kind(3))
+    loader, place = make("numpy", lambda: None, runs_ahead=True)
+    unbroken = []
+    for number, each in enumerate(train(one_ahead(loader)), start=1):
+        unbroken.append(each)
+        if number == LAST:
+            saved, generators = place.save(LAST), Rng().state_dict()
+
+    def settle() -> None:
+        Rng().load_state_dict(generators)
+
+    np.random.set_bit_generator(kind(5))
+    loader, place = make("numpy", settle, runs_ahead=True)
+    place.set(saved)
+    settle()
+    assert list(train(one_ahead(loader))) == unbroken[LAST:]
+    place.release()
+
+
+def test_a_loaders_own_generator_of_numpy_may_be_of_another_kind() -> None:
+    sampler: Any = torch.utils.data.RandomSampler(range(SAMPLES))
+    sampler.own = np.random.RandomState(np.random.PCG64(3))
+    loader = DataLoader(Noisy(""), batch_size=BATCH, sampler=sampler)
+    sampler.own.randn()
+    state, expected = order_state(loader), sampler.own.randn(2).tolist()
+    set_own_generators(loader, state)
+    assert sampler.own.randn(2).tolist() == expected
 
 
 class Choosing:

@@ -6,7 +6,6 @@ data where these are a stream, and in itself.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import struct
 import sys
@@ -17,6 +16,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from holdfast.errors import UsageError
+from holdfast.format import values as codec
+from holdfast.state.rng import numpy_state, plain_numpy_state, python_state, set_numpy_state
 
 
 def order_state(loader: Any) -> dict[str, Any]:
@@ -30,9 +31,9 @@ def order_state(loader: Any) -> dict[str, Any]:
 
 def process_state() -> dict[str, Any]:
     """Returns the states of the process's generators, as plain values."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python_state()}
     if "numpy" in sys.modules:
-        found["numpy"] = _of_numpy(sys.modules["numpy"].random)
+        found["numpy"] = numpy_state()
     return found
 
 
@@ -42,32 +43,27 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {"torch": bytes_of(state["torch"]), "python": _pack(state["python"])}
     if "numpy" in state:
-        kind, keys, *rest = state["numpy"]
-        found["numpy"] = (kind, keys.tobytes(), *rest)
+        found["numpy"] = state["numpy"]
+        if isinstance(found["numpy"], tuple):
+            kind, keys, *rest = found["numpy"]
+            found["numpy"] = (kind, keys.tobytes(), *rest)
     return found
 
 
 def is_process_at(state: Mapping[str, Any]) -> bool:
     """True where the process's generators are as ``process_state`` returned them."""
-    if random.getstate() != state["python"]:
+    if python_state() != state["python"]:
         return False
     if not torch.equal(torch.get_rng_state(), state["torch"]):
         return False
     if ("numpy" in sys.modules) != ("numpy" in state):
         return False
-    return "numpy" not in state or _is_numpy_at(state["numpy"])
+    return "numpy" not in state or _are_equal(numpy_state(), state["numpy"])
 
 
-def _is_numpy_at(state: tuple[Any, ...]) -> bool:
-    _, keys, position, has_gauss, _ = state
-    source = getattr(sys.modules["numpy"].random, "get_bit_generator", lambda: None)()
-    if source is not None and not has_gauss:
-        # A number that is held back comes with a move: without one its words say all, and numpy's
-        # own way to them takes a hundred times as long.
-        words = keys.tobytes() + struct.pack("=i", position)
-        return bool(ctypes.string_at(source.ctypes.state_address, len(words)) == words)
-    now = _of_numpy(sys.modules["numpy"].random)
-    return now[2:] == state[2:] and bool((now[1] == keys).all())
+def _are_equal(one: Any, other: Any) -> bool:
+    """True for two states of numpy, in which numbers may be arrays."""
+    return one is other or codec.encode(one) == codec.encode(other)
 
 
 def set_process_generators(state: Mapping[str, Any]) -> None:
@@ -75,11 +71,13 @@ def set_process_generators(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(tensor_of(state["torch"]))
     random.setstate(_unpacked(state["python"]))
     if "numpy" in state and "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        kind, keys, *rest = state["numpy"]
-        if isinstance(keys, bytes):
-            keys = numpy.frombuffer(keys, dtype=numpy.uint32)
-        numpy.random.set_state((kind, keys, *rest))
+        found = state["numpy"]
+        if not isinstance(found, dict):
+            kind, keys, *rest = found
+            if isinstance(keys, bytes):
+                keys = sys.modules["numpy"].frombuffer(keys, dtype="uint32")
+            found = (kind, keys, *rest)
+        set_numpy_state(found)
 
 
 def set_own_generators(loader: Any, state: Mapping[str, Any]) -> None:
@@ -144,7 +142,7 @@ def _state_of(generator: Any) -> Any:
         return _pack(generator.getstate())
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
-    return _of_numpy(generator)
+    return plain_numpy_state(generator.get_state(legacy=False))
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -156,11 +154,6 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _of_numpy(source: Any) -> tuple[Any, ...]:
-    kind, keys, position, has_gauss, gauss = source.get_state()
-    return kind, keys, int(position), int(has_gauss), float(gauss)
 
 
 def bytes_of(state: torch.Tensor) -> bytes:
