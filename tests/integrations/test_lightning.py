@@ -12,6 +12,7 @@ import tomllib
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,8 +260,6 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
 def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from importlib.metadata import entry_points
-
     from holdfast.integrations import lightning_limits
     from holdfast.integrations.lightning import callbacks
 
