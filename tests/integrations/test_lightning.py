@@ -278,6 +278,32 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
 
 
 @needs_it
+def test_the_counters_of_the_loops_are_those_that_their_state_dict_has() -> None:
+    from dataclasses import dataclass
+
+    import lightning
+    from lightning.pytorch.loops.progress import _BaseProgress
+
+    from holdfast.format import values as codec
+    from holdfast.integrations.lightning import _loops_state, _read_loops
+
+    @dataclass
+    class Mine(_BaseProgress):  # type: ignore[misc]
+        seen: Any = None
+
+    fit = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    fit.epoch_progress.current.processed, fit.epoch_loop.batch_progress.is_last_batch = 7, True
+    fit.epoch_loop.mine = Mine({3: (1, 2)})
+    before = fit.state_dict()
+    saved = codec.decode(codec.encode(_loops_state(fit)))
+    assert _read_loops(saved) == before
+    assert _read_loops(before) == before  # as earlier versions kept them
+    fit.epoch_progress.current.processed, fit.epoch_loop.mine.seen = 0, None
+    fit.load_state_dict(_read_loops(saved))
+    assert fit.state_dict() == before
+
+
+@needs_it
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_one_without_length", [False, True])
 def test_where_one_loader_has_no_length_a_batch_more_is_fetched_of_all(

@@ -5,6 +5,7 @@ an unbroken run draws.
 from __future__ import annotations
 
 import random
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -168,15 +169,18 @@ def test_generators_of_a_place_are_few_values_and_those_of_the_first_versions_ar
     state = order_state(loader)
     assert [len(state["python"]), len(state["own"][0])] == [3, 3]
     many = (state["torch"], state["python"][1], state["numpy"][1], state["own"][0][1])
-    assert all(isinstance(one, bytes) for one in many)
+    assert [type(one) for one in many] == [str, str, str, bytes]
     plain = {**process_state(), "own": [sampler.own.getstate()], "seeds": []}
+    in_bytes = {**state, "torch": b64decode(state["torch"])}
+    for name in ("python", "numpy"):
+        in_bytes[name] = [b64decode(one) if n == 1 else one for n, one in enumerate(state[name])]
     drawn = []
-    for each in (state, plain, {**plain, "own": [[3, list(plain["own"][0][1]), None]]}):
+    for each in (state, in_bytes, plain, {**plain, "own": [[3, list(plain["own"][0][1]), None]]}):
         set_process_generators(each)
         set_own_generators(loader, each)
         assert sampler.own.getstate() == plain["own"][0]
         drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
 
 
 @pytest.mark.parametrize("draws", [np.random.random, np.random.randn, random.random, torch.rand])

@@ -98,8 +98,8 @@ class Rng:
 
 # ── states, which are made anew only where the memory of a generator has changed ─────────────────
 #
-# Python's and numpy's are 625 numbers, each of them an object on the way out: 30 and 60 us where the
-# caches are cold, against 1 us to compare their memory. Whether all of a state lies in what is
+# Python's and numpy's are 625 numbers, each of them an object on the way out: 30 and 60 us where
+# the caches are cold, against 1 us to compare their memory. Whether all of a state lies in what is
 # compared is tried once in each process, and where it does not, a state is asked for each time.
 
 #: By the kind of a generator, its memory and its state at the last look.
