@@ -27,6 +27,7 @@ from holdfast.integrations.seam import LoaderPlace
 from holdfast.state.rng import Rng
 
 SAMPLES, BATCH, LAST = 20, 4, 3
+NUMPY: Any = np.random  # its types leave out how a generator of another kind is put into it
 BEGIN = Rng().state_dict()
 
 
@@ -199,9 +200,9 @@ def test_a_number_that_is_drawn_is_seen(draws: Callable[..., Any], *, holds_back
 
 @pytest.fixture
 def _numpy_as_before() -> Iterator[None]:
-    source = np.random.get_bit_generator()
+    source = NUMPY.get_bit_generator()
     yield
-    np.random.set_bit_generator(source)
+    NUMPY.set_bit_generator(source)
 
 
 KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
@@ -214,7 +215,7 @@ KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64
 def test_a_number_of_another_generator_of_numpy_is_seen(
     kind: Any, draws: Callable[..., Any], *, holds_back: bool
 ) -> None:
-    np.random.set_bit_generator(kind(3))
+    NUMPY.set_bit_generator(kind(3))
     if holds_back:
         np.random.randn()
     state = process_state()
@@ -229,7 +230,7 @@ def test_a_number_of_another_generator_of_numpy_is_seen(
 @pytest.mark.usefixtures("_numpy_as_before")
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_samples_of_another_generator_of_numpy_go_on(kind: Any) -> None:
-    np.random.set_bit_generator(kind(3))
+    NUMPY.set_bit_generator(kind(3))
     loader, place = make("numpy", lambda: None, runs_ahead=True)
     unbroken = []
     for number, each in enumerate(train(one_ahead(loader)), start=1):
@@ -240,7 +241,7 @@ def test_random_samples_of_another_generator_of_numpy_go_on(kind: Any) -> None:
     def settle() -> None:
         Rng().load_state_dict(generators)
 
-    np.random.set_bit_generator(kind(5))
+    NUMPY.set_bit_generator(kind(5))
     loader, place = make("numpy", settle, runs_ahead=True)
     place.set(saved)
     settle()
