@@ -96,6 +96,37 @@ def test_random_samples_go_on_as_if_nothing_had_been(sources: str, runs_ahead: b
     place.release()
 
 
+@pytest.mark.parametrize("last", range(1, SAMPLES // BATCH))
+def test_the_only_batch_of_an_epoch_that_draws_goes_on_as_if_nothing_had_been(last: int) -> None:
+    """Generators are looked at around each batch: none before it says that this one will draw."""
+
+    class Once(Noisy):
+        def __getitem__(self, index: int) -> float:
+            return super().__getitem__(index) if index == 3 else float(index)
+
+    def begin(settle: Callable[[], None]) -> tuple[Any, LoaderPlace]:
+        loader: Any = DataLoader(Once("python numpy"), batch_size=BATCH, shuffle=True)
+        return loader, LoaderPlace(loader, settle, runs_ahead=True)
+
+    def draw(batches: Any) -> Iterator[Any]:
+        """As a step with dropout by Python and numpy, so that a later state is another one."""
+        return ((each, random.random(), np.random.randn()) for each in train(batches))
+
+    Rng().load_state_dict(BEGIN)
+    loader, place = begin(lambda: None)
+    unbroken = []
+    for number, each in enumerate(draw(one_ahead(loader)), start=1):
+        unbroken.append(each)
+        if number == last:
+            saved, generators = place.save(last), Rng().state_dict()
+    random.seed(5)
+    loader, place = begin(lambda: Rng().load_state_dict(generators))
+    place.set(saved)
+    Rng().load_state_dict(generators)
+    assert list(draw(one_ahead(loader))) == unbroken[last:]
+    place.release()
+
+
 def test_a_place_between_two_batches_that_were_fetched_is_saved_again() -> None:
     """A run that is killed twice: also what was fetched ahead by the second start goes on."""
     Rng().load_state_dict(BEGIN)
