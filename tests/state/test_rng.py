@@ -124,7 +124,7 @@ def _change_numpy(at: int, value: float) -> None:
         np.random.set_state((*state[:at], value, *state[at + 1 :]))
 
 
-@pytest.mark.promise(2)
+@pytest.mark.promise
 @pytest.mark.parametrize("seed", range(5))
 def test_the_state_is_that_of_the_generator_whatever_has_been_done_to_it(seed: int) -> None:
     order = random.Random(seed)
