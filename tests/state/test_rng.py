@@ -13,8 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import StateMismatch
 from holdfast.format import values as codec
-from holdfast.state import rng as module
-from holdfast.state.rng import numpy_state, python_state, seeds_of, set_numpy_state
+from holdfast.state.rng import numpy_state, seeds_of
 
 NUMPY: Any = np.random  # its types leave out how a generator of another kind is put into it
 KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
@@ -91,13 +90,6 @@ def test_a_generator_of_numpy_of_another_kind_is_refused_by_name(saved: str, now
         holdfast.Rng().load_state_dict(state)
 
 
-def test_a_state_is_made_anew_only_where_the_generator_has_moved() -> None:
-    assert module._python_shows_its_state()
-    assert module._numpy_shows_its_state()
-    assert python_state() is python_state()
-    assert numpy_state() is numpy_state()
-
-
 BEGIN = random.Random(4).getstate()
 MOVES: list[tuple[str, Callable[[], Any]]] = [
     ("nothing", lambda: None),
@@ -131,7 +123,6 @@ def test_the_state_is_that_of_the_generator_whatever_has_been_done_to_it(seed: i
     for _ in range(200):
         name, move = order.choice(MOVES)
         move()
-        assert python_state() == random.getstate(), name
         expected: Any = np.random.get_state(legacy=False)
         found: Any = numpy_state()
         if not isinstance(found, dict):
@@ -139,20 +130,6 @@ def test_the_state_is_that_of_the_generator_whatever_has_been_done_to_it(seed: i
             found = {"bit_generator": kind, "state": {"key": keys, "pos": place}}
             found |= {"has_gauss": has_gauss, "gauss": gauss}
         assert codec.encode(found) == codec.encode(expected), name
-
-
-def test_where_memory_does_not_show_it_a_state_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("_python_shows_its_state", "_numpy_shows_its_state"):
-        monkeypatch.setattr(module, name, lambda: False)
-    for _ in range(2):
-        before = python_state(), numpy_state()
-        assert before[0] == random.getstate()
-        expected = _draws()
-        random.setstate(before[0])
-        set_numpy_state(before[1])
-        assert _draws()[:2] == expected[:2]
 
 
 def test_a_new_rank_draws_the_same_at_every_restore_and_other_numbers_than_any_rank() -> None:

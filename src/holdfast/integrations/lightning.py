@@ -373,14 +373,15 @@ def _loops_state(fit: Any) -> dict[str, Any]:
 def _read_loops(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what ``_loops_state`` was made of; earlier versions kept counters one by one."""
     loops = dict(found)
-    return loops | msgspec.json.decode(loops.pop(_COUNTERS, "{}"))
+    counters: dict[str, Any] = msgspec.json.decode(loops.pop(_COUNTERS, "{}"))
+    return loops | counters
 
 
 def _add_loop(found: dict[str, Any], counters: dict[str, Any], loop: Any, prefix: str) -> None:
     """Adds what the ``state_dict`` of a loop has, which copies numbers in ten times the time."""
     found[f"{prefix}state_dict"] = loop.on_save_checkpoint()
     for name, one in vars(loop).items():
-        kind = _kind_of_part(type(one))
+        kind = _kind_of_part(one.__class__)
         if kind == "counters":
             counters[f"{prefix}{name}"] = one
         elif kind == "progress":

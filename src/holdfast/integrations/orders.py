@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast.errors import UsageError
 from holdfast.format import values as codec
-from holdfast.state.rng import numpy_state, plain_numpy_state, python_state, set_numpy_state
+from holdfast.state.rng import numpy_state, plain_numpy_state, set_numpy_state
 
 
 def order_state(loader: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def order_state(loader: Any) -> dict[str, Any]:
 
 def process_state() -> dict[str, Any]:
     """Returns the states of the process's generators, as plain values."""
-    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python_state()}
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         found["numpy"] = numpy_state()
     return found
@@ -54,7 +54,7 @@ def packed(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_process_at(state: Mapping[str, Any]) -> bool:
     """True where the process's generators are as ``process_state`` returned them."""
-    if python_state() != state["python"]:
+    if random.getstate() != state["python"]:
         return False
     if not torch.equal(torch.get_rng_state(), state["torch"]):
         return False

@@ -10,11 +10,8 @@ numbers.
 
 from __future__ import annotations
 
-import ctypes
 import random
-import struct
 import sys
-from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +49,7 @@ class Rng:
     def state_dict(self) -> dict[str, Any]:
         """Return the generators' states as plain values."""
         state: dict[str, Any] = {
-            "python": python_state(),
+            "python": random.getstate(),
             "torch": bytes(torch.get_rng_state().numpy()),
         }
         if "numpy" in sys.modules:
@@ -96,39 +93,14 @@ class Rng:
                 source.set_state({**now, "has_gauss": 0, "gauss": 0.0})
 
 
-# ── states, which are made anew only where the memory of a generator has changed ─────────────────
-#
-# Python's and numpy's are 625 numbers, each of them an object on the way out: 30 and 60 us where
-# the caches are cold, against 1 us to compare their memory. Whether all of a state lies in what is
-# compared is tried once in each process, and where it does not, a state is asked for each time.
-
-#: By the kind of a generator, its memory and its state at the last look.
-_SEEN: dict[str, tuple[Any, Any]] = {}
-
-
-def python_state() -> tuple[Any, ...]:
-    """Returns the state of Python's generator, as ``random.getstate`` does."""
-    source = getattr(random.getstate, "__self__", None)
-    if type(source) is not random.Random or not _python_shows_its_state():
-        return random.getstate()
-    now = _memory(source), source.gauss_next
-    before = _SEEN.get("python")
-    if before is None or before[0] != now:
-        before = _SEEN["python"] = now, random.getstate()
-    found: tuple[Any, ...] = before[1]
-    return found
+# ── states as plain values ───────────────────────────────────────────────────────────────────────
 
 
 def numpy_state() -> Any:
     """Returns the state of numpy's generator as plain values: a tuple of MT19937, which it has from
     the start, and a dict of one that ``numpy.random.set_bit_generator`` was given.
     """
-    get_state = sys.modules["numpy"].random.get_state
-    now = _memory_of_numpy(getattr(get_state, "__self__", None))
-    before = _SEEN.get("numpy")
-    if now is None or before is None or before[0] != now:
-        before = _SEEN["numpy"] = now, plain_numpy_state(get_state(legacy=False))
-    return before[1]
+    return plain_numpy_state(sys.modules["numpy"].random.get_state(legacy=False))
 
 
 def plain_numpy_state(state: dict[str, Any]) -> Any:
@@ -136,9 +108,13 @@ def plain_numpy_state(state: dict[str, Any]) -> Any:
     plain = {**state, "has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
     if state["bit_generator"] != "MT19937":
         return plain
-    keys = state["state"]["key"]
-    keys.flags.writeable = False  # one array for all who ask until the generator has moved
-    return "MT19937", keys, int(state["state"]["pos"]), plain["has_gauss"], plain["gauss"]
+    return (
+        "MT19937",
+        state["state"]["key"],
+        int(state["state"]["pos"]),
+        plain["has_gauss"],
+        plain["gauss"],
+    )
 
 
 def set_numpy_state(state: Any) -> None:
@@ -156,66 +132,6 @@ def set_numpy_state(state: Any) -> None:
             f"numpy.random.set_bit_generator(numpy.random.{saved}()) before the restore"
         )
     np.random.set_state(state)
-
-
-def _memory(source: Any) -> bytes:
-    """Returns the memory of an object behind its head, which counts references."""
-    head = object.__basicsize__
-    return ctypes.string_at(id(source) + head, type(source).__basicsize__ - head)
-
-
-def _memory_of_numpy(source: Any) -> Any:
-    """Returns the memory of numpy's generator and of its words; None where that may not be all."""
-    kinds = sys.modules["numpy"].random
-    words = getattr(source, "_bit_generator", None)
-    if type(source) is not kinds.RandomState or type(words) is not kinds.MT19937:
-        return None
-    if not _numpy_shows_its_state():
-        return None
-    return _memory(source), ctypes.string_at(words.ctypes.state_address, 625 * 4)
-
-
-@cache
-def _python_shows_its_state() -> bool:
-    """True where the memory of a generator of Python has its words and its place among them."""
-    if sys.implementation.name != "cpython":
-        return False  # elsewhere an id may be no address
-    one = random.Random(5)
-    version, words, gauss = one.getstate()
-    at_600, at_601 = [(version, (*words[:-1], place), gauss) for place in (600, 601)]
-    seen = []
-    for state in (at_600, at_601, at_600):
-        one.setstate(state)
-        seen.append(_memory(one))
-    has_words = struct.pack("=624I", *words[:-1]) in seen[0]
-    return has_words and seen[0] == seen[2] and _differ_by_one(seen[0], seen[1])
-
-
-@cache
-def _numpy_shows_its_state() -> bool:
-    """True where its memory has the number that is held back and whether there is one, and that of
-    its words is these and the place among them.
-    """
-    np = sys.modules["numpy"]
-    if sys.implementation.name != "cpython":
-        return False
-    words = np.random.MT19937(5)
-    one = np.random.RandomState(words)
-    keys, seen = words.state["state"]["key"], []
-    for has_gauss, gauss in ((1, 0.7), (0, 0.7), (1, 0.9), (1, 0.7)):
-        one.set_state(("MT19937", keys, 600, has_gauss, gauss))
-        seen.append(_memory(one))
-    at = ctypes.string_at(words.ctypes.state_address, 625 * 4)
-    return (
-        at == keys.tobytes() + struct.pack("=i", 600)
-        and all(struct.pack("=d", gauss) in seen[n] for n, gauss in ((0, 0.7), (2, 0.9)))
-        and seen[0] == seen[3]
-        and _differ_by_one(seen[0], seen[1])
-    )
-
-
-def _differ_by_one(one: bytes, other: bytes) -> bool:
-    return sum(a != b for a, b in zip(one, other, strict=True)) == 1
 
 
 def seeds_of(state: dict[str, Any], rank: int) -> dict[str, int]:
