@@ -126,9 +126,15 @@ class ObjectLease:
     """A lease that is held until ``release``, or lost. A forked child does not have it."""
 
     def __init__(
-        self, bucket: Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
+        self,
+        bucket: Bucket,
+        key: str,
+        name: str,
+        said: _Written,
+        etag: str,
+        begun_s: float,
         times: LeaseTimes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._bucket, self.key, self.name = bucket, key, name
         self._said, self._etag, self._renewed_s = said, etag, begun_s
         self._times = times
