@@ -12,6 +12,7 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.interop import megatron_ranks
 from holdfast.interop.deepspeed_tags import is_of_another_rank
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -85,3 +86,22 @@ def test_a_layer_that_is_missing_is_seen_by_the_optimizer(layer: str, tmp_path: 
 
 def test_there_are_cases_of_both_writers() -> None:
     assert MEGATRON and DEEPSPEED
+
+
+@pytest.mark.parametrize("case", MEGATRON, ids=lambda one: one.name)
+def test_files_that_one_process_wrote_are_read_and_a_copy_among_them_is_not(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's converter has the same arguments in all of them."""
+    arguments = megatron_ranks._RankFiles._arguments
+    monkeypatch.setattr(
+        megatron_ranks._RankFiles,
+        "_arguments",
+        lambda files, name: {**arguments(files, name), "rank": 0},
+    )
+    assert read(case / "checkpoint")
+    copy = shutil.copytree(case / "checkpoint", tmp_path / "copy")
+    first, *_, last = sorted(copy.rglob("model_optim_rng.pt"))
+    shutil.copyfile(first, last)
+    with pytest.raises(HoldfastError, match=r"it has the tensors of .*: it is a copy of it"):
+        holdfast.open(copy)
