@@ -66,8 +66,8 @@ def is_process_at(state: Mapping[str, Any]) -> bool:
 
 def _is_numpy_at(state: Any) -> bool:
     if isinstance(state, tuple) and not state[3]:
-        kinds = sys.modules["numpy"].random
-        source = getattr(kinds, "get_bit_generator", lambda: None)()
+        kinds: Any = sys.modules["numpy"].random
+        source: Any = getattr(kinds, "get_bit_generator", lambda: None)()
         if type(source) is kinds.MT19937:
             # A number that is held back comes with a move: without one its words say all, and
             # numpy's own way to them takes a hundred times as long.
