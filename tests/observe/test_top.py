@@ -374,6 +374,30 @@ def test_what_went_wrong_is_said_with_its_age_and_once_for_all_ranks() -> None:
     assert late == ["no record for 17 min: the run ended, or stands"]
 
 
+@pytest.mark.parametrize(
+    ("last", "shown"), [("closed", "closed at step 71"), ("failed", "ended by an error at step 71")]
+)
+def test_of_a_run_that_ended_it_is_said_how_and_where_and_not_that_it_may_stand(
+    last: str, shown: str
+) -> None:
+    began = [of(events.RunStarted, 2, rank, world=2, host="h") for rank in (0, 1)]
+    saved = [of(events.SaveReturned, n, 0, step=step) for n, step in ((1, 99), (2, 71), (2, 70))]
+    ends = [
+        of(events.RunEnded, 2, 0, outcome="closed"),
+        of(events.RunEnded, 1, 1, outcome="closed"),
+        of(events.RunEnded, 2, 1, outcome=last),
+    ]
+    open_, ended = state_of(*began, *saved, *ends[:2]), state_of(*began, *saved, *ends)
+    late_s = WALL_S + 3000
+    assert "ended, or stands" in "\n".join(screen_lines("r", open_, late_s))
+    lines = screen_lines("r", ended, late_s)
+    assert f"ended     {shown}" in lines and "stands" not in "\n".join(lines)
+    plain = to_plain(ended, late_s)
+    assert (plain["ended"], plain["newest_step"]) == (last, 71)
+    anew = of(events.RunStarted, 3, 0, world=2, host="h")
+    assert state_of(*began, *saved, *ends, anew).ended == "open"
+
+
 def test_the_findings_that_are_shown_can_be_anyones() -> None:
     run = state_of(events.Warned(message="w"))
     lines = screen_lines("r", run, WALL_S, findings=lambda _, __: ["host c, disk: fsync 2.1 s"])

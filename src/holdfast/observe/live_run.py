@@ -199,6 +199,10 @@ class LiveRun:
         self._sampled: dict[str, tuple[HostSampled, HostMoment]] = {}
         self._troubles: deque[tuple[HostMoment, str]] = deque(maxlen=_TROUBLES)
         self.counts: Counter[str] = Counter()
+        self.newest_step: int | None = None
+        """The newest step that a rank of the newest start ended."""
+        self._outcomes: dict[int, str] = {}
+        """How ranks of the newest start let go of it."""
         self._copies: dict[int, tuple[str, float]] = {}
         self._held: deque[tuple[HostMoment, float]] = deque(maxlen=_VALUES)
         self._stored: deque[tuple[HostMoment, float]] = deque(maxlen=_SAVES)
@@ -222,6 +226,12 @@ class LiveRun:
             case events.SaveReturned():
                 self._save(event).saved.add(event.rank)
                 self._note_held(event, at)
+                self._note_step(event)
+            case events.StepsDone():
+                self._note_step(event)
+            case events.RunEnded():
+                if event.incarnation == self.incarnation:
+                    self._outcomes[event.rank] = event.outcome
             case events.FenceWaited():
                 self._note_held(event, at)
             case events.ImageCaptured() | events.ImagePassed():
@@ -243,11 +253,17 @@ class LiveRun:
         if incarnation > self.incarnation:
             self.world = 0 if self.incarnation else self.world
             self.incarnation = incarnation
+            self.newest_step = None
+            self._outcomes.clear()
             self._copies.clear()
 
     def _note_world(self, of: events.RunStarted | events.SnapshotCaptured) -> None:
         if of.incarnation == self.incarnation:
             self.world = max(self.world, of.world)
+
+    def _note_step(self, of: events.SaveReturned | events.StepsDone) -> None:
+        if of.incarnation == self.incarnation and of.step >= 0:
+            self.newest_step = max(of.step, self.newest_step or 0)
 
     def _moment(self, head: RecordHead) -> HostMoment:
         """Returns the moment of a record; of too many hosts those that came last have one clock."""
@@ -361,6 +377,13 @@ class LiveRun:
             if newest is None or (newest.incarnation, newest.step) < (one.incarnation, one.step):
                 found[state] = one
         return found
+
+    @property
+    def ended(self) -> str:
+        """Returns how the newest start ended, as a report does: open | closed | failed."""
+        if not 0 < self.world <= len(self._outcomes):
+            return "open"
+        return "failed" if "failed" in self._outcomes.values() else "closed"
 
     @property
     def given_up(self) -> set[str]:

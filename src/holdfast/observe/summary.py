@@ -14,7 +14,7 @@ from rich.table import Table
 from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.reliability import Exposure, Reliability, RunInterruption
-from holdfast.observe.report import Report, Start
+from holdfast.observe.report import Report
 from holdfast.observe.text import count_text, moment_text, on_one_line, seconds_text
 
 #: category -> (its name for people, its sign in a bar)
@@ -58,7 +58,7 @@ def health_text(report: Report, findings: Sequence[RunFinding]) -> str:
 
 def _standing(report: Report) -> Iterator[str]:
     if report.starts:
-        yield _end_of(report.starts[-1])
+        yield end_text(report.starts[-1].ended, report.starts[-1].newest_step)
     durable = [s for s in report.saves if s.state == "durable" and not s.is_abandoned]
     if durable:
         yield f"newest durable {durable[-1].incarnation}-{durable[-1].step}"
@@ -66,10 +66,11 @@ def _standing(report: Report) -> Iterator[str]:
         yield "nothing durable"
 
 
-def _end_of(start: Start) -> str:
-    at = "before the first step" if start.newest_step is None else f"at step {start.newest_step}"
-    ended = {"closed": "closed", "failed": "ended by an error"}.get(start.ended, "open")
-    return f"{ended} {at}"
+def end_text(ended: str, newest_step: int | None) -> str:
+    """Formats how a start ended and how far it came, such as ``closed at step 71``."""
+    at = "before the first step" if newest_step is None else f"at step {newest_step}"
+    how = {"closed": "closed", "failed": "ended by an error"}.get(ended, "open")
+    return f"{how} {at}"
 
 
 def _record(reliability: Reliability | None) -> Iterator[str]:

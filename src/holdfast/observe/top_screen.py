@@ -13,6 +13,7 @@ from holdfast.events import HostSampled
 from holdfast.observe.live_run import STATES, LiveRun
 from holdfast.observe.phases import PHASES
 from holdfast.observe.silence import OF_STEPS
+from holdfast.observe.summary import end_text
 from holdfast.observe.text import (
     count_text,
     printable,
@@ -34,9 +35,11 @@ _LEAST_PHASES = 3
 
 
 def findings_of(run: LiveRun, now_s: float) -> list[str]:
-    """Returns the last troubles, the newest first, and that nothing was heard for a while."""
+    """Returns the last troubles, the newest first, and that nothing was heard for a while of a run
+    that did not end.
+    """
     lines = []
-    if run.last_s and now_s - run.last_s > _QUIET_S:
+    if run.ended == "open" and run.last_s and now_s - run.last_s > _QUIET_S:
         lines.append(f"no record for {seconds_text(now_s - run.last_s)}: the run ended, or stands")
     recent = [(at_s, text) for at_s, text in run.troubles if now_s - at_s < _TROUBLE_S]
     lines += [f"{seconds_text(max(0.0, now_s - at_s))} ago: {text}" for at_s, text in recent[::-1]]
@@ -82,6 +85,8 @@ def _head(root: str, run: LiveRun, now_s: float) -> Iterator[str]:
         yield f"{root}: no records yet"
         return
     yield f"{root}: {starts}, last record {_age(now_s, run.last_s)}"
+    if run.ended != "open":
+        yield f"ended     {end_text(run.ended, run.newest_step)}"
     reached, given_up = run.reached, run.given_up
     for state in STATES:
         if state in reached:
@@ -190,6 +195,8 @@ def to_plain(run: LiveRun, now_s: float, findings: Findings = findings_of) -> di
     return {
         "incarnation": run.incarnation,
         "world": run.world,
+        "ended": run.ended,
+        "newest_step": run.newest_step,
         "last_record_s": run.last_s,
         "reached": {
             state: {
