@@ -226,12 +226,9 @@ class LiveRun:
             case events.SaveReturned():
                 self._save(event).saved.add(event.rank)
                 self._note_held(event, at)
-                self._note_step(event)
-            case events.StepsDone():
-                self._note_step(event)
-            case events.RunEnded():
-                if event.incarnation == self.incarnation:
-                    self._outcomes[event.rank] = event.outcome
+                self._note_training(event)
+            case events.StepsDone() | events.RunEnded():
+                self._note_training(event)
             case events.FenceWaited():
                 self._note_held(event, at)
             case events.ImageCaptured() | events.ImagePassed():
@@ -261,8 +258,12 @@ class LiveRun:
         if of.incarnation == self.incarnation:
             self.world = max(self.world, of.world)
 
-    def _note_step(self, of: events.SaveReturned | events.StepsDone) -> None:
-        if of.incarnation == self.incarnation and of.step >= 0:
+    def _note_training(self, of: events.SaveReturned | events.StepsDone | events.RunEnded) -> None:
+        if of.incarnation < self.incarnation:
+            return
+        if isinstance(of, events.RunEnded):
+            self._outcomes[of.rank] = of.outcome
+        elif of.step >= 0:
             self.newest_step = max(of.step, self.newest_step or 0)
 
     def _moment(self, head: RecordHead) -> HostMoment:
