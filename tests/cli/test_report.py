@@ -65,6 +65,32 @@ def test_saves_are_shown_by_host_and_rank(tmp_path: Path, capsys: Out) -> None:
     assert "│ b " in text and "2.20 s" in text
 
 
+def test_a_table_can_be_of_one_save(tmp_path: Path, capsys: Out) -> None:
+    root = tell_sick_run(tmp_path)
+    text = text_of(capsys, "report", root, "--save", "3-20", "--by", "rank")
+    assert text.startswith("Save 3-20 by rank")
+    (saved,) = (s for s in json_of(capsys, "report", root)["saves"] if s["step"] == 20)
+    slowest = dict(saved["phases"]["write_s"]["slowest"])
+    rows = json_of(capsys, "report", root, "--save", "3-20", "--by", "rank")["rows"]
+    found = {row["name"]: row["longest_s"]["write_s"] for row in rows}
+    assert found == {f"rank {rank} on {RANKS[rank]}": took_s for rank, took_s in slowest.items()}
+    all_rows = json_of(capsys, "report", root, "--by", "rank")["rows"]
+    assert (
+        sum(row["times_slowest"] for row in rows) == 2 < sum(r["times_slowest"] for r in all_rows)
+    )
+    assert main(["report", str(root), "--save", "99", "--by", "rank"]) == 3
+    assert "no save 99" in capsys.readouterr().err
+
+
+def test_options_that_mean_nothing_together_are_refused(tmp_path: Path, capsys: Out) -> None:
+    root = str(tell_sick_run(tmp_path))
+    assert main(["report", root, "--save", "3-20", "--by", "link"]) == 2
+    assert "--by link with --save" in capsys.readouterr().err
+    page = tmp_path / "page.html"
+    assert main(["report", root, "--by", "host", "--html", str(page)]) == 2
+    assert "--by host with --html" in capsys.readouterr().err and not page.exists()
+
+
 def test_a_table_by_rank_host_and_link_is_the_same_as_data(tmp_path: Path, capsys: Out) -> None:
     root = tell_sick_run(tmp_path)
     for by in ("rank", "host"):

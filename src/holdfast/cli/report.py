@@ -48,7 +48,9 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         help="show the last N saves one by one (default 20; 0: all); sums are over all",
     )
     command.add_argument(
-        "--save", metavar="STEP", help="show one save across its ranks; with --html, over time"
+        "--save",
+        metavar="STEP",
+        help="show one save across its ranks; with --by in that table alone, with --html over time",
     )
     command.add_argument(
         "--by",
@@ -77,8 +79,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report, of a run that has ended or of one that trains right now."""
-    if args.last < 0:
-        raise UsageError(f"--last {args.last}: give a number of saves, or 0 for all")
+    _check(args)
     with SlowProgress("reading events") as progress:
         report = read_report(args.root, progress=progress)
     if args.since is not None:
@@ -93,14 +94,14 @@ def run(args: argparse.Namespace) -> int:
         _write_page(report, Path(args.html), _spans_of(report, args.save))
         if args.json:
             print_json({"file": args.html})
+    elif args.by is not None:
+        _print_by(report, args)
     elif args.save is not None:
         save = find_save(report, args.save)
         if args.json:
             print_json(to_json(replace(report, saves=(save,)))["saves"][0])
         else:
             render_save(report, save, stdout())
-    elif args.by is not None:
-        _print_by(report, args)
     elif args.json:
         print_json(to_json(report) | {"findings": to_plain(find(report, time.time()))})
     else:
@@ -108,7 +109,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for options that mean nothing, alone or together."""
+    if args.last < 0:
+        raise UsageError(f"--last {args.last}: give a number of saves, or 0 for all")
+    if args.by is not None and args.html is not None:
+        raise UsageError(
+            f"--by {args.by} with --html: the page is of the whole report, --by prints "
+            "one table; leave one out"
+        )
+    if args.by == "link" and args.save is not None:
+        raise UsageError(
+            "--by link with --save: messages between hosts are measured over the run, not by save; "
+            "leave one out"
+        )
+
+
 def _print_by(report: Report, args: argparse.Namespace) -> None:
+    if args.save is not None:
+        report = replace(report, saves=(find_save(report, args.save),))
     if args.json:
         print_json(table_by(report, args.by))
     elif args.by == "link":

@@ -91,7 +91,11 @@ def render_by(report: Report, by: str, console: Console, *, last: int = 20) -> N
     """
     rows = save_rows(report, by)
     shown = rows[:last] if last else rows
-    table = Table(title=f"Saves by {by}: medians, where among the 16 slowest", title_justify="left")
+    what = f"Saves by {by}: medians, where among the 16 slowest"
+    if len(report.saves) == 1:
+        (save,) = report.saves
+        what = f"Save {save.incarnation}-{save.step} by {by}: where among the 16 slowest"
+    table = Table(title=what, title_justify="left")
     table.add_column(by)
     table.add_column("times slowest", justify="right")
     seen = [phase for phase in OF_SAVES if any(row.longest_s.get(phase) for row in rows)]
