@@ -95,6 +95,43 @@ def test_trainers_that_keepers_see_hang_in_a_step_are_found_after_a_quarter_of_a
     assert "no_sign_of_life" in causes(report, report.last_s + 5)
 
 
+@pytest.mark.promise
+@pytest.mark.parametrize(("is_first", "least_s"), [(True, 4 * 3600.0), (False, 3600.0)])
+def test_a_first_step_may_take_as_long_as_compiling_does(
+    is_first: bool, least_s: float, tmp_path: Path
+) -> None:
+    """An hour where another start has ended its own; and one that hangs for ever is found."""
+    told = Told(tmp_path) if is_first else healthy(tmp_path)
+    tell_start(told, 2, 300.0, RANKS, None if is_first else (1, 19))
+    at_s = 310.0
+    while at_s < 300.0 + 2000:
+        for host in ("a", "b"):
+            doing = of(events.HostSampled, 0, -1, host=host, doing={"training": 2})
+            told(doing, at_s, host)
+        at_s += 10.0
+    report = read_report(told.write())
+    assert report.last_s - report.trained_s > 1900
+    assert "no_sign_of_life" not in causes(report, report.last_s + 5)
+    for after_s, is_found in ((least_s - 60, False), (least_s + 60, True)):
+        now_s = report.trained_s + after_s
+        found = causes(dataclasses.replace(report, last_s=now_s - 5), now_s)
+        assert ("no_sign_of_life" in found) == is_found
+    assert found["no_sign_of_life"].endswith(", the first step has not ended (4 in training)")
+
+
+def test_a_first_step_that_took_long_may_take_three_times_as_long_again(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, RANKS)
+    took = {"elapsed_s": 3000.0, "longest_s": 3000.0, "is_first": True}
+    told(of(events.StepsDone, 1, step=0, steps=1, **took), 3010.0)
+    tell_start(told, 2, 3100.0, RANKS)
+    report = read_report(told.write())
+    for after_s, is_found in ((8900.0, False), (9100.0, True)):
+        now_s = report.trained_s + after_s
+        found = causes(dataclasses.replace(report, last_s=now_s - 5), now_s)
+        assert ("no_sign_of_life" in found) == is_found
+
+
 def test_a_phase_that_ended_before_may_take_three_times_as_long(tmp_path: Path) -> None:
     told = healthy(tmp_path)
     told(of(events.PhaseEnded, 1, step=19, name="evaluation", elapsed_s=4.0, times=1), 208.0)

@@ -95,11 +95,11 @@ class TrainerDied(Event, frozen=True, kw_only=True):
 
     Reported by whoever reads what the process left in shared memory, which may be much later.
 
-    ``host``: its host. ``phase``: what it was doing: "starting", "restoring", "training", "saving",
-    or a phase that the program declared. ``quiet_s``: the time since it began to. ``reason``: what
-    it left in the error file that torchrun gave it, in a line. ``pid``: its number on the host; 0:
-    an earlier version did not leave it. ``alive_s``: the part of ``quiet_s`` before its end; 0:
-    nobody saw the end.
+    ``host``: its host. ``phase``: what it was doing: "restoring", "training" (the first step, too),
+    "saving", or a phase that the program declared. ``quiet_s``: the time since it began to.
+    ``reason``: what it left in the error file that torchrun gave it, in a line. ``pid``: its number
+    on the host; 0: an earlier version did not leave it. ``alive_s``: the part of ``quiet_s`` before
+    its end; 0: nobody saw the end.
     """
 
     host: str

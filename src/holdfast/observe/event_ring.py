@@ -65,7 +65,8 @@ _DROPPED, _REPORTED, _META_BYTES, _META_SUM, _META = 5, 6, 7, 8, 128
 #: What the process is doing: phase, step + 1, incarnation, since when; then the phase's name.
 _PHASE, _STEP, _INCARNATION, _SINCE_NS, _NAME = 9, 10, 11, 12, 13
 _NAME_AT, _NAME_END = 8 * _NAME, _META
-#: The phases of a process, by number; the last is one that the program declared.
+#: The phases of a process, by number: nobody enters "starting"; the last is one that the program
+#: declared.
 PHASES = ("", "starting", "restoring", "training", "saving", "ended", "declared")
 
 

@@ -379,7 +379,8 @@ RULES = (
         "critical",
         "a run that did not close has no record for 10 median steps, and for a minute; or none of "
         "its trainers for a quarter of an hour, and three times as long as any step or phase took; "
-        "for four hours while one of them restores, or is in a phase of a name that is new",
+        "for an hour before the first step of a start has ended; for four hours before that of any "
+        "start has, and while one of them restores, or is in a phase of a name that is new",
         "Look whether its processes live; where they do, py-spy dump --pid shows where they wait, "
         "and where PyTorch's Flight Recorder left dumps, torchfrtrace reads them.",
         _silent,

@@ -16,8 +16,10 @@ from holdfast.observe.text import printable, seconds_text
 
 #: Seconds without a record of a trainer, and how many of the longest steps and phases that is.
 TRAINERS_SILENT_S, TRAINERS_SILENT_TIMES = 900.0, 3
-#: The same while one is in a phase of which it is not known how long it takes.
-NEW_PHASE_S = 4 * 3600.0
+#: The same while one is in a phase of which it is not known how long it takes, as a first step is
+#: that compiles; and in the first step of a start where an earlier one ended its own: what that
+#: compiled may be gone.
+NEW_PHASE_S, FIRST_STEP_S = 4 * 3600.0, 3600.0
 #: Phases that a program does not declare, and between whose ends it has records.
 OF_STEPS = frozenset({"training", "saving"})
 
@@ -30,18 +32,27 @@ def find_silence(report: Report, now_s: float | None) -> Iterator[tuple[str, flo
     step_s = None if report.reliability is None else report.reliability.step_s
     limit_s = max(SILENT_S, SILENT_STEPS * (step_s or 0.0))
     longest_s = TRAINERS_SILENT_TIMES * report.longest_step_s
-    at = "before a step" if start.newest_step is None else f"after step {start.newest_step}"
+    is_first = start.newest_step is None
+    at = "the first step has not ended" if is_first else f"after step {start.newest_step}"
     if now_s - report.last_s > limit_s:
         quiet = f"no sign of life for {seconds_text(now_s - report.last_s)}"
         yield f"{quiet}, {at}{_who_is_missing(report, start)}", report.last_s
         return
     phases = _phases_of(report, start)
-    least_s = NEW_PHASE_S if _is_new_phase(report, phases) else TRAINERS_SILENT_S
+    least_s = _least_s(report, start, phases)
     if report.trained_s and now_s - report.trained_s > max(limit_s, least_s, longest_s):
         quiet = f"no trainer gave a sign of life for {seconds_text(now_s - report.trained_s)}"
         each = [f"{count} in {printable(phase)}" for phase, count in phases.most_common()]
         doing = f" ({', '.join(each)})" if each else ""
         yield f"{quiet}, {at}{doing}{_who_is_missing(report, start)}", report.trained_s
+
+
+def _least_s(report: Report, start: Start, phases: Counter[str]) -> float:
+    """Returns how long trainers may have no record, however short all was that is known."""
+    is_known = any(one.newest_step is not None for one in report.starts)
+    if not is_known or _is_new_phase(report, phases):
+        return NEW_PHASE_S
+    return FIRST_STEP_S if start.newest_step is None else TRAINERS_SILENT_S
 
 
 def _phases_of(report: Report, start: Start) -> Counter[str]:

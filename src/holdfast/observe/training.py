@@ -23,7 +23,8 @@ SHORT_S = 0.1
 #: A step is reported at once that takes so many times longer than the median of the last ones.
 SLOW_TIMES = 5.0
 _REMEMBERED = 21
-STARTING, RESTORING, TRAINING, SAVING, ENDED, DECLARED = range(1, len(PHASES))
+#: Before its first step a process is training, or declares a phase: ``silence`` is patient then.
+RESTORING, TRAINING, SAVING, ENDED, DECLARED = range(2, len(PHASES))
 
 
 class TrainingRecorder:
