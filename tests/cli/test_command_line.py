@@ -86,6 +86,19 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: Ou
     assert capsys.readouterr().err == "holdfast: interrupted\n"
 
 
+@pytest.mark.parametrize("module", ["holdfast", "holdfast.cli"])
+def test_the_command_line_runs_as_a_module_under_its_own_name(module: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "ls", str(tmp_path / "missing")],
+        env=os.environ | {"PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.startswith("holdfast: ") and "missing" in done.stderr
+
+
 def test_a_reader_that_goes_away_causes_no_trace(fallen_back: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -1,6 +1,4 @@
-"""Runs the command line as ``python -m holdfast.cli``, where the ``holdfast`` script is not on the
-path.
-"""
+"""Runs the command line as ``python -m holdfast.cli``, the same as ``python -m holdfast``."""
 
 from __future__ import annotations
 
