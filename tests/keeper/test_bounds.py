@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import re
 from collections import Counter
 from contextlib import suppress
 from itertools import islice
@@ -36,7 +37,7 @@ def descriptors(pid: int) -> Counter[str]:
     found = Counter[str]()
     for one in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
-            found[os.readlink(one).split(":[")[0]] += 1
+            found[re.sub(r":\[\d+\]$", "", os.readlink(one))] += 1
     return found
 
 
