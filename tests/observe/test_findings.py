@@ -265,6 +265,20 @@ def test_records_that_are_lost_are_found(tmp_path: Path) -> None:
     assert causes(report)["records_lost"].endswith("3 lost, 1 unreadable file")
 
 
+def test_two_runs_in_one_directory_are_named_and_one_is_one_however_often_it_starts(
+    tmp_path: Path,
+) -> None:
+    told = healthy(tmp_path)
+    tell_start(told, 2, 250.0, RANKS, (1, 19))
+    one = read_report(told.write())
+    assert one.run_ids == ("r",) and "other_runs" not in causes(one)
+    other = {"run_id": "other", "world": 4, "host": "b", "pid": 1}
+    told(of(events.RunStarted, 1, 2, **other), 260.0, "b")
+    assert causes(read_report(told.write()))["other_runs"] == (
+        "records of 2 runs lie in one directory: other, r"
+    )
+
+
 def test_every_rule_was_provoked_here() -> None:
     text = Path(__file__).read_text()
     assert not [rule.name for rule in RULES if f'"{rule.name}"' not in text]

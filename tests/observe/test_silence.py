@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_a_first_step_may_take_as_long_as_compiling_does(
 def test_a_first_step_that_took_long_may_take_three_times_as_long_again(tmp_path: Path) -> None:
     told = Told(tmp_path)
     tell_start(told, 1, 10.0, RANKS)
-    took = {"elapsed_s": 3000.0, "longest_s": 3000.0, "is_first": True}
+    took: dict[str, Any] = {"elapsed_s": 3000.0, "longest_s": 3000.0, "is_first": True}
     told(of(events.StepsDone, 1, step=0, steps=1, **took), 3010.0)
     tell_start(told, 2, 3100.0, RANKS)
     report = read_report(told.write())

@@ -352,6 +352,12 @@ def _no_room(report: Report, _: float | None) -> Iterator[Evidence]:
         )
 
 
+def _other_runs(report: Report, _: float | None) -> Iterator[Evidence]:
+    if len(report.run_ids) > 1:
+        runs = count_text(len(report.run_ids), "run")
+        yield Evidence(f"records of {runs} lie in one directory: {', '.join(report.run_ids)}")
+
+
 def _events_dropped(report: Report, _: float | None) -> Iterator[Evidence]:
     counts = {
         "lost": report.lost_records,
@@ -439,6 +445,13 @@ RULES = (
         "a snapshot could not be made durable",
         "The reason names the error of the storage: room, rights or network.",
         _storage_trouble,
+    ),
+    RunRule(
+        "other_runs",
+        "warning",
+        "records of more than one run lie below one root",
+        "All figures are of them together: take the event files of the others away.",
+        _other_runs,
     ),
     RunRule(
         "same_host_dies",

@@ -147,6 +147,7 @@ class Lives:
         self._leader: tuple[float, int] = math.inf, 0
         """Of rank 0's first start that is known the number, and the clock."""
         self.clocks = HostClocks()
+        self.run_ids = set[str]()
 
     def take(self, event: AnyEvent, head: RecordHead, at: HostMoment | None = None) -> None:
         """Takes a record; others than those of trainers say nothing of training.
@@ -170,8 +171,10 @@ class Lives:
         if name in _OF_DEATHS:
             self._take_death(life, event, head, at)
         else:
-            if name == "RunStarted" and event.rank == 0:
-                self._leader = min(self._leader, (event.incarnation, at.clock))
+            if isinstance(event, events.RunStarted):
+                self.run_ids.add(event.run_id)
+                if event.rank == 0:
+                    self._leader = min(self._leader, (event.incarnation, at.clock))
             self._take_training(life, event, head, at)
 
     @staticmethod

@@ -395,6 +395,8 @@ class Report:
     """What messages between keepers take."""
     wrong_clocks: tuple[WrongClock, ...] = ()
     """Clocks that contradict what must have been: nothing is said of who was late by them."""
+    run_ids: tuple[str, ...] = ()
+    """The runs that the starts are of: one, unless files of another lie there."""
     mesh: RunMesh | None = None
     """The device mesh of the newest start of which one is known."""
 

@@ -336,6 +336,7 @@ class _Fold:
             differing_values=tuple(dict.fromkeys(self._values)),
             persist_failures=tuple(dict.fromkeys(self._broke)),
             warnings=tuple(dict.fromkeys(self._warned)),
+            run_ids=tuple(sorted(self._lives.run_ids)),
             pruned=self._pruned,
             protection=tuple(
                 ProtectionFigures(n, event.parity, event.hosts, event.survives, event.missing)
