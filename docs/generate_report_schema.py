@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import msgspec
 
 from holdfast.observe.findings import RunFinding
-from holdfast.observe.report import Figures, Report
 from holdfast.observe.report_rows import LinkTable, SaveTable
+from holdfast.observe.run_report import Figures, Report
 
 PAGE = Path(__file__).parent / "format" / "report-v1.schema.json"
 BY_PAGE = PAGE.with_name("report-by-v1.schema.json")

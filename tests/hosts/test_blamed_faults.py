@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from holdfast.observe.findings import find
-from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import Report
 from holdfast.testing.faults import newest_durable
 from holdfast.testing.faults.faulty_calls import Action, Call, CallRule, FaultyCalls, missing
 from support.runs.leftovers import keeper_pids

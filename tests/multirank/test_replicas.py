@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast import events
 from holdfast.observe.log import NoticeSink
-from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import to_json
 from support.models.models import build, train
 from support.models.models import tensors as tensors_of
 from support.runs.launch import run_ranks

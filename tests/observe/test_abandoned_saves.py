@@ -12,8 +12,8 @@ from holdfast.observe.clocks import HostMoment
 from holdfast.observe.exposure import abandoned_by
 from holdfast.observe.findings import find
 from holdfast.observe.live_run import FileTails, LiveRun, Reached
-from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import Report
 from holdfast.observe.summary import health_text
 from observe.test_report import rendered
 from support.runs.mishaps import build, train

@@ -20,8 +20,8 @@ from holdfast.cli import main
 from holdfast.observe import event_files
 from holdfast.observe.event_files import EventFile, closed_files
 from holdfast.observe.findings import find
-from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import Report, to_json
 from observe.test_findings import healthy
 from support.checkpoints.commands import Out, text_of
 from support.runs.told import RANKS, Told, of, tell_save, tell_start

@@ -13,8 +13,8 @@ from holdfast.observe import event_place as places
 from holdfast.observe.event_files import open_parts, set_aside, trails
 from holdfast.observe.event_place import event_place, upload
 from holdfast.observe.live_run import FileTails
-from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import to_json
 from holdfast.storage.base import Store
 from support.runs.told import RANKS, Told, tell_save, tell_start
 from support.servers.bucket_model import World, model_store

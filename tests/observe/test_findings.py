@@ -14,9 +14,9 @@ from rich.console import Console
 from holdfast import events
 from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import RULES, find, to_plain
-from holdfast.observe.report import KeeperLoss, Report, WrongClock, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
+from holdfast.observe.run_report import KeeperLoss, Report, WrongClock, to_json
 from holdfast.observe.summary import MOST_OF_CAUSE, finding_lines
 from holdfast.observe.tables import render
 from observe.test_interference import run as slowed_run

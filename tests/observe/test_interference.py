@@ -12,8 +12,8 @@ import pytest
 from holdfast import events
 from holdfast.observe.findings import find
 from holdfast.observe.interference import BackgroundWork, Interference, StepWindow, fit
-from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import Report
 from support.runs.told import Told, of, tell_start
 
 RANKS = {0: "a", 1: "b"}

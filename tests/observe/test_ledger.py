@@ -16,8 +16,8 @@ from holdfast import events
 from holdfast.observe.ledger import CATEGORIES, Ledger, LifeTimes, RankTimes, account, claim
 from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
-from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import to_json
 from support.runs.told import of
 
 PAGE = Path(__file__).parents[2] / "docs" / "goodput.md"

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.events import ClocksCompared
 from holdfast.observe.links import NEWEST, LinkTrips, slow_links
-from holdfast.observe.report import LinkFigures
+from holdfast.observe.run_report import LinkFigures
 
 FOLLOWERS = ("b", "c", "d", "e")
 

@@ -21,8 +21,8 @@ from holdfast.observe.lives import Lives
 from holdfast.observe.log import Divergence, read_events
 from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.records import RecordHead
-from holdfast.observe.report import Figures, RefusedAtDoor, Report, Save, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import Figures, RefusedAtDoor, Report, Save, to_json
 from holdfast.observe.sinks import JsonlSink
 from holdfast.observe.tables import render
 from support.runs.told import Told, of, tell_start

@@ -19,10 +19,10 @@ from holdfast.cli import main
 from holdfast.observe.findings import find
 from holdfast.observe.page_charts import escaped
 from holdfast.observe.phases import OF_SAVES
-from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
 from holdfast.observe.rollups import PhaseSpread
+from holdfast.observe.run_report import Report
 from holdfast.observe.spans import RecordChoice, SaveName, read_spans
 from holdfast.observe.tables import figure_rows
 from holdfast.observe.text import moment_text, seconds_text

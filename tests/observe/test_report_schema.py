@@ -12,9 +12,9 @@ import pytest
 
 from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import find, to_plain
-from holdfast.observe.report import LinkFigures, RunMesh, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_rows import table_by
+from holdfast.observe.run_report import LinkFigures, RunMesh, to_json
 from support.runs.told import tell_sick_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "generate_report_schema.py"

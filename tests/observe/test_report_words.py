@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.observe.findings import find
-from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
 from holdfast.observe.report_rows import values_by
+from holdfast.observe.run_report import Report
 from holdfast.observe.summary import health_text
 from holdfast.observe.text import seconds_text
 from observe.test_report import rendered

@@ -14,10 +14,10 @@ from holdfast.observe.findings import find
 from holdfast.observe.live_run import FileTails, LiveRun
 from holdfast.observe.log import phrase_of
 from holdfast.observe.phases import PHASES
-from holdfast.observe.report import Report, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
 from holdfast.observe.restore_view import complaints, restore_lines
+from holdfast.observe.run_report import Report, to_json
 from holdfast.observe.spans import RecordChoice, read_spans
 from holdfast.observe.tables import render
 from holdfast.observe.top_screen import screen_lines

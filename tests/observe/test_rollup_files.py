@@ -38,7 +38,6 @@ from holdfast.observe.event_files import (
     set_aside,
 )
 from holdfast.observe.findings import find
-from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollup_files import (
     Covered,
@@ -55,6 +54,7 @@ from holdfast.observe.rollup_groups import Rollup
 from holdfast.observe.rollup_joiner import RollupJoiner
 from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
+from holdfast.observe.run_report import to_json
 from holdfast.observe.run_rollup_writer import RunRollupWriter
 from observe.test_trails import wait_until
 from support.runs.told import Told, of, tell_death, tell_save, tell_start

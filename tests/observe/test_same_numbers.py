@@ -62,8 +62,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def document(run: Path) -> dict[str, Any]:
-    from holdfast.observe.report import to_json
     from holdfast.observe.report_builder import read_report
+    from holdfast.observe.run_report import to_json
 
     made: dict[str, Any] = json.loads(json.dumps(to_json(read_report(run))))
     return made

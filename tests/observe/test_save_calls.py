@@ -9,9 +9,9 @@ import pytest
 
 from holdfast import events
 from holdfast.observe.findings import find
-from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollup_writer import RollupWriter
+from holdfast.observe.run_report import Report
 from support.runs.told import RANKS, Told, of, tell_save, tell_start
 
 

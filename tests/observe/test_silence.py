@@ -13,8 +13,8 @@ from holdfast.observe.findings import find
 from holdfast.observe.live_findings import LiveFindings
 from holdfast.observe.live_run import LiveRun
 from holdfast.observe.records import RecordReader
-from holdfast.observe.report import KeeperLife
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import KeeperLife
 from holdfast.observe.summary import health_text
 from observe.test_findings import causes, healthy, loop
 from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_start

@@ -11,7 +11,6 @@ import pytest
 
 from holdfast import events
 from holdfast.observe import rollup_writer
-from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.rollup_files import decode_rollup
 from holdfast.observe.rollup_groups import (
@@ -22,6 +21,7 @@ from holdfast.observe.rollup_groups import (
     StartRollup,
 )
 from holdfast.observe.rollup_maker import roll_up
+from holdfast.observe.run_report import to_json
 from observe.test_rollup_files import MANY, assert_alike, roll_up_all, said, trails_of
 from observe.test_run_rollups import join_all, remove_hosts_files
 from support.runs.told import Told, of, tell_death, tell_save, tell_start

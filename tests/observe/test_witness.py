@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.demo.orchestrate import HERE, DemoRun
 from holdfast.demo.screen import Screen
-from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.run_report import Report
 from holdfast.testing.runs.journals import JournalLine, RunIncarnation
 
 

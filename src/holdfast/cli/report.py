@@ -15,9 +15,9 @@ from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import StorageError, UsageError
 from holdfast.geometry.parallelism import asked
 from holdfast.observe.findings import find, to_plain
-from holdfast.observe.report import Report, RunMesh, to_json
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_rows import table_by
+from holdfast.observe.run_report import Report, RunMesh, to_json
 from holdfast.observe.save_view import find_save, render_by, render_save
 from holdfast.observe.since import moment_of, of_start, since
 from holdfast.observe.tables import render, render_links

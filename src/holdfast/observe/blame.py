@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from holdfast.observe.report import Save
+from holdfast.observe.run_report import Save
 from holdfast.observe.text import seconds_text, size_text
 
 #: The score under which a rank is suspect: the median of the others by its own time.

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from holdfast.format.manifest import Lineage
 from holdfast.observe.reliability import Exposure, SavePace
-from holdfast.observe.report import Restore, Save
+from holdfast.observe.run_report import Restore, Save
 
 #: What a generation must be to survive a loss.
 SURVIVES = {

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from holdfast.observe.blame import LEAST_S, HostPressure, began, find_slow, pressure_text
 from holdfast.observe.links import slow_links
-from holdfast.observe.report import Report, Save
 from holdfast.observe.restore_view import complaints
+from holdfast.observe.run_report import Report, Save
 from holdfast.observe.save_calls import UNSURE_S
 from holdfast.observe.silence import find_silence
 from holdfast.observe.stalls import who_came_late

@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from holdfast.events import ClocksCompared
-from holdfast.observe.report import LinkFigures
 from holdfast.observe.rollup_groups import LinkRollup
+from holdfast.observe.run_report import LinkFigures
 from holdfast.observe.text import seconds_text
 
 #: Comparisons that the newest figures are of: some ten minutes.

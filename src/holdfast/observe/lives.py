@@ -21,8 +21,8 @@ from holdfast.observe.clocks import OF_CLOCKS, CommonClock, HostClocks, HostMome
 from holdfast.observe.ledger import LifeTimes
 from holdfast.observe.records import RecordHead
 from holdfast.observe.reliability import Interrupted
-from holdfast.observe.report import LostTrainer, Start
 from holdfast.observe.rollup_groups import LifeRollup, RestoreRollup, SaveRollup, StartRollup
+from holdfast.observe.run_report import LostTrainer, Start
 from holdfast.observe.timeline import StartTimeline
 
 #: The records that a trainer makes of itself. Those of a keeper, which outlives it, may be about a

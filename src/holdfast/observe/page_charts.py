@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.observe.phases import OF_SAVES
-from holdfast.observe.report import Report, RunMesh, Save
+from holdfast.observe.run_report import Report, RunMesh, Save
 from holdfast.observe.spans import RunSpans, Span
 from holdfast.observe.text import on_one_line, printable, seconds_text, shortened, size_text
 

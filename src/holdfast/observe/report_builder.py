@@ -28,7 +28,9 @@ from holdfast.observe.lives import Lives
 from holdfast.observe.log import divergence_of
 from holdfast.observe.records import Progress, RecordCounts, RecordHead, RecordReader
 from holdfast.observe.reliability import measure
-from holdfast.observe.report import (
+from holdfast.observe.restore_records import RestoreRecords
+from holdfast.observe.rollup_groups import Rollup, SampleRollup, joined_samples, sampled
+from holdfast.observe.run_report import (
     Damage,
     KeeperLife,
     KeeperLoss,
@@ -39,8 +41,6 @@ from holdfast.observe.report import (
     Report,
     RunMesh,
 )
-from holdfast.observe.restore_records import RestoreRecords
-from holdfast.observe.rollup_groups import Rollup, SampleRollup, joined_samples, sampled
 from holdfast.observe.save_records import TOGETHER, SaveEvent, SaveRecords
 
 _KeeperEvent = (

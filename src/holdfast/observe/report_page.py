@@ -28,8 +28,8 @@ from holdfast.observe.page_charts import (
     table,
 )
 from holdfast.observe.phases import OF_SAVES
-from holdfast.observe.report import Report, Save
 from holdfast.observe.restore_view import time_text
+from holdfast.observe.run_report import Report, Save
 from holdfast.observe.spans import RunSpans
 from holdfast.observe.summary import (
     INTERRUPTION_NAMES,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.errors import NotFound
-from holdfast.observe.report import Report, Save
+from holdfast.observe.run_report import Report, Save
 
 
 class SaveRow(msgspec.Struct, frozen=True):

@@ -9,9 +9,9 @@ from itertools import islice
 from holdfast import events
 from holdfast.observe.clocks import CommonClock, HostMoment
 from holdfast.observe.phases import BY_EVENT
-from holdfast.observe.report import Restore
 from holdfast.observe.rollup_groups import PhaseValues, RestoreRollup
 from holdfast.observe.rollups import PhaseRollup
+from holdfast.observe.run_report import Restore
 
 _PHASES = tuple(phase for phase in BY_EVENT["Restored"] if phase.within)
 

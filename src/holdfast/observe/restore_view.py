@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from holdfast.observe.report import Report, Restore
 from holdfast.observe.rollups import PhaseSpread
+from holdfast.observe.run_report import Report, Restore
 from holdfast.observe.text import seconds_text
 
 

@@ -18,9 +18,9 @@ from holdfast.observe.clocks import CommonClock, HostClocks, HostMoment
 from holdfast.observe.phases import BY_EVENT
 from holdfast.observe.rank_sets import RankSet
 from holdfast.observe.records import RecordHead
-from holdfast.observe.report import Save, WrongClock
 from holdfast.observe.rollup_groups import SaveRollup
 from holdfast.observe.rollups import NAMED, PhaseRollup, PhaseSpread
+from holdfast.observe.run_report import Save, WrongClock
 from holdfast.observe.save_calls import SaveCalls
 
 _ImageEvent = events.FenceWaited | events.ImageCaptured | events.ImagePassed | events.ImageDurable

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from holdfast.errors import NotFound
 from holdfast.observe.phases import OF_SAVES
-from holdfast.observe.report import Report, Save
 from holdfast.observe.report_rows import BYTES, rank_text, save_rows
+from holdfast.observe.run_report import Report, Save
 from holdfast.observe.text import moment_text, rate_text, seconds_text, size_text
 
 _NAMED_RANKS = 4

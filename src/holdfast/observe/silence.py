@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from holdfast.observe.report import Report, Start
+from holdfast.observe.run_report import Report, Start
 from holdfast.observe.stuck_saves import SILENT_S, SILENT_STEPS, ranks_text_of
 from holdfast.observe.text import printable, seconds_text
 

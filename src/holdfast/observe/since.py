@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 from holdfast.errors import NotFound, UsageError
-from holdfast.observe.report import Report
+from holdfast.observe.run_report import Report
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SPAN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from holdfast.observe.report import Report
+from holdfast.observe.run_report import Report
 from holdfast.observe.stuck_saves import ranks_text_of
 from holdfast.observe.text import seconds_text
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from holdfast.observe.report import Report, Save
+from holdfast.observe.run_report import Report, Save
 
 #: Seconds without a record after which a run that did not close is silent.
 SILENT_S, SILENT_STEPS = 60.0, 10

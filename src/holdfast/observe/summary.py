@@ -14,7 +14,7 @@ from rich.table import Table
 from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.reliability import Exposure, Reliability, RunInterruption
-from holdfast.observe.report import Report
+from holdfast.observe.run_report import Report
 from holdfast.observe.text import count_text, moment_text, on_one_line, seconds_text
 
 #: category -> (its name for people, its sign in a bar)

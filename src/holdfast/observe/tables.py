@@ -14,9 +14,9 @@ from rich.table import Table
 from holdfast.geometry.rank_ranges import ranks_text
 from holdfast.observe.findings import find
 from holdfast.observe.phases import OF_SAVES
-from holdfast.observe.report import Figures, Report, Restore, Save, Start
 from holdfast.observe.report_rows import link_rows
 from holdfast.observe.restore_view import restore_lines
+from holdfast.observe.run_report import Figures, Report, Restore, Save, Start
 from holdfast.observe.summary import (
     bar_text,
     error_lines,

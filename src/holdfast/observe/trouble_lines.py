@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.observe.log import lines_of
-from holdfast.observe.report import KeeperLife, Report
+from holdfast.observe.run_report import KeeperLife, Report
 from holdfast.observe.text import count_text, counts_text, moment_text, seconds_text, size_text
 
 #: The lines of trouble that are shown: a run of thousands of hosts has as many.
