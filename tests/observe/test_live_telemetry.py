@@ -286,7 +286,9 @@ ckpt.restore()
 for step in range(6):
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step(); optimizer.zero_grad()
-    ckpt.step(step)
+    handle = ckpt.step(step)
+    if step % 2:
+        handle.wait_durable()  # the next one is written, too: storage is free
 ckpt.close()
 """
 
