@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from holdfast.catalogue import catalogue, manifest_path, pin_path
+from holdfast.catalogue import PINS_LOCK, catalogue, manifest_path, pin_path
 from holdfast.errors import FormatError, StorageError
 from holdfast.events import Event, PersistBroke, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Pin, seal
@@ -42,6 +42,12 @@ def world() -> World:
 def opened(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
     """Opens the root as another process does."""
     return lambda: model_store(world, monkeypatch, tries_s=0.02, lease=TIMES)
+
+
+@pytest.fixture
+def calm(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
+    """As ``opened``, with a lease that lasts on the busiest machine, and time for a second try."""
+    return lambda: model_store(world, monkeypatch, tries_s=5.0)
 
 
 def saved(store: ObjectStore, step: int, layout: Layout = OTHER) -> str | None:
@@ -331,7 +337,7 @@ def test_nothing_is_written_below_a_directory_that_the_server_did_not_let_go(
     opened: Callable[[], ObjectStore],
 ) -> None:
     store = opened()
-    store._removals.refused = frozenset({"parts/1-2-attempt0a1b2c"})
+    store._removals._refused = {"of an earlier holder": ("parts/1-2-attempt0a1b2c",)}
     with pytest.raises(StorageError, match="is to be removed, which the server refuses"):
         store.create("parts/1-2-attempt0a1b2c/frozen-00000", 10)
     store.create("parts/1-2-attempt0a1b2cd/frozen-00000", 10).abort()
@@ -499,6 +505,56 @@ def test_a_layout_that_an_earlier_holders_request_removes_late_is_written_again(
     persister.stop()
     assert outcomes == [None, None]
     require_whole(store, [1, 2])
+
+
+def to_removals_of(world: World, above: str, *answers: str) -> None:
+    """Has requests to remove one object below ``above`` answered so, the last for ever."""
+    left = list(answers)
+
+    def chosen(kind: str, key: str) -> str:
+        is_meant = kind == "DELETE" and f"root/{above}/" in key
+        return (left.pop(0) if len(left) > 1 else left[0]) if is_meant else ""
+
+    world.fault = chosen
+
+
+@pytest.mark.promise
+def test_a_layout_that_the_server_refused_to_remove_stays_once_a_checkpoint_names_it(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store = calm()
+    commit.open_root(store, "r")
+    with store.lock("writer", "a run that ends before its first checkpoint"):
+        commit.write_layout(store, SPLIT.hash, SPLIT.to_json())
+    to_removals_of(world, "layouts", "403")
+    with pytest.raises(StorageError):
+        pruned(calm())
+    store = calm()
+    with store.lock("writer", "who names it"):
+        assert saved(store, 1, SPLIT) is None
+    to_removals_of(world, "layouts", "")
+    calm().lock("writer", "the next, when the server lets it").release()
+    require_whole(calm(), [1])
+    assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+def test_a_pin_that_the_server_refused_to_remove_stays_once_it_is_set_again(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, generation = calm(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    to_removals_of(world, "pins", "403")
+    for _ in range(2):  # announced twice
+        with pytest.raises(StorageError):
+            pins.unpin(calm(), generation)
+    pins.pin(calm(), generation)
+    to_removals_of(world, "pins", "")
+    calm().lock(PINS_LOCK, "whoever is next").release()
+    assert pins.pinned(calm()) == {generation}
+    assert not any("/.removals/" in key for key in world.objects)
 
 
 @pytest.mark.promise

@@ -115,6 +115,94 @@ def test_an_object_that_a_server_never_lets_go_stops_no_others_and_no_lock(
 
 
 @pytest.mark.promise
+@pytest.mark.parametrize("fault", ["", "lost", "late", "dropped", "other"])
+def test_a_name_that_is_used_again_is_no_longer_announced_and_others_are(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """``fault``: of the first request that says so; "other": the announcement changed meanwhile."""
+    world = World()
+    store = model_store(world, monkeypatch, tries_s=5.0 if fault in ("late", "dropped") else 0.0)
+    for one in ("layouts/a", "layouts/b"):
+        store.publish(one, b"1")
+    failing(
+        monkeypatch,
+        {"AccessDenied": 9},
+        **dict.fromkeys(("layouts/a", "layouts/b"), "AccessDenied"),
+    )
+    with store.lock("writer", "me"):
+        with pytest.raises(StorageError, match="AccessDenied"):
+            store.remove_all(["layouts/a", "layouts/b"], [])
+        assert store.list("layouts") == []
+        faults = iter([fault])
+
+        def chosen(kind: str, key: str) -> str:
+            if kind != "PUT" or "/.removals/" not in key:
+                return ""
+            found = next(faults, "")
+            if found == "other":
+                world.keep(key, world.objects[key] + b" ")
+            return "" if found == "other" else found
+
+        world.fault = chosen
+        if fault == "other":
+            with pytest.raises(StorageError, match="PreconditionFailed"):
+                store.publish("layouts/a", b"1", replace=True)
+        store.publish("layouts/a", b"1", replace=True)
+        assert store.list("layouts") == ["a"]
+        store.publish("layouts/b", b"1", replace=True)
+        assert not any("/.removals/" in key for key in world.objects)
+        world.land()
+        assert not any("/.removals/" in key for key in world.objects)
+    monkeypatch.undo()
+    after = model_store(world, monkeypatch)
+    after.lock("writer", "when it is let").release()
+    assert after.list("layouts") == ["a", "b"]
+
+
+@pytest.mark.promise
+def test_what_was_refused_is_forgotten_when_the_lock_is_taken_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("layouts/a", b"1")
+    world.fault = lambda kind, key: "403" if (kind, key) == ("DELETE", "root/layouts/a") else ""
+    with store.lock("writer", "me"), pytest.raises(StorageError):
+        store.remove("layouts/a")
+    world.fault = lambda kind, key: ""
+    other = model_store(world, monkeypatch)
+    with other.lock("writer", "another, who removes it and names it anew"):
+        other.publish("layouts/a", b"1")
+    with store.lock("writer", "me"):
+        assert store.list("layouts") == ["a"]
+
+
+@pytest.mark.promise
+def test_what_was_pinned_when_others_of_its_removal_were_refused_is_removed_by_no_later_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    for one in (1, 2):
+        store.publish(f"manifests/1-{one}.json", b"{}")
+    failing(monkeypatch, {"AccessDenied": 9}, **{"manifests/1-1.json": "AccessDenied"})
+    world.fault = lambda kind, key: "dropped" if kind == "POST delete" else ""
+    with store.lock("writer", "me"), pytest.raises(StorageError):
+        store.remove_all(["manifests/1-1.json", "manifests/1-2.json"], [])
+    store.publish("pins/1-2.json", b"{}")
+    answers = {("DELETE", "root/manifests/1-1.json"): "403"}
+    world.fault = lambda *request: answers.get(request, "")
+    after = model_store(world, monkeypatch)
+    with after.lock("writer", "who goes on from it"):
+        assert after.list("manifests") == ["1-2.json"]
+    after.remove("pins/1-2.json")
+    world.fault = lambda kind, key: ""
+    after.lock("writer", "whoever is next").release()
+    assert after.list("manifests") == ["1-2.json"]
+    assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
 def test_what_a_busy_server_did_not_remove_is_not_taken_for_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

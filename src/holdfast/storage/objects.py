@@ -281,7 +281,7 @@ class ObjectStore:
         key = self._key(path)
         self._may_change([path])
         self._removals.finish(self._lease())
-        self._removals.refused -= {path}
+        self._removals.name_again(path)
         self._require_room(path)
         tag = self._tag(key, path) if replace else ""
         is_new = not replace or (self._is_compared(path) and not tag)

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import warn
@@ -44,8 +44,8 @@ class Removals:
         """Announcements that could not be taken back, of what was removed or is not to be removed:
         the next holder would carry them out, whatever has these names by then. And until when a try
         that nobody answered may make them again."""
-        self.refused: frozenset[str] = frozenset()
-        """Paths that the server refuses to remove: they stay announced, and count as gone."""
+        self._refused: dict[str, tuple[str, ...]] = {}
+        """Paths that the server refuses to remove, by the announcement where they stay."""
         self._failed: tuple[float, HoldfastError] | None = None
         """When ``finish`` failed last, and of what."""
         self.in_child()
@@ -54,6 +54,11 @@ class Removals:
     def in_child(self) -> None:
         """Makes new locks."""
         self._lock, self._finishing = threading.Lock(), threading.RLock()
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """Paths that the server refuses to remove: they stay announced, and count as gone."""
+        return frozenset(path for paths in tuple(self._refused.values()) for path in paths)
 
     def remove(self, files: Sequence[str], trees: Sequence[str], lease: ObjectLease | None) -> None:
         """Removes objects, and everything below directories. Without a lease nothing is announced:
@@ -65,7 +70,7 @@ class Removals:
         with self._lock:
             self._count += 1
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
-        said = json.dumps({"files": list(files), "trees": list(trees)}).encode()
+        said = _announcement(files, trees)
         what = [*files, *trees][0]
         outcome = self._bucket.put(key, [said])
         is_known = outcome.is_first_try and outcome.status
@@ -79,7 +84,7 @@ class Removals:
         try:
             self._remove(files, trees)
         except StorageError as error:
-            if not self._note_refused(error, files, trees):
+            if not self._note_refused(key, error, files, trees):
                 self._left[key] = list(files), list(trees)
             raise
         self._take_back(key, until_s)
@@ -133,6 +138,8 @@ class Removals:
         what nobody answered and landed when the next had the lock: nothing was removed for it.
         """
         own, left = self._of(lease), set()
+        refused = self._refused.items()  # of an earlier holding: it may have gone and come back
+        self._refused = {key: paths for key, paths in refused if not key.startswith(own)}
         for key in list(self._bucket.keys(own)):
             if not lease.may_have_announced(key[len(own) :]):
                 self._drop(key)
@@ -175,21 +182,52 @@ class Removals:
         try:
             self._remove(left, trees)
         except StorageError as error:
-            if not self._note_refused(error, left, trees):
+            if not self._note_refused(key, error, left, trees):
                 raise
+            if pinned := set(files).difference(left):  # else who is next asks for its pin anew
+                self._leave_out(key, pinned)
             warn(f"{error} It stays there, and counts as removed.")
             return False
         self._drop(key)
         return True
 
     def _note_refused(
-        self, error: StorageError, files: Sequence[str], trees: Sequence[str]
+        self, key: str, error: StorageError, files: Sequence[str], trees: Sequence[str]
     ) -> bool:
         """Notes paths as refused where the server answered so; False where that is not known."""
         if error.retryable or error.fields.get("operation") != "removal":
             return False
-        self.refused |= {*files, *trees}
+        self._refused[key] = *files, *trees
         return True
+
+    def name_again(self, path: str) -> None:
+        """Takes a path out of what is announced and was refused. Called before it is published: the
+        next holder would remove what is relied on since. StorageError where that is not known.
+        """
+        with self._finishing:
+            for key in [key for key, paths in self._refused.items() if path in paths]:
+                self._leave_out(key, {path})
+                left = tuple(one for one in self._refused[key] if one != path)
+                self._refused[key] = left
+
+    def _leave_out(self, key: str, paths: Collection[str]) -> None:
+        """Writes an announcement anew without these paths, in the place of what was read and of
+        nothing else: a try of it that nobody answered undoes no later one.
+        """
+        found = self._bucket.get(key)
+        if found.is_absent:
+            return
+        self._bucket.require(found, "read", key)
+        files, trees = (
+            [one for one in named if one not in paths] for named in self._read(key, found.body)
+        )
+        if not files and not trees:
+            self._drop(key)
+            return
+        said = _announcement(files, trees)
+        outcome = self._bucket.put(key, [said], if_match=found.header("etag"))
+        if not outcome.is_done and self._bucket.get(key).body != said:
+            raise self._bucket.failure(outcome, "removal", key)
 
     def _is_pinned(self, path: str) -> bool:
         if not path.startswith(_MANIFESTS):
@@ -221,6 +259,10 @@ class Removals:
             self._bucket.require(self._bucket.delete(keys[0]), "removal", files[0])
         else:
             self._bucket.delete_many(keys)
+
+
+def _announcement(files: Sequence[str], trees: Sequence[str]) -> bytes:
+    return json.dumps({"files": list(files), "trees": list(trees)}).encode()
 
 
 def _kind(said: dict[str, object]) -> str:
