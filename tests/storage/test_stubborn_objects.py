@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import s3
-from holdfast.storage.bucket import Outcome
+from holdfast.storage.bucket import Bucket, Outcome
 from holdfast.storage.removals import Removals
 from support.servers.bucket_model import World, heard, model_store
 
@@ -112,6 +112,52 @@ def test_an_object_that_a_server_never_lets_go_stops_no_others_and_no_lock(
     monkeypatch.undo()
     model_store(world, monkeypatch).lock("writer", "when it is well").release()
     assert not any("/.removals/" in key or "/steps/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("unknown", ["dropped", "busy", "lost"])
+def test_of_many_objects_one_that_nobody_answered_is_told_before_one_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, unknown: str
+) -> None:
+    """As they are removed one by one, as where a server has no request for many."""
+    world = World()
+    bucket = model_store(world, monkeypatch).bucket
+    keys = [f"root/{number:02}" for number in range(40)]
+    for key in keys:
+        world.keep(key, b"1")
+    faults = {"root/00": "403", "root/30": unknown, "root/39": "403"}
+    world.fault = lambda kind, key: faults.get(key, "")
+    with pytest.raises(StorageError, match="removal of root/30") as raised:
+        Bucket.delete_many(bucket, keys)
+    assert raised.value.retryable
+    assert world.objects.keys() - {"root/30"} == {"root/00", "root/39"}  # each was asked for
+    faults.pop("root/30")
+    with pytest.raises(StorageError, match="removal of root/00") as raised:
+        Bucket.delete_many(bucket, keys)
+    assert not raised.value.retryable
+
+
+@pytest.mark.promise
+def test_an_upload_that_a_server_does_not_end_hides_no_removal_that_nobody_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, tree = World(), "steps/1-1-abcdefgh"
+    store = model_store(world, monkeypatch)
+    lease = store.lock("writer", "me")
+    for number in range(2):
+        store.publish(f"{tree}/{number}", b"1")
+    store.create(f"{tree}/2", 3 << 20).write(0, memoryview(bytes(3 << 20)))
+    faults = {"DELETE uploadId": "403", "POST delete": "dropped"}
+    world.fault = lambda kind, key: faults.get(kind, "")
+    with pytest.raises(StorageError):
+        store.remove_tree(tree)
+    with pytest.raises(StorageError, match="no answer"):  # it waits for what may yet go
+        store.publish("manifests/1-2.json", b"{}")
+    faults.pop("POST delete")
+    store.publish("manifests/1-2.json", b"{}")
+    assert store.list("steps") == [] and not any("/steps/" in key for key in world.objects)
+    assert world.parts  # it counts as gone
+    lease.release()
 
 
 @pytest.mark.promise

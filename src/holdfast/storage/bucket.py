@@ -271,13 +271,16 @@ class Bucket(ABC):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects, each whatever came of the others. StorageError names one that stays, and
-        is ``retryable`` where the server did not say that it does.
+        is ``retryable`` where the server did not say of each of these that it does.
         """
         if not keys:
             return
         with ThreadPoolExecutor(min(_REMOVERS, len(keys))) as pool:
-            for key, outcome in zip(keys, pool.map(self.delete, keys), strict=True):
-                self.require(outcome, "removal", key)
+            outcomes = list(pool.map(self.delete, keys))
+        of_all = zip(keys, outcomes, strict=True)
+        # What may yet go before what is refused: nothing is named while that is not known.
+        for key, outcome in sorted(of_all, key=lambda one: not one[1].may_be_tried_again):
+            self.require(outcome, "removal", key)
 
     # One request, tried again where that may help.
 

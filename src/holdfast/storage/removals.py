@@ -247,10 +247,13 @@ class Removals:
         keys, above = ([self._below + path for path in paths] for paths in (files, trees))
         below = tuple(f"{key}/" for key in above)
         begun = self._bucket.uploads(os.path.commonpath(above)) if above else []
+        refused = list[StorageError]()
         for upload in (one for one in begun if f"{one.key}/".startswith(below)):
             outcome = self._bucket.abort_upload(upload.key, upload.id)
-            if outcome.status != 404:
-                self._bucket.require(outcome, "removal", upload.key)
+            if not outcome.is_done and outcome.status != 404:
+                refused.append(self._bucket.failure(outcome, "removal", upload.key))
+                if refused[-1].retryable:  # it is not known
+                    raise refused[-1]
         for key in above:
             there = self._bucket.keys(key + "/")
             named = [one for one in there if not _leads_away(one[len(key) :])]
@@ -259,6 +262,8 @@ class Removals:
             self._bucket.require(self._bucket.delete(keys[0]), "removal", files[0])
         else:
             self._bucket.delete_many(keys)
+        if refused:
+            raise refused[0]
 
 
 def _announcement(files: Sequence[str], trees: Sequence[str]) -> bytes:
