@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 
-from holdfast.catalogue import PINS_LOCK, catalogue, manifest_path, pin_path
+from holdfast.catalogue import PINS_LOCK, catalogue, layout_path, manifest_path, pin_path
 from holdfast.errors import FormatError, StorageError
 from holdfast.events import Event, PersistBroke, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Pin, seal
@@ -536,6 +537,72 @@ def test_a_layout_that_the_server_refused_to_remove_stays_once_a_checkpoint_name
     calm().lock("writer", "the next, when the server lets it").release()
     require_whole(calm(), [1])
     assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("answer", ["", "403"])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_layout_whose_removal_was_answered_at_a_later_try_is_written_again_when_the_first_lands(
+    world: World, calm: Callable[[], ObjectStore], answer: str, is_own: bool
+) -> None:
+    """``is_own``: it was asked for by who names it, else by who was refused and had ended."""
+    store, outcomes = calm(), list[str | None]()
+    commit.open_root(store, "r")
+    with store.lock("writer", "a run that ends before its first checkpoint"):
+        commit.write_layout(store, SPLIT.hash, SPLIT.to_json())
+    if not is_own:
+        to_removals_of(world, "layouts", "403")
+        with pytest.raises(StorageError):
+            pruned(calm())
+    to_removals_of(world, "layouts", "queued", answer)
+    store = calm()
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    with store.lock("writer", "the next run"):
+        if is_own:
+            with suppress(StorageError):
+                store.remove(layout_path(SPLIT.hash))
+        assert len(world.late) == 1
+        for step in (1, 2):
+            persister.work_one(job_of(Generation(1, step), RECORD, layout=SPLIT))
+            if step == 1:
+                require_whole(calm(), [1])
+                world.land()
+                assert not calm().list("layouts")
+    persister.stop()
+    assert outcomes == [None, None]
+    require_whole(calm(), [1, 2])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("answer", ["", "403"])
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_pin_is_not_promised_where_its_removal_was_answered_at_a_later_try(
+    world: World, calm: Callable[[], ObjectStore], answer: str, is_adopted: bool
+) -> None:
+    """``is_adopted``: by the very call that sets it, else by the one before."""
+    store, generation = calm(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    if is_adopted:
+        to_removals_of(world, "pins", "403")
+        with pytest.raises(StorageError):
+            pins.unpin(calm(), generation)
+        to_removals_of(world, "pins", "queued", answer)
+    else:
+        to_removals_of(world, "pins", "queued", answer)
+        with suppress(StorageError):
+            pins.unpin(calm(), generation)
+    to_removals_of(world, "pins", "queued", answer)
+    with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
+        pins.pin(calm(), generation)
+    to_removals_of(world, "pins", answer)
+    with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
+        pins.pin(calm(), generation)  # for as long as it may land
+    world.land()
+    world.now_s += settle_s(store)
+    pins.pin(calm(), generation)
+    assert pins.pinned(calm()) == {generation}
 
 
 @pytest.mark.promise

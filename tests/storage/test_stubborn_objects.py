@@ -11,7 +11,8 @@ import pytest
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import s3
-from holdfast.storage.bucket import Bucket, Outcome
+from holdfast.storage.bucket import SETTLE_S, Bucket, Outcome
+from holdfast.storage.lease_lock import ObjectLease
 from holdfast.storage.removals import Removals
 from support.servers.bucket_model import World, heard, model_store
 
@@ -60,6 +61,31 @@ def test_an_object_of_many_that_a_busy_server_did_not_remove_is_asked_for_again(
     assert store.bucket.traffic.retries == {"POST delete": 2}
     assert code in str(told)
     lease.release()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_of_one", [True, False])
+@pytest.mark.parametrize("path", ["layouts/a", "manifests/1-1.json"])
+def test_of_many_that_were_removed_at_a_later_try_a_late_one_is_expected(
+    monkeypatch: pytest.MonkeyPatch, is_of_one: bool, path: str
+) -> None:
+    """``is_of_one``: the server says of one of them alone that it is busy."""
+    world = World()
+    store = model_store(world, monkeypatch, tries_s=5.0)
+    store.publish(path, b"1")
+    store.publish("other", b"2")
+    with store.lock("writer", "me") as lease:
+        assert isinstance(lease, ObjectLease)
+        tries = iter(["busy"])
+        if is_of_one:
+            failing(monkeypatch, {"SlowDown": 1}, **{path: "SlowDown"})
+        else:
+            world.fault = lambda kind, key: next(tries, "") if kind == "POST delete" else ""
+        assert not lease.unsettled_s
+        store.remove_all([path, "other"], [])
+        assert store.list("") == [] and lease.unsettled_s > SETTLE_S - 60
+    with model_store(world, monkeypatch).lock("writer", "next") as lease:
+        assert isinstance(lease, ObjectLease) and lease.unsettled_s > SETTLE_S - 60
 
 
 @pytest.mark.promise

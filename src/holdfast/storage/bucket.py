@@ -33,6 +33,8 @@ RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
 #: behind which ours may be as much ahead; nothing of ours lands later.
 SETTLE_S = 2 * 900.0 + 60.0
 _REMOVERS = 8
+#: What a request that removes many objects is noted as, where it may land later.
+BULK = "POST delete "
 _OPERATIONS = frozenset({"uploads", "uploadId", "list-type", "delete", "compose"})
 
 
@@ -132,7 +134,7 @@ class Bucket(ABC):
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
         self._unanswered: dict[str, float] = {}
-        """When the last change was tried that may land later, by its method and what is above its
+        """When the last change was tried that may land later, by its kind and what is above its
         key: "DELETE root/pins/".
         """
         self._under_way: Counter[tuple[int, str]] = Counter()
@@ -144,7 +146,7 @@ class Bucket(ABC):
 
     def unanswered_s(self, above: tuple[str, ...] = ("",)) -> float:
         """When the last try of a change was made that may have its effect later, of those that
-        begin with one of these: the method and the key.
+        begin with one of these: the kind and the key.
         """
         process = os.getpid()
         with self._lock:
@@ -330,7 +332,7 @@ class Bucket(ABC):
         """As ``_try``; a change counts as unanswered unless its answer came, also if it raises."""
         if method in ("GET", "HEAD"):
             return self._try(kind, method, key, query, headers, body, into)
-        above, may_have_effect = f"{method} {key[: key.rfind('/') + 1]}", True
+        above, may_have_effect = f"{kind} {key[: key.rfind('/') + 1]}", True
         begun = os.getpid(), above
         with self._lock:
             self._under_way[begun] += 1
@@ -338,14 +340,19 @@ class Bucket(ABC):
             outcome, may_have_effect = self._try(kind, method, key, query, headers, body, into)
             return outcome, may_have_effect
         finally:
+            if may_have_effect:
+                self.note_unanswered(above)
             with self._lock:
                 self._under_way[begun] -= 1
                 if not self._under_way[begun]:
                     del self._under_way[begun]
-                if may_have_effect:
-                    now_s, before = time.monotonic(), self._unanswered.items()
-                    may_land = {at: at_s for at, at_s in before if at_s + self.settle_s > now_s}
-                    self._unanswered = may_land | {above: now_s}
+
+    def note_unanswered(self, above: str) -> None:
+        """Notes that a change may land later, from now on for as long as the server takes it."""
+        with self._lock:
+            now_s, before = time.monotonic(), self._unanswered.items()
+            may_land = {at: at_s for at, at_s in before if at_s + self.settle_s > now_s}
+            self._unanswered = may_land | {above: now_s}
 
     def _try(
         self,

@@ -143,6 +143,8 @@ class ObjectLease:
         """
         self.unanswered_s: Callable[[], float] = lambda: 0.0
         """Returns for how long a request of this holder may land that nobody answered."""
+        self.late_removals_s: Callable[[], float] = lambda: 0.0
+        """The same of removals of what is named again, whatever a later try of them came to."""
         arguments = weakref.ref(self), self._ended, times.renew_s
         self._thread = threading.Thread(
             target=_keep_renewing, args=arguments, name="holdfast-root-lease", daemon=True
@@ -194,8 +196,10 @@ class ObjectLease:
 
     @property
     def unsettled_s(self) -> float:
-        """For how long a request of an earlier holder may still land."""
-        return max(0.0, self._settled_s - _now_s())
+        """For how long a request of an earlier holder may still land, or a removal of its own that
+        what it names does not wait for.
+        """
+        return max(0.0, self._settled_s - _now_s(), self.late_removals_s())
 
     @property
     def is_held(self) -> bool:

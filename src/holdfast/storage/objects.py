@@ -40,7 +40,7 @@ from holdfast.storage.lease_lock import (
 )
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.providers import open_bucket
-from holdfast.storage.removals import ANNOUNCED, Removals
+from holdfast.storage.removals import Removals, changed_under, named_again
 from holdfast.storage.uploads import PART_BYTES, ComparingSink, UploadSink, part_bytes
 from holdfast.storage.wrap import Patience
 
@@ -442,7 +442,9 @@ class ObjectStore:
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
         lease = take_lease(bucket, key, name, owner, times)
-        lease.unanswered_s = partial(self._unanswered_s, self._changed_under(name))
+        of_next, own = changed_under(self._below, name), named_again(self._below, name)
+        lease.unanswered_s = partial(self._unanswered_s, of_next)
+        lease.late_removals_s = partial(self._unanswered_s, own)
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
@@ -467,22 +469,14 @@ class ObjectStore:
         said = Outcome(200, headers={"date": lease.began or "", "last-modified": made})
         return quiet_s(said) > _YOUNG_S
 
-    def _changed_under(self, lock: str) -> tuple[str, ...]:
-        """Returns what the requests begin with that the next holder of a lock needs to know of: who
-        sets a pin, of late removals of pins. A pin that is set late harms none.
-        """
-        if lock != PINS:
-            return ("",)
-        removed, announced = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
-        return f"DELETE {removed}", *(f"{method} {announced}" for method in ("PUT", "DELETE"))
-
     def _unanswered_s(self, above: tuple[str, ...]) -> float:
         """Returns for how long a request of this process may land whose end is not known."""
         return max(0.0, self._bucket.unanswered_s(above) + self.settle_s - time.monotonic())
 
     def unsettled_s(self) -> float:
-        """Returns for how long a request may land that the holder of the lock knows nothing of: of
-        holders before it, or of the one that a root without a lease is told to have.
+        """Returns for how long a request may land that what the holder of the lock names does not
+        wait for: of holders before it, or of the one that a root without a lease is told to have;
+        or a removal of its own that was answered at a later try.
         """
         lease = self._lease()
         if lease is not None:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import warn
 from holdfast.storage.base import check_path
-from holdfast.storage.bucket import Bucket
+from holdfast.storage.bucket import BULK, Bucket
 from holdfast.storage.files import PINS
 from holdfast.storage.lease_lock import ObjectLease
 from holdfast.storage.wrap import renew_in_child
@@ -28,6 +28,7 @@ from holdfast.storage.wrap import renew_in_child
 ANNOUNCED = ".removals"
 #: A checkpoint's manifest, and what keeps it from removal: objects of one name in both.
 _MANIFESTS, _PINS = "manifests/", f"{PINS}/"
+_LAYOUTS = "layouts/"
 #: An announcement that says nothing any more.
 _NOTHING = b'{"files": [], "trees": []}'
 
@@ -264,6 +265,23 @@ class Removals:
             self._bucket.delete_many(keys)
         if refused:
             raise refused[0]
+
+
+def changed_under(below: str, lock: str) -> tuple[str, ...]:
+    """Returns what the requests begin with that the next holder of a lock needs to know of: who
+    sets a pin, of late removals of pins. A pin that is set late harms none.
+    """
+    if lock != PINS:
+        return ("",)
+    announced = f"{below}{ANNOUNCED}/{lock}/"
+    return *named_again(below, lock), f"PUT {announced}", f"DELETE {announced}"
+
+
+def named_again(below: str, lock: str) -> tuple[str, ...]:
+    """Returns what the removals begin with of what is made anew under its name, by the holder of a
+    lock: pins, or layouts, which may be among the many that one request removes.
+    """
+    return (f"DELETE {below}{_PINS}",) if lock == PINS else (f"DELETE {below}{_LAYOUTS}", BULK)
 
 
 def _announcement(files: Sequence[str], trees: Sequence[str]) -> bytes:
