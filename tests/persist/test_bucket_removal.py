@@ -540,10 +540,11 @@ def test_a_layout_that_the_server_refused_to_remove_stays_once_a_checkpoint_name
 
 
 @pytest.mark.promise
+@pytest.mark.parametrize("fault", ["queued", "stale"])
 @pytest.mark.parametrize("answer", ["", "403"])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_a_layout_whose_removal_was_answered_at_a_later_try_is_written_again_when_the_first_lands(
-    world: World, calm: Callable[[], ObjectStore], answer: str, is_own: bool
+    world: World, calm: Callable[[], ObjectStore], fault: str, answer: str, is_own: bool
 ) -> None:
     """``is_own``: it was asked for by who names it, else by who was refused and had ended."""
     store, outcomes = calm(), list[str | None]()
@@ -554,7 +555,7 @@ def test_a_layout_whose_removal_was_answered_at_a_later_try_is_written_again_whe
         to_removals_of(world, "layouts", "403")
         with pytest.raises(StorageError):
             pruned(calm())
-    to_removals_of(world, "layouts", "queued", answer)
+    to_removals_of(world, "layouts", fault, answer)
     store = calm()
     persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
     with store.lock("writer", "the next run"):
@@ -574,10 +575,11 @@ def test_a_layout_whose_removal_was_answered_at_a_later_try_is_written_again_whe
 
 
 @pytest.mark.promise
+@pytest.mark.parametrize("fault", ["queued", "stale"])
 @pytest.mark.parametrize("answer", ["", "403"])
 @pytest.mark.parametrize("is_adopted", [False, True])
 def test_a_pin_is_not_promised_where_its_removal_was_answered_at_a_later_try(
-    world: World, calm: Callable[[], ObjectStore], answer: str, is_adopted: bool
+    world: World, calm: Callable[[], ObjectStore], fault: str, answer: str, is_adopted: bool
 ) -> None:
     """``is_adopted``: by the very call that sets it, else by the one before."""
     store, generation = calm(), Generation(1, 1)
@@ -588,12 +590,12 @@ def test_a_pin_is_not_promised_where_its_removal_was_answered_at_a_later_try(
         to_removals_of(world, "pins", "403")
         with pytest.raises(StorageError):
             pins.unpin(calm(), generation)
-        to_removals_of(world, "pins", "queued", answer)
+        to_removals_of(world, "pins", fault, answer)
     else:
-        to_removals_of(world, "pins", "queued", answer)
+        to_removals_of(world, "pins", fault, answer)
         with suppress(StorageError):
             pins.unpin(calm(), generation)
-    to_removals_of(world, "pins", "queued", answer)
+    to_removals_of(world, "pins", fault, answer)
     with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
         pins.pin(calm(), generation)
     to_removals_of(world, "pins", answer)
