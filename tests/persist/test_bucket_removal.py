@@ -403,6 +403,36 @@ def test_what_was_announced_once_takes_nothing_that_has_the_name_since(
 
 
 @pytest.mark.promise
+@pytest.mark.parametrize("fault", ["lost", "late"])
+def test_an_announcement_that_was_sent_before_its_lease_was_over_is_taken_back(
+    world: World, calm: Callable[[], ObjectStore], fault: str
+) -> None:
+    """Its next try is not allowed any more; later the lease is renewed, and its holder goes on."""
+    store, path = calm(), "parts/1-1-a/frozen-00000.safetensors"
+    lease = store.lock("writer", "the run")
+    assert isinstance(lease, ObjectLease)
+    store.publish(path, b"frozen")
+
+    def quiet(kind: str, key: str) -> str:
+        if kind == "PUT" and "/.removals/" in key:
+            lease._renewed_s -= 100
+            return fault
+        return ""
+
+    world.fault = quiet
+    with pytest.raises(StorageError, match="could not be renewed for"):
+        store.remove_tree("parts/1-1-a")
+    world.fault = lambda kind, key: ""
+    lease.renew()
+    world.land()
+    assert any("/.removals/" in key for key in world.objects)
+    store.publish("manifests/1-2.json", b"{}")  # names it
+    lease.release()
+    calm().lock("writer", "the next").release()
+    assert store.read(path) == b"frozen"
+
+
+@pytest.mark.promise
 @pytest.mark.parametrize("is_released", [True, False])
 def test_an_announcement_that_lands_when_another_has_the_lock_is_carried_out_by_none(
     world: World, opened: Callable[[], ObjectStore], is_released: bool

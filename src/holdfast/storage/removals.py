@@ -73,26 +73,29 @@ class Removals:
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
         said = _announcement(files, trees)
         what = [*files, *trees][0]
-        outcome = self._bucket.put(key, [said])
-        is_known = outcome.is_first_try and outcome.status
-        until_s = -math.inf if is_known else time.monotonic() + self._bucket.settle_s
+        is_known = False
         try:
+            outcome = self._bucket.put(key, [said])
+            is_known = outcome.is_first_try and bool(outcome.status)
             self._bucket.require(outcome, "removal", what)
             lease.require_renewed()
-        except HoldfastError:  # nothing was removed, and nobody shall do it later
-            self._take_back(key, until_s)
+        except BaseException:  # nothing was removed, and nobody shall do it later
+            self._take_back(key, is_known)
             raise
         try:
             self._remove(files, trees)
-        except StorageError as error:
+        except BaseException as error:
             if not self._note_refused(key, error, files, trees):
                 self._left[key] = list(files), list(trees)
             raise
-        self._take_back(key, until_s)
+        self._take_back(key, is_known)
 
-    def _take_back(self, key: str, until_s: float) -> None:
-        """Removes an announcement now, and before anything is named unless it is surely gone."""
-        self._over[key] = until_s
+    def _take_back(self, key: str, is_known: bool) -> None:
+        """Removes an announcement now, and before anything is named unless it is surely gone.
+
+        ``is_known``: False where a try that nobody answered may make it again.
+        """
+        self._over[key] = -math.inf if is_known else time.monotonic() + self._bucket.settle_s
         with contextlib.suppress(HoldfastError):
             self._drop(key)
 
@@ -193,10 +196,12 @@ class Removals:
         return True
 
     def _note_refused(
-        self, key: str, error: StorageError, files: Sequence[str], trees: Sequence[str]
+        self, key: str, error: BaseException, files: Sequence[str], trees: Sequence[str]
     ) -> bool:
         """Notes paths as refused where the server answered so; False where that is not known."""
-        if error.retryable or error.fields.get("operation") != "removal":
+        if not isinstance(error, StorageError) or error.retryable:
+            return False
+        if error.fields.get("operation") != "removal":
             return False
         self._refused[key] = *files, *trees
         return True
