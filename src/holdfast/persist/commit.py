@@ -225,8 +225,10 @@ def write_layout(store: Store, hash_: str, data: bytes) -> None:
     try:
         store.publish(layout_path(hash_), data)
     except AlreadyPublished:
-        if store.read(layout_path(hash_)) != data:
-            store.publish(layout_path(hash_), data, replace=True)
+        with contextlib.suppress(NotFound):  # which a removal took since that landed late
+            if store.read(layout_path(hash_)) == data:
+                return
+        store.publish(layout_path(hash_), data, replace=True)
 
 
 def publish(store: Store, manifest: Manifest) -> None:
