@@ -23,6 +23,7 @@ from holdfast.restore.reading.verify import verify
 from holdfast.storage import objects
 from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, _parsed
+from holdfast.storage.memory import MemoryStore
 from holdfast.storage.objects import ObjectStore
 from support.checkpoints.images import split_leaf
 from support.runs.keeper_jobs import job_of
@@ -654,6 +655,40 @@ def test_a_pin_that_the_server_refused_to_remove_stays_once_it_is_set_again(
     calm().lock(PINS_LOCK, "whoever is next").release()
     assert pins.pinned(calm()) == {generation}
     assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+def test_a_pin_that_another_set_again_is_seen_by_who_could_not_remove_it(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, generation = calm(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    to_removals_of(world, "pins", "403")
+    with pytest.raises(StorageError):
+        pins.unpin(store, generation)
+    pins.pin(calm(), generation)
+    assert pins.pinned(store) == {generation}
+
+
+@pytest.mark.promise
+def test_a_pin_that_is_copied_stays_though_the_server_had_refused_to_remove_it(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, source, generation = calm(), MemoryStore(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    source.publish(pin_path(generation), store.read(pin_path(generation)))
+    to_removals_of(world, "pins", "403")
+    with pytest.raises(StorageError):
+        pins.unpin(calm(), generation)
+    with store.lock("writer", "who drains a cache"):
+        pins.copy_pin(source, store, catalogue(store).manifests[0])
+    to_removals_of(world, "pins", "")
+    calm().lock(PINS_LOCK, "whoever is next").release()
+    assert pins.pinned(calm()) == {generation}
 
 
 @pytest.mark.promise

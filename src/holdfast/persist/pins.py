@@ -140,10 +140,11 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
 
 def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
     """Pins a checkpoint that the holder of ``target``'s lock is about to publish there, if
-    ``source`` pins it. Nobody prunes meanwhile, so it needs no turn.
+    ``source`` pins it. Nobody prunes meanwhile; the turn is for removals of pins that were refused,
+    which the next call would make.
     """
     held = read_pins(source).get(manifest.generation)
-    if held is None or manifest.generation in pinned(target):
+    if held is None:
         return
     made = Pin(
         run_id=manifest.run_id,
@@ -153,7 +154,7 @@ def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
         note=held.note,
         created_s=time.time(),
     )
-    with suppress(AlreadyPublished):
+    with _turn(target), suppress(AlreadyPublished):
         target.publish(pin_path(manifest.generation), seal(made))
 
 

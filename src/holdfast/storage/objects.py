@@ -247,9 +247,12 @@ class ObjectStore:
         return {name: found[name] for name in sorted(found) if name not in hidden}
 
     def _hidden(self, prefix: str, names: Iterable[str]) -> set[str]:
-        """Returns the names that no list shows: the store's own, and what counts as removed."""
-        above = f"{prefix}/" if prefix else ""
-        refused = {path.removeprefix(above) for path in self._removals.refused}
+        """Returns the names that no list shows: the store's own, and what counts as removed. (A pin
+        keeps its checkpoint while it is there: another may have set it again.)
+        """
+        above, refused = f"{prefix}/" if prefix else "", set[str]()
+        if prefix != PINS:
+            refused = {path.removeprefix(above) for path in self._removals.refused}
         return refused.union(name for name in names if not name or name.startswith("."))
 
     def recall(self, name: str, limit_bytes: int) -> bytes:
