@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from holdfast.catalogue import PINS_LOCK, catalogue, layout_path, manifest_path, pin_path
-from holdfast.errors import FormatError, StorageError
+from holdfast.errors import AlreadyPublished, FormatError, StorageError
 from holdfast.events import Event, PersistBroke, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Pin, seal
 from holdfast.geometry.layout import Layout
@@ -431,6 +431,48 @@ def test_an_announcement_that_was_sent_before_its_lease_was_over_is_taken_back(
     lease.release()
     calm().lock("writer", "the next").release()
     assert store.read(path) == b"frozen"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("end", ["removed", "refused", "unknown", "given up"])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_an_announcement_that_lands_when_it_was_taken_back_is_carried_out_by_no_later_holder(
+    world: World, monkeypatch: pytest.MonkeyPatch, end: str, is_last: bool
+) -> None:
+    """``is_last``: it lands when its holder has named all that it ever does."""
+    store, path = model_store(world, monkeypatch, tries_s=0.3), "layouts/a"
+    lease = store.lock("writer", "the run")
+    assert isinstance(lease, ObjectLease)
+    store.publish(path, b"1")
+    announced = iter(["queued"])
+    removed = {"refused": "403", "unknown": "dropped"}.get(end, "")
+
+    def chosen(kind: str, key: str) -> str:
+        if kind == "PUT" and "/.removals/" in key:
+            return next(announced, "")
+        if end == "given up" and (kind, key) == ("PUT", lease.key):
+            return "dropped"
+        return removed if (kind, key) == ("DELETE", f"root/{path}") else ""
+
+    world.fault = chosen
+    with suppress(StorageError):
+        store.remove(path)
+    if end != "refused":
+        world.fault = lambda kind, key: ""
+    lease.renew()
+    with suppress(AlreadyPublished):
+        store.publish(path, b"1")
+    assert len(world.late) == 1
+    if not is_last:
+        world.land()
+    store.publish("manifests/1-2.json", b"{}")  # relies on it
+    world.land()
+    lease.release()
+    world.fault = lambda kind, key: ""
+    for _ in range(2):
+        model_store(world, monkeypatch).lock("writer", "whoever is next").release()
+    assert store.read(path) == b"1"
+    assert not any("/.removals/" in key for key in world.objects)
 
 
 @pytest.mark.promise

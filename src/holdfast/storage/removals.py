@@ -41,10 +41,12 @@ class Removals:
         self._count = 0
         self._left: dict[str, tuple[list[str], list[str]]] = {}
         """What was announced and not removed, by its announcement."""
-        self._over: dict[str, float] = {}
+        self._over: dict[str, bool] = {}
         """Announcements that could not be taken back, of what was removed or is not to be removed:
-        the next holder would carry them out, whatever has these names by then. And until when a try
-        that nobody answered may make them again."""
+        the next holder would carry them out, whatever has these names by then. True for one that
+        says nothing any more."""
+        self._lands: dict[str, float] = {}
+        """Until when a try that nobody answered may make an announcement where there is none."""
         self._refused: dict[str, tuple[str, ...]] = {}
         """Paths that the server refuses to remove, by the announcement where they stay."""
         self._failed: tuple[float, HoldfastError] | None = None
@@ -73,14 +75,16 @@ class Removals:
             key = f"{self._of(lease)}{lease.nonce}-{self._count:08d}"
         said = _announcement(files, trees)
         what = [*files, *trees][0]
-        is_known = False
+        self._lands[key] = math.inf
         try:
-            outcome = self._bucket.put(key, [said])
-            is_known = outcome.is_first_try and bool(outcome.status)
-            self._bucket.require(outcome, "removal", what)
+            outcome = self._bucket.put(key, [said], if_none=True)
+            if outcome.is_first_try and outcome.status:
+                del self._lands[key]
+            if outcome.status != 412:  # by its name it is ours, of a try that nobody answered
+                self._bucket.require(outcome, "removal", what)
             lease.require_renewed()
         except BaseException:  # nothing was removed, and nobody shall do it later
-            self._take_back(key, is_known)
+            self._take_back(key)
             raise
         try:
             self._remove(files, trees)
@@ -88,25 +92,31 @@ class Removals:
             if not self._note_refused(key, error, files, trees):
                 self._left[key] = list(files), list(trees)
             raise
-        self._take_back(key, is_known)
+        self._take_back(key)
 
-    def _take_back(self, key: str, is_known: bool) -> None:
-        """Removes an announcement now, and before anything is named unless it is surely gone.
-
-        ``is_known``: False where a try that nobody answered may make it again.
-        """
-        self._over[key] = -math.inf if is_known else time.monotonic() + self._bucket.settle_s
+    def _take_back(self, key: str) -> None:
+        """Removes an announcement now, and before anything is named unless it is surely gone."""
+        self._over[key] = False
         with contextlib.suppress(HoldfastError):
             self._drop(key)
 
     def _drop(self, key: str) -> None:
-        """Removes an announcement, or empties it where the server lets none go."""
+        """Removes an announcement; or empties it where the server lets none go, and for as long as
+        it may be made again where there is none.
+        """
+        if key in self._lands:
+            self._lands[key] = min(self._lands[key], time.monotonic() + self._bucket.settle_s)
+            if time.monotonic() < self._lands[key]:
+                if not self._over.get(key):
+                    self._bucket.require(self._bucket.put(key, [_NOTHING]), "removal", key)
+                    self._over[key] = True
+                return
         outcome = self._bucket.delete(key)
         if not outcome.is_done and not self._bucket.failure(outcome, "removal", key).retryable:
             outcome = self._bucket.put(key, [_NOTHING])
         self._bucket.require(outcome, "removal", key)
-        if time.monotonic() >= self._over.get(key, -math.inf):
-            self._over.pop(key, None)
+        self._over.pop(key, None)
+        self._lands.pop(key, None)
 
     def finish(self, lease: ObjectLease | None) -> None:
         """Completes what this holder announced and could not remove, and takes back what it could
