@@ -41,12 +41,13 @@ class Removals:
         self._count = 0
         self._left: dict[str, tuple[list[str], list[str]]] = {}
         """What was announced and not removed, by its announcement."""
-        self._over: dict[str, bool] = {}
+        self._over = set[str]()
         """Announcements that could not be taken back, of what was removed or is not to be removed:
-        the next holder would carry them out, whatever has these names by then. True for one that
-        says nothing any more."""
+        the next holder would carry them out, whatever has these names by then."""
         self._lands: dict[str, float] = {}
         """Until when a try that nobody answered may make an announcement where there is none."""
+        self._emptied: dict[str, bool] = {}
+        """Those of them that say nothing any more; False where that was tried in vain."""
         self._refused: dict[str, tuple[str, ...]] = {}
         """Paths that the server refuses to remove, by the announcement where they stay."""
         self._failed: tuple[float, HoldfastError] | None = None
@@ -96,27 +97,38 @@ class Removals:
 
     def _take_back(self, key: str) -> None:
         """Removes an announcement now, and before anything is named unless it is surely gone."""
-        self._over[key] = False
+        self._over.add(key)
         with contextlib.suppress(HoldfastError):
             self._drop(key)
 
     def _drop(self, key: str) -> None:
         """Removes an announcement; or empties it where the server lets none go, and for as long as
-        it may be made again where there is none.
+        it may be made again where there is none. Where that is not to be had, it is removed each
+        time.
         """
-        if key in self._lands:
-            self._lands[key] = min(self._lands[key], time.monotonic() + self._bucket.settle_s)
-            if time.monotonic() < self._lands[key]:
-                if not self._over.get(key):
-                    self._bucket.require(self._bucket.put(key, [_NOTHING]), "removal", key)
-                    self._over[key] = True
+        may_land = self._may_land(key)
+        if may_land:
+            self._over.add(key)
+            if key not in self._emptied:
+                self._emptied[key] = False
+                self._bucket.require(self._bucket.put(key, [_NOTHING]), "removal", key)
+                self._emptied[key] = True
+            if self._emptied[key]:
                 return
         outcome = self._bucket.delete(key)
         if not outcome.is_done and not self._bucket.failure(outcome, "removal", key).retryable:
             outcome = self._bucket.put(key, [_NOTHING])
         self._bucket.require(outcome, "removal", key)
-        self._over.pop(key, None)
-        self._lands.pop(key, None)
+        if not may_land:
+            self._over.discard(key)
+
+    def _may_land(self, key: str) -> bool:
+        now_s = time.monotonic()
+        until_s = min(self._lands.get(key, -math.inf), now_s + self._bucket.settle_s)
+        if until_s <= now_s:
+            return False
+        self._lands[key] = until_s
+        return True
 
     def finish(self, lease: ObjectLease | None) -> None:
         """Completes what this holder announced and could not remove, and takes back what it could
@@ -145,7 +157,7 @@ class Removals:
             if key.startswith(own):
                 self._drop(key)
             else:
-                self._over.pop(key, None)
+                self._over.discard(key)
 
     def adopt(self, lease: ObjectLease) -> None:
         """Completes what earlier holders of this lock announced, but for what was pinned since, and
