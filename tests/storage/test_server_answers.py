@@ -293,6 +293,7 @@ def test_a_connection_that_the_server_ended_is_not_used_again() -> None:
     assert len(asked) == 3
 
 
+@pytest.mark.promise
 def test_a_request_that_a_kept_connection_failed_is_sent_again_at_once_over_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
