@@ -164,7 +164,9 @@ class Removals:
         what nobody answered and landed when the next had the lock: nothing was removed for it.
         """
         own, left = self._of(lease), set()
-        refused = self._refused.items()  # of an earlier holding: it may have gone and come back
+        refused = tuple(
+            self._refused.items()
+        )  # of an earlier holding: it may have gone and come back
         self._refused = {key: paths for key, paths in refused if not key.startswith(own)}
         for key in list(self._bucket.keys(own)):
             if not lease.may_have_announced(key[len(own) :]):
@@ -233,10 +235,10 @@ class Removals:
         next holder would remove what is relied on since. StorageError where that is not known.
         """
         with self._finishing:
-            for key in [key for key, paths in self._refused.items() if path in paths]:
-                self._leave_out(key, {path})
-                left = tuple(one for one in self._refused[key] if one != path)
-                self._refused[key] = left
+            for key, paths in tuple(self._refused.items()):
+                if path in paths:
+                    self._leave_out(key, {path})
+                    self._refused[key] = tuple(one for one in paths if one != path)
 
     def _leave_out(self, key: str, paths: Collection[str]) -> None:
         """Writes an announcement anew without these paths, in the place of what was read and of
