@@ -164,9 +164,8 @@ class Removals:
         what nobody answered and landed when the next had the lock: nothing was removed for it.
         """
         own, left = self._of(lease), set()
-        refused = tuple(
-            self._refused.items()
-        )  # of an earlier holding: it may have gone and come back
+        # What was refused under an earlier holding may have gone since, and been named again.
+        refused = tuple(self._refused.items())
         self._refused = {key: paths for key, paths in refused if not key.startswith(own)}
         for key in list(self._bucket.keys(own)):
             if not lease.may_have_announced(key[len(own) :]):
