@@ -98,7 +98,7 @@ class Removals:
     def _take_back(self, key: str) -> None:
         """Removes an announcement now, and before anything is named unless it is surely gone."""
         self._over.add(key)
-        with contextlib.suppress(HoldfastError):
+        with contextlib.suppress(HoldfastError), self._finishing:
             self._drop(key)
 
     def _drop(self, key: str) -> None:
@@ -110,10 +110,9 @@ class Removals:
         if may_land:
             self._over.add(key)
             if key not in self._emptied:
-                self._emptied[key] = False
-                self._bucket.require(self._bucket.put(key, [_NOTHING]), "removal", key)
-                self._emptied[key] = True
-            if self._emptied[key]:
+                if self._bucket.put(key, [_NOTHING]).is_done:
+                    self._emptied[key] = True
+            if key in self._emptied:
                 return
         outcome = self._bucket.delete(key)
         if not outcome.is_done and not self._bucket.failure(outcome, "removal", key).retryable:
@@ -178,6 +177,8 @@ class Removals:
             files, trees = self._read(key, found.body)
             if (files or trees) and not self._complete(key, files, trees, lease):
                 left.add(key[len(own) :])
+                if lease.unsettled_s:  # a try of an earlier holder may make it again
+                    self._lands[key] = math.inf
         lease.note_completed(left)
 
     def _read(self, key: str, data: bytes) -> tuple[list[str], list[str]]:
