@@ -269,8 +269,9 @@ def test_what_was_pinned_when_others_of_its_removal_were_refused_is_removed_by_n
         assert after.list("manifests") == ["1-2.json"]
     after.remove("pins/1-2.json")
     world.fault = lambda kind, key: ""
-    after.lock("writer", "whoever is next").release()
-    assert after.list("manifests") == ["1-2.json"]
+    for owner in ("whoever is next", "and next"):  # as long as it may land, it is emptied
+        model_store(world, monkeypatch).lock("writer", owner).release()
+        assert after.list("manifests") == ["1-2.json"]
     assert not any("/.removals/" in key for key in world.objects)
 
 
