@@ -27,7 +27,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.objects import ObjectStore
 from support.checkpoints.images import split_leaf
 from support.runs.keeper_jobs import job_of
-from support.servers.bucket_model import World, model_store
+from support.servers.bucket_model import World, heard, model_store
 
 TIMES = LeaseTimes(renew_s=0.1, stop_s=0.2, take_over_s=0.5)
 RECORD = Incarnation(run_id="r", n=1, nonce="n", parent=None, world=2, created_s=1.0)
@@ -731,6 +731,27 @@ def test_a_pin_that_is_copied_stays_though_the_server_had_refused_to_remove_it(
     to_removals_of(world, "pins", "")
     calm().lock(PINS_LOCK, "whoever is next").release()
     assert pins.pinned(calm()) == {generation}
+
+
+def test_a_pin_that_cannot_be_removed_keeps_no_other_from_being_copied(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, source = calm(), MemoryStore()
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None and saved(store, 2) is None
+    stuck, copied = Generation(1, 1), Generation(1, 2)
+    for generation in (stuck, copied):
+        pins.pin(calm(), generation)
+    source.publish(pin_path(copied), store.read(pin_path(copied)))
+    pins.unpin(calm(), copied)
+    world.fault = lambda kind, key: "busy" if (kind, key) == away else ""
+    away = "DELETE", f"root/{pin_path(stuck)}"
+    with pytest.raises(StorageError):
+        pins.unpin(calm(), stuck)
+    with store.lock("writer", "who drains a cache"), heard() as told:
+        pins.copy_pin(source, store, catalogue(store).manifests[-1])
+    assert copied in pins.pinned(calm())
+    assert any("is copied all the same" in one for one in told), told
 
 
 @pytest.mark.promise

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 
@@ -57,6 +57,7 @@ from holdfast.errors import (
     RootBusy,
     StorageError,
 )
+from holdfast.events import warn
 from holdfast.format.manifest import Generation, Manifest, Pin, seal, unseal
 from holdfast.storage.base import Lock, Store
 
@@ -141,7 +142,7 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
 def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
     """Pins a checkpoint that the holder of ``target``'s lock is about to publish there, if
     ``source`` pins it. Nobody prunes meanwhile; the turn is for removals of pins that were refused,
-    which the next call would make.
+    which the next call would make. Where a removal of another pin fails, it is done without one.
     """
     held = read_pins(source).get(manifest.generation)
     if held is None:
@@ -154,7 +155,13 @@ def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
         note=held.note,
         created_s=time.time(),
     )
-    with _turn(target), suppress(AlreadyPublished):
+    with ExitStack() as turn, suppress(AlreadyPublished):
+        try:
+            turn.enter_context(_turn(target))
+        except RootBusy:
+            raise
+        except StorageError as error:  # else one pin that stays keeps all of a cache from the root
+            warn(f"{error} The pin of {manifest.generation} is copied all the same.")
         target.publish(pin_path(manifest.generation), seal(made))
 
 

@@ -46,8 +46,8 @@ class Removals:
         the next holder would carry them out, whatever has these names by then."""
         self._lands: dict[str, float] = {}
         """Until when a try that nobody answered may make an announcement where there is none."""
-        self._emptied: dict[str, bool] = {}
-        """Those of them that say nothing any more; False where that was tried in vain."""
+        self._emptied = set[str]()
+        """Those of them that say nothing any more."""
         self._refused: dict[str, tuple[str, ...]] = {}
         """Paths that the server refuses to remove, by the announcement where they stay."""
         self._failed: tuple[float, HoldfastError] | None = None
@@ -109,9 +109,8 @@ class Removals:
         may_land = self._may_land(key)
         if may_land:
             self._over.add(key)
-            if key not in self._emptied:
-                if self._bucket.put(key, [_NOTHING]).is_done:
-                    self._emptied[key] = True
+            if key not in self._emptied and self._bucket.put(key, [_NOTHING]).is_done:
+                self._emptied.add(key)
             if key in self._emptied:
                 return
         outcome = self._bucket.delete(key)
