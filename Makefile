@@ -21,7 +21,8 @@ WALKS ?= 1000000
 # A server of Azure Blob Storage, which roots az:// are tested on; without it these tests are skipped.
 AZURITE := .azurite
 GATEWAYS := .gateways
-# Playwright and axe, by which the page of a report is worked in a browser; Chromium is the system's.
+# Playwright and axe, by which the page of a report is worked in a browser, and a package that carries
+# Perfetto's whole interface; Chromium is the system's.
 BROWSER := .browser
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
@@ -177,8 +178,12 @@ integrations-optimizers: $(INTEGRATIONS)/optimizers/.ready ## every optimizer of
 	$(INTEGRATIONS)/optimizers/bin/python -m pytest tests/integrations/test_optimizers.py $(PYTEST_ARGS)
 
 .PHONY: browser
-browser: $(BROWSER)/.ready ## the page of a report in Chromium: no request, by keyboard, for all to read (downloads 50 MB)
-	PYTHONPATH=$(CURDIR)/$(BROWSER) $(PYTEST) tests/observe/test_page_in_browser.py
+browser: $(BROWSER)/.ready ## the page of a report in Chromium: no request, by keyboard, for all to read, and traces in Perfetto (downloads 65 MB)
+	PYTHONPATH=$(CURDIR)/$(BROWSER) $(PYTEST) tests/observe/test_page_in_browser.py tests/observe/test_trace.py
+
+.PHONY: pictures
+pictures: $(BROWSER)/.ready ## the pictures of the documents, drawn from the killed run of `make demo`, with chromium installed
+	PYTHONPATH=$(CURDIR)/$(BROWSER) $(BIN)/python tests/support/project/pictures.py
 
 .PHONY: foreign
 foreign: $(FOREIGN_LISTS:tests/golden/foreign/%.txt=$(FOREIGN)/%/.written) ## other writers, each in an environment of its own, write their golden checkpoints (downloads 200 MB each)
@@ -248,7 +253,7 @@ $(ATHERIS)/.ready: | $(READY)
 
 $(BROWSER)/.ready: | $(READY)
 	$(PIP) install --quiet --no-deps --target $(BROWSER) \
-		playwright==1.65.2 axe-playwright-python==0.1.8 greenlet==3.5.6
+		playwright==1.65.2 axe-playwright-python==0.1.8 greenlet==3.5.6 viztracer==1.1.1
 	@touch $@
 
 # Debian's python3 makes no pip of its own without the package python3-venv; the pip outside can.

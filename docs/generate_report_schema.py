@@ -1,6 +1,7 @@
-"""Write docs/format/report-v1.schema.json, what `holdfast report --json` prints: `make docs`.
+"""Write the schemas of what `holdfast report --json` prints, without and with `--by`: `make docs`.
 
-The file is checked in, and tests/observe/test_report_schema.py fails when it is not current.
+The files docs/format/report-v1.schema.json and report-by-v1.schema.json are checked in, and
+tests/observe/test_report_schema.py fails when they are not current.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import msgspec
 
 from holdfast.observe.findings import RunFinding
 from holdfast.observe.report import Figures, Report
+from holdfast.observe.report_rows import LinkTable, SaveTable
 
 PAGE = Path(__file__).parent / "format" / "report-v1.schema.json"
+BY_PAGE = PAGE.with_name("report-by-v1.schema.json")
+_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 _REF = "#/$defs/{name}"
 _NUMBER_OR_NULL = {"anyOf": [{"type": "number"}, {"type": "null"}], "default": None}
 
@@ -35,7 +39,7 @@ def document() -> dict[str, Any]:
         "additionalProperties": {"$ref": _REF.format(name="Figures")},
     }
     return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$schema": _SCHEMA,
         "title": "holdfast report --json",
         **{name: value for name, value in report.items() if name != "title"},
         "$defs": dict(sorted(parts.items())),
@@ -46,10 +50,22 @@ def _array_of(name: str) -> dict[str, Any]:
     return {"type": "array", "items": {"$ref": _REF.format(name=name)}}
 
 
-def render() -> str:
-    """Returns the file."""
-    return json.dumps(document(), indent=1, sort_keys=True) + "\n"
+def by_document() -> dict[str, Any]:
+    """Returns the schema of a table."""
+    tables, parts = msgspec.json.schema_components([SaveTable, LinkTable], ref_template=_REF)
+    return {
+        "$schema": _SCHEMA,
+        "title": "holdfast report --by --json",
+        "anyOf": list(tables),
+        "$defs": dict(sorted(parts.items())),
+    }
+
+
+def render(schema: dict[str, Any]) -> str:
+    """Returns a file."""
+    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    PAGE.write_text(render(document()))
+    BY_PAGE.write_text(render(by_document()))

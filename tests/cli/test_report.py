@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from holdfast import events
 from holdfast.cli import main
@@ -62,6 +63,22 @@ def test_saves_are_shown_by_host_and_rank(tmp_path: Path, capsys: Out) -> None:
     assert len(rows) == 1 and rows[0].startswith("│ rank 0 on a") and "3 more" in lines[-1]
     text = text_of(capsys, "report", root, "--by", "host", "--since", "120s")
     assert "│ b " in text and "2.20 s" in text
+
+
+def test_a_table_by_rank_host_and_link_is_the_same_as_data(tmp_path: Path, capsys: Out) -> None:
+    root = tell_sick_run(tmp_path)
+    for by in ("rank", "host"):
+        shown = text_of(capsys, "report", root, "--by", by).splitlines()
+        names = [line.split("│")[1].strip() for line in shown if line.startswith("│")]
+        found = json_of(capsys, "report", root, "--by", by)
+        assert found["by"] == by and [row["name"] for row in found["rows"]] == names
+    slow = next(row for row in found["rows"] if row["name"] == "b")
+    assert slow["times_slowest"] > 0 and slow["longest_s"]["write_s"] == pytest.approx(2.2)
+    assert json_of(capsys, "report", root, "--by", "link")["rows"] == []
+    assert main(["report", str(root), "--by", "mesh", "--json"]) == 3
+    capsys.readouterr()
+    found = json_of(capsys, "report", root, "--by", "mesh", "--mesh", "dp=2,tp=2")
+    assert {row["name"] for row in found["rows"]} == {"dp 0", "dp 1", "tp 0", "tp 1"}
 
 
 def test_since_leaves_out_what_was_before(tmp_path: Path, capsys: Out) -> None:

@@ -15,13 +15,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 from holdfast.cli import value_tree
-from holdfast.errors import FormatError, HoldfastError
+from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format.checksum import checksum, text
 from holdfast.format.image import parse_header
 from holdfast.format.manifest import Incarnation, Lease, Manifest, Pin, Root, seal, unseal
 from holdfast.format.values import decode, values_of
 from holdfast.geometry.layout import Layout, table_from_json
 from holdfast.interop.arrange import arrange
+from holdfast.interop.dcp import METADATA, locate, read_dcp_tree
 from holdfast.interop.pickles import interpret
 from holdfast.interop.safetensors_files import open_safetensors
 from holdfast.interop.source_files import SourceFiles
@@ -147,6 +148,41 @@ class _Bytes(SourceFiles):
         buffer[:] = self._data[offset_bytes : offset_bytes + len(buffer)]
 
 
+class _Directory(SourceFiles):
+    """A directory of files in memory."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(Path("d"))
+        self._data = files
+
+    def names(self) -> list[str]:
+        return sorted(self._data)
+
+    def changed_s(self, name: str) -> float:
+        return 0.0
+
+    def size_bytes(self, name: str) -> int:
+        if name not in self._data:
+            raise NotFound(f"{name} is not there", path=name)
+        return len(self._data[name])
+
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> None:
+        buffer[:] = self._data[name][offset_bytes : offset_bytes + len(buffer)]
+
+
+def _dcp(data: bytes) -> None:
+    """A directory of DCP: its metadata, whose length the first 2 bytes have, then its one file.
+
+    What a state is made of it, and where its elements lie.
+    """
+    size = int.from_bytes(data[:2], "little")
+    files = _Directory({METADATA: data[2:][:size], "__0_0.distcp": data[2:][size:]})
+    found = arrange(read_dcp_tree(files, "").entries, where="d")
+    for name, leaf in found.leaves.items():
+        for part in leaf.parts:
+            locate(files, name, leaf.dtype, part.box, part.extent)
+
+
 def _torch_zip(data: bytes) -> None:
     """A file of torch.save, and what a state is made of it."""
     arrange({"k": Tree(open_torch_file(_Bytes(data), "f")).value()}, where="f")
@@ -158,6 +194,7 @@ def _pickle(data: bytes) -> None:
 
 
 PARSERS = {
+    "dcp-directories": Parser(_dcp),
     "documents": Parser(_document),
     "frames": Parser(_frame),
     "headers": Parser(_header),

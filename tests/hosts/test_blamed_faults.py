@@ -48,8 +48,8 @@ def slow_places(report: Report) -> list[str]:
 
 
 #: What the report has to say of each sickness: the rule, how its words begin, and what is in them.
-#: "Twice the bytes" is not among them: bytes are judged by times, which tell it of large states
-#: alone (tests/observe/test_blame.py).
+#: "Twice the bytes" is not among them: other load on the machine makes all copies of its large
+#: state slower, which is named beside it (tests/observe/test_blame.py has it).
 EXPECTED: dict[str, tuple[str, str, str]] = {
     "slow fsync": ("slow_place", "host {host}, disk: making an image durable (fsync)", ""),
     "slow writes": ("slow_place", "host {host}, disk: writing an image", ""),

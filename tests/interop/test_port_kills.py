@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -364,8 +366,15 @@ def run(*argv: str | Path, kill_s: float | None = None) -> int:
             return process.wait()
 
 
+def remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink()
+
+
 def kill_at_random(tmp_path: Path, times: int) -> None:
-    """Kill export and import at random moments, and let each end once."""
+    """Kill export and import so often at random moments, begin anew when one ends, and end each."""
     torch.manual_seed(0)
     chance = random.Random(4)
     (tmp_path / "step-1").mkdir()
@@ -386,11 +395,16 @@ def kill_at_random(tmp_path: Path, times: int) -> None:
         whole_s = time.monotonic() - started_s
         wanted = contents(tmp_path / "again")
         (tmp_path / "again").rename(tmp_path / f"again{number}")
-        for _ in range(times // len(jobs)):
-            if run(*argv, kill_s=chance.uniform(0.3, 1.05) * whole_s) == 0:
-                break
-            if place != root:
-                assert not place.exists() or contents(place) == wanted
+        killed = 0
+        while killed < times // len(jobs):
+            code = run(*argv, kill_s=chance.uniform(0.3, 1.05) * whole_s)
+            assert code in (0, -signal.SIGKILL)
+            killed += code == -signal.SIGKILL
+            if place != root and place.exists():
+                assert contents(place) == wanted
+                remove(place)
+            elif code == 0:
+                remove(place)
         if place == root or not place.exists():
             assert run(*argv) == 0
         if place != root:
@@ -404,5 +418,6 @@ def test_killed_a_few_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_fifty_times(tmp_path: Path) -> None:
     kill_at_random(tmp_path, 52)

@@ -39,9 +39,15 @@ def test_a_followers_cache_that_could_not_be_opened_is_tried_again_after_a_pause
             opened.append(True)
 
         access = RootAccess(
-            str(root), cast(Any, memory), "run r, host b", Background(), lambda *_: None,
-            lambda _: None, lambda _: None, Caching(opened=note),
-        )  # fmt: skip
+            str(root),
+            cast(Any, memory),
+            "run r, host b",
+            Background(),
+            lambda *_: None,
+            lambda _: None,
+            lambda _: None,
+            Caching(opened=note),
+        )
         access.tend_cache()
         assert access.cache is None  # there is to be none
         access.cache_path = str(disk / "cache")
@@ -91,9 +97,15 @@ def test_what_is_cached_is_not_told_lost_while_its_cache_is_only_being_opened(
         memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
         caching = Caching(drained=told.append, expected=lambda: {(1, 5): "a1x5"})
         access = RootAccess(
-            str(root), cast(Any, memory), "run r, host a", Background(), lambda *_: None,
-            lambda _: None, lambda _: None, caching,
-        )  # fmt: skip
+            str(root),
+            cast(Any, memory),
+            "run r, host a",
+            Background(),
+            lambda *_: None,
+            lambda _: None,
+            lambda _: None,
+            caching,
+        )
         access.cache_path = str(cache)
         lock_cache = access._lock_cache
 

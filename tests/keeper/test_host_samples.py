@@ -31,6 +31,8 @@ from holdfast.keeper.host_samples import (
 )
 from holdfast.keeper.image_writer import HostWrite, ImageJob
 from holdfast.keeper.jobs import Background
+from holdfast.observe.event_ring import RINGS, EventRing
+from holdfast.observe.training import ENDED, TrainingRecorder
 from support.runs.evidence import read_events
 
 
@@ -89,6 +91,27 @@ def test_a_sample_has_what_waits_and_what_is_written_and_the_slowest_fsync_since
     assert 100 <= first.queued_s < 110
     assert first.slots == {"captured": 1, "free": 1}, "those of other hosts are told by them"
     assert first.keeper_bytes > 1 << 20 and first.keeper_cpu_s > 0 and first.free_bytes > 0
+
+
+def test_a_sample_has_what_the_trainers_of_the_host_are_doing(tmp_path: Path) -> None:
+    arena = tmp_path / "arena"
+    arena.mkdir(mode=0o700)
+    rings = [EventRing(arena / RINGS, f"rank-{n}", rank=n, host="a", boot="b") for n in range(3)]
+    keeper = EventRing(arena / RINGS, "keeper", rank=-1, host="a", boot="b")
+    trainers = [TrainingRecorder(n, 1, is_reporting=True, ring=one) for n, one in enumerate(rings)]
+    (arena / RINGS / "short.ring").write_bytes(b"HFRING1")
+    (arena / RINGS / "gone.ring").symlink_to("nowhere")
+    (arena / RINGS / "other.ring").write_bytes(bytes(4096))
+    trainers[2].enter(ENDED)
+    with trainers[0].phase("evaluation"):
+        found = samples_of(
+            lambda sampler: sampler.tick(SimpleNamespace(under_way=[]), leads=True),  # type: ignore[arg-type]
+            arena,
+            Slots(Attempts()),
+        )
+    assert found and all(one.doing == {"evaluation": 1, "training": 1} for one in found)
+    for ring in (*rings, keeper):
+        ring.close(deadline_s=0, drain=lambda _: True)
 
 
 def test_memory_and_pressure_are_what_the_kernel_tells(tmp_path: Path, monkeypatch: Any) -> None:

@@ -33,9 +33,14 @@ def test_work_that_comes_while_a_root_is_released_is_not_taken_by_what_ends(tmp_
         background = Background()
         memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
         access = RootAccess(
-            str(tmp_path / "root"), cast(Any, memory), "run run, here", background,
-            lambda *_: None, lambda _: None, lambda _: None,
-        )  # fmt: skip
+            str(tmp_path / "root"),
+            cast(Any, memory),
+            "run run, here",
+            background,
+            lambda *_: None,
+            lambda _: None,
+            lambda _: None,
+        )
         access.cache_path = str(tmp_path / "cache")
         persister, gate = await access.open(), threading.Event()
         access.drains.tick(time.monotonic())
@@ -68,9 +73,14 @@ def test_a_root_is_released_in_the_middle_of_a_drain(tmp_path: Path) -> None:
     async def run() -> None:
         memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
         access = RootAccess(
-            str(tmp_path / "root"), cast(Any, memory), "run run, here", Background(),
-            lambda *_: None, lambda _: None, lambda _: None,
-        )  # fmt: skip
+            str(tmp_path / "root"),
+            cast(Any, memory),
+            "run run, here",
+            Background(),
+            lambda *_: None,
+            lambda _: None,
+            lambda _: None,
+        )
         access.cache_path = str(tmp_path / "cache")
         persister, begun = await access.open(), threading.Event()
         tier = access.cache
@@ -143,9 +153,14 @@ def test_a_number_that_a_cache_has_is_known_while_the_cache_cannot_be_locked(
     async def run() -> None:
         memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
         access = RootAccess(
-            str(tmp_path / "root"), cast(Any, memory), "run run, here", Background(),
-            lambda *_: None, lambda _: None, lambda _: None,
-        )  # fmt: skip
+            str(tmp_path / "root"),
+            cast(Any, memory),
+            "run run, here",
+            Background(),
+            lambda *_: None,
+            lambda _: None,
+            lambda _: None,
+        )
         access.cache_path = str(tmp_path / "cache")
         assert access.cache is None and access.cache_numbers() == ["7.json"]
         access.cache_path = str(tmp_path / "none")

@@ -24,6 +24,7 @@ from holdfast.observe.lives import Lives
 from holdfast.observe.records import RecordHead
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.save_records import SaveRecords
+from holdfast.observe.text import seconds_text
 from support.runs.told import Told, tell_save, tell_start
 
 HOSTS = {"a": (0, 1), "b": (2, 3), "c": (4, 5), "d": (6, 7)}
@@ -195,6 +196,17 @@ def test_it_takes_three_of_the_last_five_saves(times: int) -> None:
     assert bool(blamed(now_and_then, 1)) == (times >= 3)
 
 
+def test_a_few_saves_that_go_well_do_not_end_what_began_before_them() -> None:
+    """Of five saves in a row two are slow, of all since 1-6 most are."""
+    slow = {1, 6, 7, 8, 9, 10, 11, 13, 15, 17, 18, 19}
+
+    def now_and_then(step: int, rank: int, does: dict[str, float]) -> None:
+        does["copy_s"] = 1.5 if rank == 2 and step in slow else 0.3
+
+    (found,) = blamed(now_and_then, 1)
+    assert found.since == "1-6" and "since 1-6;" in found.sentence
+
+
 def test_storage_that_has_been_slow_for_longer_than_it_was_fast_is_still_slow() -> None:
     (found,) = blamed(slower("finish_s", *HOST_OF, since=7), 1)
     assert found.place == "all 4 hosts"
@@ -248,8 +260,22 @@ def test_a_host_that_has_more_bytes_is_told_from_a_slow_one(tmp_path: Path) -> N
     heavy = {"size_bytes": {4: 3_000_000, 5: 3_000_000}, "copy_s": {4: 0.6, 5: 0.6}}
     found = of_run(tmp_path, HOST_OF, **heavy)
     assert {(one.place, one.cause, one.phase) for one in found} == {
-        ("rank 4 on c", "bytes", "copy_s"), ("rank 5 on c", "bytes", "copy_s"),
-    }  # fmt: skip
+        ("rank 4 on c", "bytes", "copy_s"),
+        ("rank 5 on c", "bytes", "copy_s"),
+    }
+
+
+@pytest.mark.parametrize(("own_s", "is_named"), [(0.060, True), (0.044, True), (0.037, False)])
+def test_more_bytes_are_no_chance_however_little_they_cost(
+    tmp_path: Path, own_s: float, is_named: bool
+) -> None:
+    times: dict[int, float] = dict.fromkeys(HOST_OF, 0.035) | {5: own_s}
+    found = of_run(tmp_path, HOST_OF, size_bytes={5: 2_000_000}, copy_s=times)
+    assert bool(found) == is_named
+    for one in found:
+        assert one.sentence.startswith("rank 5 on c has more bytes than the others, 2.00 MB where")
+        takes = f"copying to shared memory takes {seconds_text(own_s)} where others take 35."
+        assert f"have 1.00 MB, since 1-0: {takes}" in one.sentence
 
 
 def test_a_slow_host_that_has_fewer_bytes_is_found(tmp_path: Path) -> None:
@@ -277,3 +303,13 @@ def test_one_of_two_ranks_of_a_busy_host_does_not_stand_for_it() -> None:
     (one,) = blamed(fault, 1)
     assert (one.place, one.cause, one.ranks) == ("host c", "busy", (4, 5))
     assert one.sentence.startswith("host c, CPU or memory")
+
+
+def test_a_busy_host_is_one_since_the_first_that_it_does_slowly() -> None:
+    def fault(step: int, rank: int, does: dict[str, float]) -> None:
+        if rank in (4, 5):
+            does["copy_s"] *= 4 if step >= 4 else 1
+            does["write_s"] *= 8 if step >= 12 else 1
+
+    (one,) = blamed(fault, 1)
+    assert (one.cause, one.since) == ("busy", "1-4") and ", since 1-4;" in one.sentence

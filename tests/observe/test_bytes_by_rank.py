@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from holdfast.observe.report_builder import read_report
-from holdfast.observe.save_view import bytes_by_rank, render_by
+from holdfast.observe.report_rows import bytes_by_rank
+from holdfast.observe.save_view import render_by
 from observe.test_rollup_files import roll_up_all, trails_of
 from support.runs.told import RANKS, Told, tell_save, tell_start
 
@@ -22,9 +23,15 @@ def test_the_bytes_of_a_rank_are_those_that_it_recorded(is_rolled_up: bool, tmp_
     for step in range(4):
         copy_s = {rank: 0.2 + rank / 100 for rank in RANKS}
         tell_save(
-            told, 1, step, 20.0 + 10 * step, RANKS, size_bytes=sizes, copy_s=copy_s,
+            told,
+            1,
+            step,
+            20.0 + 10 * step,
+            RANKS,
+            size_bytes=sizes,
+            copy_s=copy_s,
             durable=step == 3,
-        )  # fmt: skip
+        )
     root = told.write()
     if is_rolled_up:
         roll_up_all(root)
@@ -32,11 +39,11 @@ def test_the_bytes_of_a_rank_are_those_that_it_recorded(is_rolled_up: bool, tmp_
             trail.unlink()
     report = read_report(root)
     found = bytes_by_rank(report)
-    assert set(found) == {"bytes captured", "bytes written"}
+    assert set(found) == {"captured_bytes", "written_bytes"}
     for rank, host in RANKS.items():
         expected = pytest.approx(sizes[rank], rel=1e-5, abs=1)
-        assert found["bytes captured"][f"rank {rank} on {host}"] == [expected] * 4
-        assert found["bytes written"][f"rank {rank} on {host}"] == [expected]
+        assert found["captured_bytes"][f"rank {rank} on {host}"] == [expected] * 4
+        assert found["written_bytes"][f"rank {rank} on {host}"] == [expected]
     shown = io.StringIO()
     render_by(report, "rank", Console(file=shown, width=200))
     row = next(line for line in shown.getvalue().splitlines() if "rank 1 on" in line)

@@ -86,6 +86,21 @@ def test_a_rank_that_came_a_little_late_once_does_not_explain_a_long_stall(tmp_p
     assert "came to save" not in causes(read_report(told.write()))["stalled"]
 
 
+def test_a_rank_that_hung_twice_is_named_with_both_moments(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    stall(told)
+    for step, at_s in ((20, 360.0), (21, 400.0)):
+        for rank, host in RANKS.items():
+            late_s = 20.0 if rank == 2 else 0.0
+            fields = {"step": step, "held_s": 0.01, "size_bytes": 1_000_000}
+            told(of(events.SaveReturned, 1, rank, **fields), at_s + late_s, host)
+    report = read_report(told.write())
+    (found,) = (one for one in find(report) if one.cause == "stalled")
+    expected = "; rank 2 on b came to save 1-20 20.0 s after the first, to 1-21 20.0 s"
+    assert found.evidence.endswith(expected)
+    assert found.since_s == pytest.approx(report.saves[20].time_s)
+
+
 def no_durable(told: Told) -> None:
     for step in range(20, 25):
         tell_save(told, 1, step, 211.0 + 10 * step, RANKS, durable=False)
@@ -99,6 +114,16 @@ def unprotected(told: Told) -> None:
 def slower_than_asked(told: Told) -> None:
     for step in range(20, 26):
         tell_save(told, 1, step, 211.0 + step, RANKS, persist_s=4.0)
+
+
+def always_slower_than_asked(told: Told) -> None:
+    """From the first save on: each is to be durable, and every third is, when storage is free."""
+    tell_death(told, 1, 205.0, RANKS, "")
+    tell_start(told, 2, 220.0, RANKS, (1, 19))
+    for step in range(20, 40):
+        at_s = 230.0 + step
+        tell_save(told, 2, step, at_s, RANKS, persist_s=2.5, durable=step % 3 == 2)
+        told(of(events.SaveReturned, 2, step=step, durable=True, size_bytes=1_000_000), at_s)
 
 
 def slower_storage(told: Told) -> None:
@@ -172,6 +197,11 @@ def failed_source(told: Told) -> None:
         ("no_durable", no_durable, "the newest durable generation is 1-19, 5 steps old"),
         ("no_protected", unprotected, "the newest protected generation is 1-19, 5 steps old"),
         ("storage_slow", slower_than_asked, "takes 4.20 s to be durable, and the next is asked"),
+        (
+            "storage_slow",
+            always_slower_than_asked,
+            "takes 3.70 s to be durable, and the next is asked for after 1.00 s",
+        ),
         ("slow_link", slow_link, "link of host b: messages to a take 200 ms there and back, where"),
         (
             "throughput_down",
@@ -192,6 +222,28 @@ def test_a_rule_finds_what_it_is_for(
         assert [start.newest_step for start in report.starts[1:]] == [None] * 4
     found = causes(report)
     assert evidence in found[rule], found
+
+
+@pytest.mark.parametrize(
+    ("rule", "persist_s", "apart_s"), [("storage_slow", 4.0, 1.0), ("throughput_down", 2.0, 10.0)]
+)
+def test_storage_became_slow_with_the_first_slow_save(
+    tmp_path: Path, rule: str, persist_s: float, apart_s: float
+) -> None:
+    told = healthy(tmp_path)
+    for step in range(20, 29):
+        tell_save(told, 1, step, 211.0 + apart_s * (step - 20), RANKS, persist_s=persist_s)
+    report = read_report(told.write())
+    (found,) = (one for one in find(report) if one.cause == rule)
+    assert found.since_s == report.saves[20].time_s
+
+
+def test_a_loop_that_one_rank_makes_names_it(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    loop(told)
+    assert causes(read_report(told.write()))["restart_loop"].endswith(
+        "no further than step 19, each until rank 3 on b was gone"
+    )
 
 
 def test_a_run_that_did_not_close_and_says_nothing_is_found_while_one_looks(tmp_path: Path) -> None:
@@ -264,7 +316,7 @@ def test_a_save_that_hangs_is_found_with_the_ranks_it_hangs_at(tmp_path: Path) -
     hung_disk(told)
     report = read_report(told.write())
     assert causes(report)["no_durable"] == (
-        "the newest durable generation is 1-19, 12 steps old, where one came every 1 steps; "
+        "the newest durable generation is 1-19, 12 steps old, where one came every 1 step; "
         "no image was written of rank 2 on b, rank 3 on b"
     )
 
@@ -320,7 +372,9 @@ def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.promise
 def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> None:
-    """Rank 3's host joined with a boot of which no start was recorded, two seconds behind."""
+    """Rank 3's host joined with a boot of which no start was recorded, 0.2 s ahead: less
+    than contradicts the coordinator's clock.
+    """
     told = healthy(tmp_path)
     lines = []
     for name in sorted((told.write() / "events").iterdir()):
@@ -328,7 +382,7 @@ def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> N
             record = json.loads(line)
             if record["by_host"] == "b":
                 record["boot"] = "another"
-                record["time_s"] += 2.0
+                record["time_s"] -= 0.2
                 if record["event"] == "RunStarted":
                     continue
             lines.append(json.dumps(record))
@@ -336,6 +390,7 @@ def test_a_clock_that_was_never_compared_makes_no_rank_late(tmp_path: Path) -> N
     (tmp_path / "events" / "all.jsonl").write_text("\n".join(lines))
     report = read_report(tmp_path)
     assert report.unplaced_hosts == ("b",)
+    assert {save.late_rank for save in report.saves} <= {0, 1, -1}
     assert "slow_place" not in causes(report)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def test_where_saves_slow_nothing_there_is_no_finding(tmp_path: Path) -> None:
     assert found.low < 0 < found.high
     assert "interference" not in {one.cause for one in find(report)}
     assert found.sentence.startswith("behind a copy or a write a step takes ")
+    assert found.sentence.endswith(": no more than chance")
+    assert not replace(found, low=0.01).sentence.endswith("chance")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 import holdfast
 from holdfast.cli import main
 from holdfast.observe.host_metrics import HostMetrics
+from holdfast.observe.page_charts import phase_label
 from holdfast.observe.phases import OF_SAVES, PHASES, Phase
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.spans import RecordChoice, read_spans
@@ -63,9 +64,9 @@ def test_the_page_has_a_map_of_every_phase(run: Path, tmp_path: Path) -> None:
     assert main(["report", str(run), "--html", str(path), "--save", "1-2"]) == 0
     page = path.read_text()
     shown = Page(page).seen
-    for phase in OF_SAVES.values():
-        assert f"{phase.label} by rank and save" in shown
-        assert f"map-{phase.report_name}" in page
+    for name in OF_SAVES:
+        assert f"{phase_label(name)}, by rank and save" in shown
+        assert f"map-{name}" in page
     for phase in SAVED:
         drawn = f"{phase.name}: {seconds_text(length_of(phase))}"
         inside = f"{phase.name} {seconds_text(length_of(phase))}"
@@ -73,8 +74,9 @@ def test_the_page_has_a_map_of_every_phase(run: Path, tmp_path: Path) -> None:
 
 
 def test_traces_and_metrics_have_every_phase(run: Path) -> None:
-    found = {span.name: span for span in read_spans(run, RecordChoice()).every_span()
-             if span.step == 2}  # fmt: skip
+    found = {
+        span.name: span for span in read_spans(run, RecordChoice()).every_span() if span.step == 2
+    }
     metrics = HostMetrics("1")
     for path in sorted((run / "events").iterdir()):
         for line in path.read_bytes().splitlines():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import events
 from holdfast.cli import main
 from holdfast.observe.findings import find
 from holdfast.observe.page_charts import escaped
@@ -24,9 +25,10 @@ from holdfast.observe.report_page import render_page
 from holdfast.observe.rollups import PhaseSpread
 from holdfast.observe.spans import RecordChoice, SaveName, read_spans
 from holdfast.observe.tables import figure_rows
-from holdfast.observe.text import seconds_text
+from holdfast.observe.text import moment_text, seconds_text
 from holdfast.observe.trouble_lines import trouble_lines
-from support.runs.told import tell_sick_run
+from observe.test_findings import healthy, stall_of_one
+from support.runs.told import RANKS, of, tell_sick_run
 
 EVIL = (
     "</script></style></title><script>document.title='owned'</script>\"' onload=alert(1) "
@@ -167,14 +169,84 @@ def test_who_does_not_see_the_drawings_has_their_figures(tmp_path: Path) -> None
     drawn = [tag for tag in re.findall(r"<(svg|table|h2)[ >]", text) if tag != "h2"]
     lone = [at for at, tag in enumerate(drawn) if drawn[at : at + 2] == ["svg", "svg"]]
     assert drawn.count("svg") > 10
-    assert len(lone) == 1, "the table of saves is behind the heat maps"
+    assert lone == [0] and "of 315 s: # 70.7 % productive" in text, "the bar is in words below it"
     written = text[text.index('<div class="map map-write_s rows-rank">') :]
     rows = re.findall(r"<tr>(.*?)</tr>", written[: written.index("</table>")])
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows[1:]]
-    values = [s for save in report.saves if "write_s" in save.phases
-              for rank, s in save.phases["write_s"].slowest if rank == 3]  # fmt: skip
+    values = [
+        s
+        for save in report.saves
+        if "write_s" in save.phases
+        for rank, s in save.phases["write_s"].slowest
+        if rank == 3
+    ]
     mean, largest = map(seconds_text, (statistics.fmean(values), max(values)))
     assert cells[0][:5] == ["rank 3", "b", str(len(values)), mean, largest]
+
+
+def test_the_first_screen_is_the_verdict_and_what_is_empty_is_silent(tmp_path: Path) -> None:
+    report = read_report(tell_sick_run(tmp_path))
+    heads = re.findall(r"<h2>(.*?)</h2>", page_of(report))
+    assert heads[:3] == ["Findings", "Interruptions", "Where the time went"]
+    text = page_of(report)
+    assert text.index('class="critical verdict"') < text.index("<svg") < text.index("<h2>")
+    calm = dataclasses.replace(report, starts=report.starts[-1:], restores=())
+    heads = re.findall(r"<h2>(.*?)</h2>", page_of(calm))
+    assert "Interruptions" not in heads and "Restores" not in heads
+
+
+def test_the_heat_map_opens_with_the_phase_that_is_slow_and_says_its_figures(
+    tmp_path: Path,
+) -> None:
+    report = read_report(tell_sick_run(tmp_path))
+    text = page_of(report)
+    (checked,) = re.findall(r'id="map-(\w+)" checked> ([^<]+)<', text)
+    assert checked == ("write_s", "writing"), "rank 3 of b writes slowly"
+    (drawn,) = re.findall(r'<div class="map map-write_s rows-rank">.*?<svg.*?>(.*?)</svg>', text)
+    words = re.findall(r"<text [^>]*>([^<]+)</text>", drawn)
+    values = [
+        s
+        for save in report.saves
+        if "write_s" in save.phases
+        for rank, s in save.phases["write_s"].slowest
+        if rank == 3
+    ]
+    assert words[
+        words.index("rank 3 on b") + 1
+    ] == f"{seconds_text(statistics.fmean(values))}, " + ("1.00 MB")
+    assert "1-0" in words, "where its columns begin"
+    parts = re.findall(r'id="map-\w+"[^>]*> ([^<]+)<', text)
+    assert "in save: describing" in parts and len(parts) == len(set(parts))
+
+
+def test_of_a_stall_the_heat_map_shows_who_waited(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    stall_of_one(told)
+    for rank, host in RANKS.items():
+        times = {"copy_s": 0.2, "grant_s": 0.0 if rank == 2 else 20.0}
+        told(of(events.ImageCaptured, 1, rank, step=20, size_bytes=1_000_000, **times), 381.0, host)
+    text = page_of(read_report(told.write()))
+    assert 'id="map-grant_s" checked> waiting for all, and a slot<' in text
+    assert "rank 1 at 1-20: 20.0 s" in text
+
+
+def test_saves_that_gave_nothing_are_crosses_in_the_chart(tmp_path: Path) -> None:
+    report = read_report(tell_sick_run(tmp_path))
+    text = page_of(report)
+    assert text.count('class="cross"') == len(report.misses) == 4
+    calm = dataclasses.replace(report, saves=report.saves[:5])
+    assert "gave nothing" in text and 'class="cross"' not in page_of(calm)
+
+
+def test_a_start_is_drawn_until_its_trainers_ended(tmp_path: Path) -> None:
+    """Their keepers wait for them for longer."""
+    report = read_report(tell_sick_run(tmp_path))
+    later = dataclasses.replace(report, last_s=report.last_s + 3600)
+    assert moment_text(report.trained_s) in Page(page_of(later)).seen
+    (own,), (same,) = (
+        re.findall(r"start 3: .*?<rect ([^>]+)>", page_of(each)) for each in (report, later)
+    )
+    assert own == same
 
 
 def test_the_command_writes_the_page_or_says_why_not(tmp_path: Path) -> None:

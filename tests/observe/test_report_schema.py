@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from holdfast.observe.clocks import ClockOffset
 from holdfast.observe.findings import find, to_plain
-from holdfast.observe.report import to_json
+from holdfast.observe.report import LinkFigures, RunMesh, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.report_rows import table_by
 from support.runs.told import tell_sick_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "generate_report_schema.py"
@@ -68,7 +73,26 @@ def faults(value: Any, schema: dict[str, Any], parts: dict[str, Any], at: str) -
 
 def test_the_schema_is_what_the_classes_say() -> None:
     generator = generated()
-    assert generator.PAGE.read_text() == generator.render(), "run `make docs`"
+    for page, schema in (
+        (generator.PAGE, generator.document()),
+        (generator.BY_PAGE, generator.by_document()),
+    ):
+        assert page.read_text() == generator.render(schema), "run `make docs`"
+
+
+@pytest.mark.parametrize("by", ["rank", "host", "mesh", "link"])
+def test_a_table_is_what_its_schema_says(by: str, tmp_path: Path) -> None:
+    tell_sick_run(tmp_path)
+    report = dataclasses.replace(
+        read_report(tmp_path),
+        mesh=RunMesh(("dp", "tp"), (2, 2)),
+        links=(LinkFigures("b", "a", 4, 0.1, 0.2, 0.3),),
+        clocks=(ClockOffset("b", 2.5, None),),
+    )
+    plain = json.loads(json.dumps(table_by(report, by)))
+    schema = json.loads(generated().BY_PAGE.read_text())
+    assert plain["rows"] and not faults(plain, schema, schema["$defs"], "table")
+    assert faults(plain | {"new": 1}, schema, schema["$defs"], "table")
 
 
 def test_the_document_is_what_the_schema_says(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from holdfast.observe.findings import find
 from holdfast.observe.report import Report
 from holdfast.observe.report_builder import read_report
 from holdfast.observe.report_page import render_page
-from holdfast.observe.save_view import values_by
+from holdfast.observe.report_rows import values_by
 from holdfast.observe.summary import health_text
+from holdfast.observe.text import seconds_text
 from observe.test_report import rendered
 from support.runs.told import Told, tell_death, tell_save, tell_start
 
@@ -112,3 +113,17 @@ def test_a_report_says_in_which_zone_its_times_are(
         assert f"Times are {name}." in render_page(report, find(report))
     monkeypatch.undo()
     time.tzset()
+
+
+def test_a_run_that_nothing_interrupted_has_a_least_time_to_an_interruption(
+    tmp_path: Path,
+) -> None:
+    told = Told(tmp_path)
+    tell_start(told, 1, 10.0, BEFORE)
+    for step in range(5):
+        tell_save(told, 1, step, 20.0 + 10 * step, BEFORE)
+    report = read_report(told.write())
+    assert report.reliability is not None
+    least = seconds_text(report.reliability.mtti_low_s)
+    text = f"mean time to interrupt {least} at least (95 %), as nothing interrupted it"
+    assert text in " ".join(rendered(report).split()) and text in render_page(report, ())

@@ -51,6 +51,7 @@ from holdfast.observe.rollup_files import (
     read_ends,
     rollup_path,
 )
+from holdfast.observe.rollup_groups import Rollup
 from holdfast.observe.rollup_joiner import RollupJoiner
 from holdfast.observe.rollup_maker import roll_up
 from holdfast.observe.rollup_writer import RollupWriter
@@ -91,9 +92,17 @@ def tell_run(root: Path, ranks: dict[int, str], saves: int = 12) -> Path:
                 told(done, at_s + 8, host)
         for host in ("a", "b"):
             sample = of(
-                events.HostSampled, 2, -1, host=host, queued_s=step / 10, free_bytes=1000 - step,
-                cpu_pressure=0.1, io_pressure=0.4 if host == "b" else -1.0, keeper_bytes=step,
-            )  # fmt: skip
+                events.HostSampled,
+                2,
+                -1,
+                host=host,
+                queued_s=step / 10,
+                free_bytes=1000 - step,
+                cpu_pressure=0.1,
+                io_pressure=0.4 if host == "b" else -1.0,
+                keeper_bytes=step,
+                doing={"training": 1 + step} if step % 2 else {"evaluation": 1},
+            )
             told(sample, at_s + 5, host)
     for rank, host in ranks.items():
         told(of(events.RunEnded, 2, rank, outcome="closed"), 80.0 + 20 * saves, host)
@@ -246,9 +255,17 @@ def test_what_ranks_have_not_done_is_in_roll_ups(tmp_path: Path) -> None:
     tell_start(told, 1, 10.0, RANKS)
     for rank, host in RANKS.items():
         returned = of(
-            events.SaveReturned, 1, rank, step=3, held_s=0.1, describe_s=0.0, volatile_s=0.0,
-            wait_previous_s=0.0, size_bytes=10, durable=True,
-        )  # fmt: skip
+            events.SaveReturned,
+            1,
+            rank,
+            step=3,
+            held_s=0.1,
+            describe_s=0.0,
+            volatile_s=0.0,
+            wait_previous_s=0.0,
+            size_bytes=10,
+            durable=True,
+        )
         told(returned, 20.0, host)
         if rank != 4:
             copied = of(
@@ -439,12 +456,33 @@ def test_it_does_not_matter_where_a_file_is_cut(cuts: list[int], rng: Any) -> No
 
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """Of a roll-up as it is, or, where it has columns, with their arrays as older versions did."""
+
     def damage(line: bytes) -> bytes:
-        document = msgspec.json.decode(inflate_rollup(line))
+        whole = msgspec.json.encode(decode_columns(inflate_rollup(line)))
+        document = msgspec.json.decode(whole)
         change(document)
         return msgspec.json.encode(document)
 
     return damage
+
+
+def repacked(change: Callable[[list[Any]], Any]) -> Callable[[bytes], bytes]:
+    """Of the columns of a line; the last two are how many saves, and the deflated arrays."""
+
+    def damage(line: bytes) -> bytes:
+        document = msgspec.json.decode(inflate_rollup(line))
+        change(document["packed"][0])
+        return msgspec.json.encode(document)
+
+    return damage
+
+
+def arrays_as(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    def change_arrays(columns: list[Any]) -> None:
+        columns[-1] = base64.b64encode(change(base64.b64decode(columns[-1]))).decode()
+
+    return repacked(change_arrays)
 
 
 def damaged_apart(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
@@ -509,6 +547,18 @@ def deflated(change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
         changed(*SECONDS, lambda seconds: seconds.__setitem__(0, -2.0)),
         changed(*SECONDS, lambda seconds: seconds.__setitem__(0, math.nan)),
         changed(*SECONDS, lambda seconds: seconds.__setitem__(0, 1e31)),
+        repacked(lambda columns: columns.__setitem__(-2, columns[-2] - 1)),
+        repacked(lambda columns: columns.__setitem__(-2, columns[-2] + 1)),
+        repacked(lambda columns: columns.__setitem__(-2, 0)),
+        repacked(lambda columns: columns.__setitem__(-2, 1 << 50)),
+        repacked(lambda columns: columns[2].append(5)),
+        repacked(lambda columns: columns.__setitem__(1, 7)),
+        repacked(lambda columns: columns[4].append([5, 1])),
+        repacked(lambda columns: columns.append("of a newer version")),
+        arrays_as(lambda data: data[:-9]),
+        arrays_as(lambda data: data[:9] + bytes(9) + data[18:]),
+        arrays_as(lambda _: zlib.compress(bytes(80 << 20))),
+        arrays_as(lambda data: zlib.compress(b"\xff" * len(zlib.decompress(data)))),
         damaged(lambda d: d["lives"][0].__setitem__(1, 9)),
         damaged(lambda d: d.__setitem__("end", -5)),
         deflated(lambda data: data[:-9]),
@@ -532,18 +582,23 @@ def test_a_roll_up_that_cannot_be_is_counted_and_its_records_are_read(
     assert_alike(found, expected)
 
 
-def test_roll_ups_of_older_versions_are_read_and_joined(tmp_path: Path) -> None:
-    """They stand in their files as JSON."""
+@pytest.mark.parametrize("decode", [decode_rollup, decode_columns])
+def test_roll_ups_of_older_versions_are_read_and_joined(
+    decode: Callable[[bytes], Rollup], tmp_path: Path
+) -> None:
+    """They stand in their files as JSON, or have columns whose arrays are not packed."""
     root = tell_run(tmp_path, RANKS)
     expected = said(root)
     roll_up_all(root)
     paths = [rollup_path(trail) for trail in trails_of(root)]
     for trail, path in zip(trails_of(root), paths, strict=True):
         lines = [
-            msgspec.json.encode(decode_rollup(inflate_rollup(line)))
+            msgspec.json.encode(decode(inflate_rollup(line)))
             for line in path.read_bytes().splitlines()
         ]
-        assert all(b'"saves"' in line and b'"columns"' not in line for line in lines)
+        name = b'"saves"' if decode is decode_rollup else b'"columns"'
+        assert all(name in line and b'"packed"' not in line for line in lines)
+        assert all((b'"columns"' in line) == (decode is decode_columns) for line in lines)
         path.write_bytes(b"\n".join(lines) + b"\n")
         trail.unlink()
     assert_alike(said(root), expected)

@@ -19,7 +19,9 @@ from observe.test_findings import causes, healthy, loop
 from support.runs.told import RANKS, Told, of, tell_death, tell_save, tell_start
 
 
-def hang(told: Told, until_s: float, *, all_but: int = -1) -> None:
+def hang(
+    told: Told, until_s: float, *, all_but: int = -1, doing: dict[str, int] | None = None
+) -> None:
     """The trainers say nothing more after save 19; their keepers go on to sample their hosts."""
     for rank, host in RANKS.items():
         if rank == all_but:
@@ -28,7 +30,7 @@ def hang(told: Told, until_s: float, *, all_but: int = -1) -> None:
     at_s = 215.0
     while at_s < until_s:
         for host in ("a", "b"):
-            told(of(events.HostSampled, 0, -1, host=host), at_s, host)
+            told(of(events.HostSampled, 0, -1, host=host, doing=doing or {}), at_s, host)
         at_s += 10.0
 
 
@@ -46,6 +48,14 @@ def test_trainers_that_hang_beside_living_keepers_are_found(tmp_path: Path) -> N
     assert "no_sign_of_life" not in causes(early, report.last_s + 5)
 
 
+def test_of_trainers_that_are_all_gone_the_first_is_named_as_the_first(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    tell_death(told, 1, 205.0, RANKS, "")
+    report = read_report(told.write())
+    found = causes(report, report.last_s + 150)["no_sign_of_life"]
+    assert found.endswith(": 4 of 4 ranks are gone, rank 3 on b before the others")
+
+
 def test_a_program_whose_phases_take_long_is_not_said_to_hang(tmp_path: Path) -> None:
     told = healthy(tmp_path)
     evaluation = of(events.PhaseEnded, 1, step=19, name="evaluation", elapsed_s=600.0, times=1)
@@ -55,6 +65,42 @@ def test_a_program_whose_phases_take_long_is_not_said_to_hang(tmp_path: Path) ->
     assert report.longest_step_s == pytest.approx(600.0)
     assert "no_sign_of_life" not in causes(report, report.last_s + 5)
     assert "no_sign_of_life" in causes(report, report.last_s + 5 + 3600)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("phase", ["evaluation", "restoring"])
+def test_a_first_phase_of_hours_is_no_alarm_while_keepers_see_trainers_in_it(
+    phase: str, tmp_path: Path
+) -> None:
+    """The ranks that wait for rank 0's evaluation are in no phase of their own."""
+    told = healthy(tmp_path)
+    hang(told, 4000.0, doing={phase: 1, "training": 1})
+    report = read_report(told.write())
+    assert "no_sign_of_life" not in causes(report, report.last_s + 5)
+    late = dataclasses.replace(report, last_s=report.last_s + 4 * 3600)
+    assert causes(late, late.last_s + 5)["no_sign_of_life"] == (
+        "no trainer gave a sign of life for 5 h 03 min, after step 20 "
+        f"(2 in {phase}, 2 in training)"
+    )
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("doing", [{"training": 2}, {"saving": 1, "training": 1}])
+def test_trainers_that_keepers_see_hang_in_a_step_are_found_after_a_quarter_of_an_hour(
+    doing: dict[str, int], tmp_path: Path
+) -> None:
+    told = healthy(tmp_path)
+    hang(told, 1500.0, doing=doing)
+    report = read_report(told.write())
+    assert "no_sign_of_life" in causes(report, report.last_s + 5)
+
+
+def test_a_phase_that_ended_before_may_take_three_times_as_long(tmp_path: Path) -> None:
+    told = healthy(tmp_path)
+    told(of(events.PhaseEnded, 1, step=19, name="evaluation", elapsed_s=4.0, times=1), 208.0)
+    hang(told, 1500.0, doing={"evaluation": 2})
+    report = read_report(told.write())
+    assert "no_sign_of_life" in causes(report, report.last_s + 5)
 
 
 def test_keepers_that_ended_with_their_run_were_not_lost(tmp_path: Path) -> None:

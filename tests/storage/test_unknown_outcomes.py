@@ -368,9 +368,14 @@ def test_a_keeper_whose_lock_was_taken_over_locks_its_root_anew(
     async def run() -> None:
         memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
         access = incarnations.RootAccess(
-            "s3://model/root", cast(Any, memory), "run r, host a", Background(),
-            lambda *_: None, lambda _: None, lambda _: None,
-        )  # fmt: skip
+            "s3://model/root",
+            cast(Any, memory),
+            "run r, host a",
+            Background(),
+            lambda *_: None,
+            lambda _: None,
+            lambda _: None,
+        )
         first = await access.open()
         first.keep = Keep(last=3)
         assert await access.open() is first

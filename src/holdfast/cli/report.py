@@ -17,6 +17,7 @@ from holdfast.geometry.parallelism import asked
 from holdfast.observe.findings import find, to_plain
 from holdfast.observe.report import Report, RunMesh, to_json
 from holdfast.observe.report_builder import read_report
+from holdfast.observe.report_rows import table_by
 from holdfast.observe.save_view import find_save, render_by, render_save
 from holdfast.observe.since import moment_of, of_start, since
 from holdfast.observe.tables import render, render_links
@@ -98,15 +99,22 @@ def run(args: argparse.Namespace) -> int:
             print_json(to_json(replace(report, saves=(save,)))["saves"][0])
         else:
             render_save(report, save, stdout())
+    elif args.by is not None:
+        _print_by(report, args)
     elif args.json:
         print_json(to_json(report) | {"findings": to_plain(find(report, time.time()))})
-    elif args.by == "link":
-        render_links(report, stdout(), last=args.last)
-    elif args.by is not None:
-        render_by(report, args.by, stdout(), last=args.last)
     else:
         render(report, stdout(), last=args.last, now_s=time.time())
     return 0
+
+
+def _print_by(report: Report, args: argparse.Namespace) -> None:
+    if args.json:
+        print_json(table_by(report, args.by))
+    elif args.by == "link":
+        render_links(report, stdout(), last=args.last)
+    else:
+        render_by(report, args.by, stdout(), last=args.last)
 
 
 def _require_fit(given: str, sizes: Sequence[int], report: Report) -> None:

@@ -18,6 +18,7 @@ from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.output import stdout
 from holdfast.errors import NotFound, UsageError
 from holdfast.observe.findings import to_plain as to_findings
+from holdfast.observe.keeper_samples import KeeperSamples
 from holdfast.observe.live_findings import LiveFindings
 from holdfast.observe.live_run import FileTails, LiveRun
 from holdfast.observe.top_screen import screen_lines, to_plain
@@ -45,7 +46,16 @@ def run(args: argparse.Namespace) -> int:
     if not 0.1 <= args.every <= 3600:
         raise UsageError(f"--every {args.every:g}: give seconds from 0.1 to 3600")
     tails, state, found = FileTails(args.root), LiveRun(), LiveFindings(args.root)
-    _take_new(tails, state, found)
+    keepers = KeeperSamples(args.root)
+
+    def take_new() -> None:
+        for event, head in tails.read():
+            state.take(event, head)
+            found.take(event, head)
+        for sample, head in keepers.read():
+            state.take(sample, head)
+
+    take_new()
     if not tails.files:
         raise NotFound(
             f"no events in {args.root}/events: a run writes them as it trains; is this the "
@@ -58,15 +68,10 @@ def run(args: argparse.Namespace) -> int:
         for line in _lines(args.root, state, found):
             stdout().print(line, markup=False, soft_wrap=True)
     else:
-        _follow(args.root, tails, state, found, args.every)
+        _follow(take_new, lambda: _lines(args.root, state, found), args.every)
     tails.close()
+    keepers.close()
     return 0
-
-
-def _take_new(tails: FileTails, state: LiveRun, found: LiveFindings) -> None:
-    for event, head in tails.read():
-        state.take(event, head)
-        found.take(event, head)
 
 
 def _lines(root: str, state: LiveRun, found: LiveFindings) -> list[str]:
@@ -74,16 +79,14 @@ def _lines(root: str, state: LiveRun, found: LiveFindings) -> list[str]:
     return screen_lines(root, state, time.time(), width=width, height=height, findings=found)
 
 
-def _follow(
-    root: str, tails: FileTails, state: LiveRun, found: LiveFindings, every_s: float
-) -> None:
+def _follow(take_new: Callable[[], object], lines: Callable[[], list[str]], every_s: float) -> None:
     live = Live(screen=True, auto_refresh=False, console=stdout())
     with suppress(KeyboardInterrupt), _keys() as is_ended, live:  # also while it draws or reads
         while True:
-            live.update(Text("\n".join(_lines(root, state, found)), no_wrap=True), refresh=True)
+            live.update(Text("\n".join(lines()), no_wrap=True), refresh=True)
             if is_ended(every_s):
                 return
-            _take_new(tails, state, found)
+            take_new()
 
 
 @contextmanager

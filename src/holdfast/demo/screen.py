@@ -98,6 +98,10 @@ class Screen:
             f"{directory / 'result.json'}; runs to look into: {directory / 'runs'}",
             markup=False,
         )
+        if (killed := directory / "runs" / "killed" / "checkpoints").is_dir():
+            self._console.print(
+                f"All that happened to the killed one: holdfast report {killed}", markup=False
+            )
 
 
 def _cells(row: VerdictRow) -> tuple[str, ...]:

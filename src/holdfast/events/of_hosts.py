@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.events.fields import Bytes, Count, Difference, Event, PartOrNone, Seconds
 
 
@@ -72,7 +74,9 @@ class HostSampled(Event, frozen=True, kw_only=True):
     ``trainers_bytes``: their resident memory, shared memory aside. ``keeper_bytes``: the same
     of the keeper. ``keeper_cpu_s``: the processor time of the keeper since it started.
     ``cpu_pressure``, ``io_pressure``, ``memory_pressure``: the part of the last 10 s in which some
-    process of the host waited for it (PSI); -1 where the kernel does not tell.
+    process of the host waited for it (PSI); -1 where the kernel does not tell. ``doing``: how many
+    trainers of the host are in each phase: "training", "saving", "restoring", or one that the
+    program declared; empty where it is not known.
     """
 
     host: str
@@ -92,6 +96,7 @@ class HostSampled(Event, frozen=True, kw_only=True):
     cpu_pressure: PartOrNone = -1.0
     io_pressure: PartOrNone = -1.0
     memory_pressure: PartOrNone = -1.0
+    doing: dict[str, Count] = msgspec.field(default_factory=dict)
 
 
 class ClocksCompared(Event, frozen=True, kw_only=True):

@@ -16,13 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holdfast.coordinator.slots import Slots, host_of
 from holdfast.events import Event, HostSampled, ImageDurable, emit, subscribe
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection, TrainerConnection
 from holdfast.keeper.hosts.agent import WriteService
-from holdfast.keeper.image_writer import HostWrite
 from holdfast.keeper.jobs import Background
+from holdfast.observe.event_ring import doing_in
 from holdfast.protocol.arena import IMAGE_START
 
 SAMPLE_S = 10.0
@@ -57,21 +59,29 @@ class HostSampler:
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._every_s
-            self._background.spawn(self._sample(writes.under_way, leads))
+            self._background.spawn(self._sample(writes, leads))
 
     def close(self) -> None:
         """End the samples."""
         self._next_s = math.inf
         self._unsubscribe()
 
-    async def _sample(self, writes: list[HostWrite], leads: bool) -> None:
+    async def _sample(self, writes: WriteService, leads: bool) -> None:
+        with self._lock:
+            finish_s, self._finish_s = self._finish_s, 0.0
+        sample = await self.take(writes, leads=leads)
+        sample = msgspec.structs.replace(sample, finish_s=finish_s)
+        await self._background.in_thread(emit, sample)
+        await self._background.in_thread(self._free_memory.give_back)
+
+    async def take(self, service: WriteService, *, leads: bool) -> HostSampled:
+        """Return what the host is like now; ``finish_s`` is of the time since the last event."""
+        writes = service.under_way
         images = [image for write in writes for image in write.images.values()]
         files = list(self._memory.files.values())
         pids = {one.process.pid for one in self._trainers if isinstance(one, LocalConnection)}
         slots = self._states() if leads else self._recorded_states()
         asked_s = min((write.asked_s for write in writes), default=math.inf)
-        with self._lock:
-            finish_s, self._finish_s = self._finish_s, 0.0
         facts: dict[str, Any] = {
             "host": self._host,
             "slots": dict(slots),
@@ -81,11 +91,12 @@ class HostSampler:
             "queued_bytes": sum(image.size_bytes for image in images),
             "writing_bytes": sum(i.size_bytes for i in images if i.source.header is not None),
             "queued_s": max(0.0, time.monotonic() - asked_s),
-            "finish_s": finish_s,
+            "finish_s": self._finish_s,
             "trainers": len(pids),
         }
-        await self._background.in_thread(_emit_sample, facts, pids, self._memory)
-        await self._background.in_thread(self._free_memory.give_back)
+        sample: HostSampled
+        sample = await self._background.in_thread(_sample_of, facts, pids, self._memory)
+        return sample
 
     def _states(self) -> Counter[str]:
         return Counter(slot.state for slot in self._slots.values() if host_of(slot.id) == 0)
@@ -101,7 +112,7 @@ class HostSampler:
                 self._finish_s = max(self._finish_s, event.finish_s)
 
 
-def _emit_sample(facts: dict[str, Any], pids: Collection[int], memory: ArenaFiles) -> None:
+def _sample_of(facts: dict[str, Any], pids: Collection[int], memory: ArenaFiles) -> HostSampled:
     times = os.times()
     sample: dict[str, Any] = {
         **facts,
@@ -112,8 +123,9 @@ def _emit_sample(facts: dict[str, Any], pids: Collection[int], memory: ArenaFile
         "cpu_pressure": pressure("cpu"),
         "io_pressure": pressure("io"),
         "memory_pressure": pressure("memory"),
+        "doing": Counter(one.phase for one in doing_in(memory.directory)),
     }
-    emit(HostSampled(**sample))
+    return HostSampled(**sample)
 
 
 class FreeMemory:

@@ -29,7 +29,6 @@ from holdfast.events import KeeperStarted, KeeperStopped, emit, warn
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.host_samples import HostSampler
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Caching, Incarnations, RootAccess
@@ -198,9 +197,6 @@ class Keeper:
         self._serve_root(root, f"run {run_id}, keeper {os.getpid()} on {host_id}")
         self._serve_trainers()
         self._look_for_damage(scrub_s)
-        self._sampler = HostSampler(
-            host_id, self.memory, self.coordinator.slots, self.trainer_api.open, self.background
-        )
         self._ended = asyncio.Event()
         self._life = Lifecycle()
         self._alone_since = time.monotonic()
@@ -285,7 +281,7 @@ class Keeper:
         self.scrubber.begin()
         await self._ended.wait()
         self.scrubber.end()
-        self._sampler.close()
+        self.trainer_api.sampler.close()
         ticker.cancel()
         self.admission.report(math.inf)
         close_trace()
@@ -380,7 +376,9 @@ class Keeper:
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.agent.published.refresh()
             self.admission.report(time.monotonic())
-            self._sampler.tick(self.executor.agent.writes, leads=self.role.follower is None)
+            self.trainer_api.sampler.tick(
+                self.executor.agent.writes, leads=self.role.follower is None
+            )
         await self._live_on()
 
     def _is_working(self) -> bool:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec.structs import asdict
 
 from holdfast.coordinator.actions import Action, SendMessage
@@ -29,6 +30,7 @@ from holdfast.keeper.connections import (
     TrainerConnection,
     peer_of,
 )
+from holdfast.keeper.host_samples import HostSampler
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import STEP_DOWN_S
 from holdfast.keeper.parts import KeeperParts
@@ -48,6 +50,9 @@ class TrainerApi:
         self.coordinator, self.memory, self.ranks = parts.coordinator, parts.memory, parts.ranks
         self.incarnations, self.root = parts.incarnations, parts.root
         self.open: set[TrainerConnection] = set()
+        self.sampler = HostSampler(
+            doors.host, parts.memory, parts.coordinator.slots, self.open, parts.background
+        )
         self.goodbyes: dict[TrainerConnection, int] = {}
         """Connections that wait for the end of the run, with the number of their last request."""
         self.persist_at_end = True
@@ -427,6 +432,12 @@ class TrainerApi:
             text=self.coordinator.explain(step), is_whole=self.coordinator.is_whole(step)
         )
 
+    async def _sample(self, connection: TrainerConnection, _: m.TakeSample, __: int) -> m.Message:
+        self.open.discard(connection)  # no trainer: a keeper does not stay for it
+        leads = self.role.follower is None
+        sample = await self.sampler.take(self.executor.agent.writes, leads=leads)
+        return m.SampleTaken(event=msgspec.msgpack.encode(sample))
+
 
 def _keep_of(terms: m.KeepTerms) -> Keep:
     return Keep(**asdict(terms))
@@ -444,9 +455,9 @@ def _skip(connection: TrainerConnection, message: m.Message, reason: str) -> Non
 
 #: Limit of different traces written to the log.
 _MOST_TRACES = 64
-_ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory, m.ProbeHost, m.AssignRole)
+_ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory, m.ProbeHost, m.AssignRole, m.TakeSample)
 #: Messages that a keeper answers itself, whichever host coordinates.
-_FOR_THIS_HOST = (m.Hello, m.Begin, m.ProbeHost, m.AssignRole)
+_FOR_THIS_HOST = (m.Hello, m.Begin, m.ProbeHost, m.AssignRole, m.TakeSample)
 _EVENTS: dict[type[m.Message], Callable[[Coordinator, int, Any], list[Action]]] = {
     m.AbortCapture: lambda c, rank, message: c.lifecycle.abort_capture(rank, message),
     m.CancelRequest: lambda c, rank, message: c.cancel_request(rank, message.step),
@@ -473,6 +484,7 @@ _HANDLERS: dict[type[m.Message], _Handler] = {
     m.Progress: TrainerApi._progress,
     m.Captured: TrainerApi._captured,
     m.Explain: TrainerApi._explain,
+    m.TakeSample: TrainerApi._sample,
     m.Goodbye: TrainerApi._goodbye,
     **dict.fromkeys(_EVENTS, TrainerApi._event),
 }

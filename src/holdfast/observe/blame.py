@@ -13,16 +13,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from holdfast.observe.report import Save
-from holdfast.observe.text import seconds_text
+from holdfast.observe.text import seconds_text, size_text
 
 #: The score under which a rank is suspect: the median of the others by its own time.
 SUSPECT = 0.75
 WINDOW, NEEDED = 5, 3
 #: What is faster than this above the others is chance.
 LEAST_S = 0.05
+#: What more bytes than the others have may cost, for they are no chance; and the part of it that
+#: must be seen, as not all that takes time does so by the byte.
+LEAST_OF_BYTES_S, SEEN_OF_BYTES = 0.01, 0.25
 #: Saves that a change of all ranks is measured against.
 PAST = 10
 #: Saves that are looked at for who comes late, and the chance that one of ranks that are all alike
@@ -102,6 +105,7 @@ def find_slow(
     newest = [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
     finder = _Finder(newest, ranks_by_host)
     found = _of_storage([one for phase in _PHASES for one in finder.of_phase(phase)])
+    found += finder.heavy()
     found += finder.late(max(LEAST_S, 4 * clock_error_s))
     found = _of_busy(found)
     return tuple(sorted(found, key=lambda one: one.usual_s - one.value_s))
@@ -141,12 +145,13 @@ def _of_busy(found: Sequence[Blame]) -> list[Blame]:
         slow = [one for one in own if one.cause == "slow"]
         worst = max(slow, key=lambda one: (len(one.ranks), _later_s(one)))
         does = ", ".join(_doing(one) for one in own)
+        since = min((one.since for one in own), key=lambda name: int(name.partition("-")[2]))
         sentence = (
             f"{worst.place}, CPU or memory: whatever it does takes longer than elsewhere ({does}), "
-            f"since {worst.since}; look at what else runs there (top, steal of a virtual machine)"
+            f"since {since}; look at what else runs there (top, steal of a virtual machine)"
         )
         left = [one for one in left if one not in own]
-        left.append(replace(worst, cause="busy", sentence=sentence))
+        left.append(replace(worst, cause="busy", since=since, sentence=sentence))
     return left
 
 
@@ -199,12 +204,21 @@ class _Finder:
         suspects = {rank for rank, times in counts.items() if times >= NEEDED}
         for place, ranks in self._places(suspects):
             yield self._slow(place, ranks, phase, saves, slow)
-        heavy = {id(save): _heavy_ranks(save, phase) for save in saves}
-        counts = Counter(rank for save in saves[-WINDOW:] for rank in heavy[id(save)])
-        for rank in sorted(rank for rank, n in counts.items() if n >= NEEDED):
-            yield self._heavy(rank, phase, saves, heavy)
         if not suspects:
             yield from self._all(phase, saves)
+
+    def heavy(self) -> list[Blame]:
+        """Returns who has more bytes than the others, each by the first phase that it costs."""
+        found: dict[tuple[int, ...], Blame] = {}
+        for phase in _PHASES:
+            saves = [save for save in self._saves if phase in save.even]
+            heavy = {id(save): _heavy_ranks(save, phase) for save in saves}
+            counts = Counter(rank for save in saves[-WINDOW:] for rank in heavy[id(save)])
+            for rank in sorted(rank for rank, n in counts.items() if n >= NEEDED):
+                one, cost_s = self._heavy(rank, phase, saves, heavy)
+                if cost_s > LEAST_OF_BYTES_S and _later_s(one) > SEEN_OF_BYTES * cost_s:
+                    found.setdefault(one.ranks, one)
+        return list(found.values())
 
     def _places(self, ranks: set[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields hosts all of whose ranks are slow, then the ranks that are left."""
@@ -247,18 +261,24 @@ class _Finder:
 
     def _heavy(
         self, rank: int, phase: str, saves: Sequence[Save], heavy: Mapping[int, Mapping[int, float]]
-    ) -> Blame:
-        last = [save for save in saves[-WINDOW:] if rank in heavy[id(save)]]
-        value_s = statistics.median(heavy[id(save)][rank] for save in last)
-        usual_s = statistics.median(save.phases[phase].median_s for save in last)
+    ) -> tuple[Blame, float]:
+        """Returns a rank that has more bytes, and the seconds that these take by the byte."""
+        # Of all saves: what little it costs is lost in a few of them.
+        own = [save for save in saves if rank in heavy[id(save)]]
+        value_s = statistics.median(dict(save.phases[phase].slowest)[rank] for save in own)
+        usual_s = statistics.median(save.phases[phase].median_s for save in own)
         since = _since(saves, lambda save: rank in heavy[id(save)])
-        place = self.name(rank)
+        place, times = self.name(rank), sum(save in own for save in saves[-WINDOW:])
+        own_bytes, usual_bytes = own[-1].bytes_of(phase)[rank], heavy[id(own[-1])][rank]
+        does = f"{_PHASES[phase][0]} takes {seconds_text(value_s)}"
         sentence = (
-            f"{place} has more bytes than the others: {_PHASES[phase][0]} takes "
-            f"{seconds_text(value_s)} where others take {seconds_text(usual_s)}, since {since}, "
-            "and as long a byte as they; look at how the state is divided over ranks"
+            f"{place} has more bytes than the others, {size_text(own_bytes)} where these have "
+            f"{size_text(usual_bytes)}, since {since}: {does} where others take "
+            f"{seconds_text(usual_s)}, and no longer for each byte; look at how the state is "
+            "divided over ranks"
         )
-        return Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, len(last), sentence)
+        one = Blame(place, "bytes", phase, (rank,), value_s, usual_s, since, times, sentence)
+        return one, value_s * (1 - usual_bytes / own_bytes)
 
     def _all(self, phase: str, saves: Sequence[Save]) -> Iterator[Blame]:
         """Yields that all ranks are slower than they were."""
@@ -344,24 +364,36 @@ def _slow_ranks(save: Save, phase: str) -> dict[int, float]:
 
 
 def _heavy_ranks(save: Save, phase: str) -> dict[int, float]:
-    """Returns the ranks that take longer, and do not for the same bytes."""
-    if phase not in save.even or save.phases[phase].ranks < 2:
+    """Returns the ranks that have more bytes than the others and are no slower for each of them,
+    and how many the others have on average.
+    """
+    ranks = save.phases[phase].ranks
+    if ranks < 2:
         return {}
-    raw = save.phases[phase]
-    slow = {rank: s for rank, s in raw.slowest if _is_slow(s, raw.median_s)}
-    even = _slow_ranks(save, phase)
-    return {rank: s for rank, s in slow.items() if rank not in even}
+    slow, every_bytes = _slow_ranks(save, phase), ranks * save.even_bytes.get(phase, 0.0)
+    others = {rank: (every_bytes - own) / (ranks - 1) for rank, own in save.bytes_of(phase).items()}
+    return {
+        rank: usual
+        for rank, usual in others.items()
+        if rank not in slow and usual < SUSPECT * save.bytes_of(phase)[rank]
+    }
 
 
 def _since(saves: Sequence[Save], is_so: Callable[[Save], bool]) -> str:
-    """Returns the generation since which it is so in most of any five saves."""
-    first = saves[-1]
-    recent: list[bool] = []
-    for save in reversed(saves):
-        so = is_so(save)
-        recent = [*recent[1 - WINDOW :], so]
-        if len(recent) == WINDOW and sum(recent) < NEEDED:
-            break
-        if so:
-            first = save
+    first = began(saves, is_so)
     return f"{first.incarnation}-{first.step}"
+
+
+_T = TypeVar("_T")
+
+
+def began(saves: Sequence[_T], is_so: Callable[[_T], bool]) -> _T:
+    """Returns the save since which it is so more often than in three of five, by most: a few that
+    are well between those that are not end nothing.
+    """
+    first, most, excess = saves[-1], 0, 0
+    for save in reversed(saves):
+        excess += WINDOW - NEEDED if is_so(save) else -NEEDED
+        if excess >= most:
+            first, most = save, excess
+    return first

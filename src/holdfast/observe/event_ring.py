@@ -17,7 +17,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,14 +193,7 @@ class RingFile:
 
     def doing(self) -> Doing | None:
         """Returns what the process was last noted to do; None for nothing, or its end."""
-        cells = self.cells
-        index = cells[_PHASE]
-        if not 0 < index < len(PHASES) or PHASES[index] == "ended":
-            return None
-        phase = PHASES[index]
-        if phase == "declared":
-            phase = bytes(self.map[_NAME_AT:_NAME_END]).rstrip(b" \0").decode(errors="ignore")
-        return Doing(phase, cells[_STEP] - 1, cells[_INCARNATION], cells[_SINCE_NS] / 1e9)
+        return _doing_in(self.cells, self.map[_NAME_AT:_NAME_END])
 
     def count_dropped(self, total: int) -> None:
         """Notes how many events were dropped in all."""
@@ -220,6 +214,33 @@ class RingFile:
             if unlock:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+
+def _doing_in(cells: memoryview[int], name: bytes) -> Doing | None:
+    """Returns what the header of a ring says that its process is doing."""
+    index = cells[_PHASE]
+    if not 0 < index < len(PHASES) or PHASES[index] == "ended":
+        return None
+    phase = PHASES[index]
+    if phase == "declared":
+        phase = name.rstrip(b" \0").decode(errors="ignore")
+    return Doing(phase, cells[_STEP] - 1, cells[_INCARNATION], cells[_SINCE_NS] / 1e9)
+
+
+def doing_in(arena: Path) -> Iterator[Doing]:
+    """Yields what each process that has a ring in an arena is doing; maps none of them."""
+    for path in (arena / RINGS).glob(f"*{SUFFIX}"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                header = os.pread(descriptor, _META, 0)
+            finally:
+                os.close(descriptor)
+            if len(header) == _META:
+                cells = memoryview(header).cast("Q")
+                doing = _doing_in(cells, header[_NAME_AT:]) if cells[0] == _MAGIC else None
+                if doing is not None:
+                    yield doing
 
 
 class _Cursor:

@@ -13,18 +13,19 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from holdfast.observe.blame import LEAST_S, HostPressure, find_slow, pressure_text
+from holdfast.observe.blame import LEAST_S, HostPressure, began, find_slow, pressure_text
 from holdfast.observe.links import slow_links
 from holdfast.observe.report import Report, Save
 from holdfast.observe.restore_view import complaints
 from holdfast.observe.save_calls import UNSURE_S
 from holdfast.observe.silence import find_silence
+from holdfast.observe.stalls import who_came_late
 from holdfast.observe.stuck_saves import (
     SILENT_S,
     find_stuck,
     lacking_text,
     newest_saves,
-    ranks_text_of,
+    paid_saves,
 )
 from holdfast.observe.text import count_text, counts_text, rate_text, seconds_text
 
@@ -36,10 +37,6 @@ ROW, NEWEST = 3, 5
 DOWN = 0.7
 #: Seconds that clocks of hosts may be apart.
 APART_S = 1.0
-#: Seconds, and medians of all saves, after which a rank is one that others waited for in a stall.
-LATE_S, LATE_TIMES = 1.0, 5.0
-#: The part of what stalls took that this must explain.
-LATE_PART = 0.1
 #: What steps may take longer behind a copy or a write.
 INTERFERES = 0.05
 #: How the reason begins for which a keeper ends when its run has closed.
@@ -113,7 +110,7 @@ def _overdue(saves: list[Save], state: set[str], what: str) -> Iterator[Evidence
         newest = reached[-1]
         yield Evidence(
             f"the newest {what} generation is {newest.incarnation}-{newest.step}, {behind} steps "
-            f"old, where one came every {usual:.0f} steps",
+            f"old, where one came every {count_text(round(usual), 'step')}",
             newest.time_s,
         )
 
@@ -156,23 +153,15 @@ def _missed(report: Report, _: float | None) -> Iterator[Evidence]:
 
 
 def _storage_slow(report: Report, _: float | None) -> Iterator[Evidence]:
-    durable = [
-        (save.durable_s, save.time_s)
-        for save in newest_saves(report)
-        if save.durable_s is not None and save.time_s is not None
-    ]
-    gaps = [
-        (took_s, next_s - called_s, called_s)
-        for (took_s, called_s), (_, next_s) in pairwise(durable)
-    ]
-    late = [one for one in gaps[-NEWEST:] if one[0] > one[1]]
+    paid = paid_saves(newest_saves(report))
+    late = [one for one in paid[-NEWEST:] if one.took_s > one.next_s]
     if len(late) >= ROW:
-        took_s = statistics.median(took_s for took_s, *_ in late)
-        apart_s = statistics.median(gap_s for _, gap_s, _ in late)
+        took_s = statistics.median(one.took_s for one in late)
+        apart_s = statistics.median(one.next_s for one in late)
         yield Evidence(
             f"a save takes {seconds_text(took_s)} to be durable, and the next is asked for after "
             f"{seconds_text(apart_s)}",
-            late[0][2],
+            began(paid, lambda one: one.took_s > one.next_s).called_s,
         )
 
 
@@ -195,7 +184,8 @@ def _throughput_down(report: Report, _: float | None) -> Iterator[Evidence]:
             return
         text = f"saves go to storage at {rate_text(now)}, where they went at {rate_text(before)}"
         longer = seconds_text(longer_s)
-        yield Evidence(f"{text}: each takes {longer} longer", saves[-NEWEST].time_s)
+        first = began(saves, lambda save: (save.throughput_bytes_per_s or 0.0) < DOWN * before)
+        yield Evidence(f"{text}: each takes {longer} longer", first.time_s)
 
 
 def _slow_place(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -256,14 +246,18 @@ def _restart_loop(report: Report, now_s: float | None) -> Iterator[Evidence]:
         furthest = max(furthest, newest)
     if idle >= LOOPS:
         at = "the first step" if furthest < 0 else f"step {furthest}"
-        text = f"{idle} starts in a row came no further than {at}{_last_error(report)}"
+        text = f"{idle} starts in a row came no further than {at}{_last_to_fail(report, idle)}"
         yield Evidence(text, starts[-idle].time_s)
 
 
-def _last_error(report: Report) -> str:
+def _last_to_fail(report: Report, starts: int) -> str:
+    """Returns who ended so many starts, where that was one rank, and the last error."""
     known = report.reliability.interruptions if report.reliability is not None else ()
+    who = {(one.rank, one.host) for one in known[-starts:]}
+    (rank, host), *others = who or {(-1, "")}
+    text = "" if rank < 0 or others else f", each until rank {rank} on {host} was gone"
     reasons = [one.reason for one in known if one.reason]
-    return f"; the last error is {reasons[-1]}" if reasons else ""
+    return text + (f"; the last error is {reasons[-1]}" if reasons else "")
 
 
 def _same_host(report: Report, _: float | None) -> Iterator[Evidence]:
@@ -286,23 +280,9 @@ def _stalled(report: Report, _: float | None) -> Iterator[Evidence]:
     if ledger is not None and ledger.seconds["stall"] > 0.01 * ledger.elapsed_s:
         stalled = seconds_text(ledger.seconds["stall"])
         part = ledger.seconds["stall"] / ledger.elapsed_s
-        who = _who_came_late(report, ledger.seconds["stall"])
-        yield Evidence(f"steps that hung took {stalled} in all, {100 * part:.1f} % of the run{who}")
-
-
-def _who_came_late(report: Report, stalled_s: float) -> str:
-    """Returns which rank came to a save long after the others, if one did: these waited for it."""
-    late_s = [save.late_s for save in report.saves if save.late_s is not None]
-    if not late_s:
-        return ""
-    worst = max(report.saves, key=lambda save: save.late_s or 0.0)
-    least_s = max(LATE_S, LATE_TIMES * statistics.median(late_s))
-    own_s = [save.late_s or 0.0 for save in report.saves if save.late_rank == worst.late_rank]
-    waited_s = sum(s for s in own_s if s >= least_s)
-    if worst.late_rank < 0 or waited_s < LATE_PART * stalled_s or max(late_s) < least_s:
-        return ""
-    who, at = ranks_text_of(report, (worst.late_rank,)), f"{worst.incarnation}-{worst.step}"
-    return f"; {who} came to save {at} {seconds_text(worst.late_s)} after the first"
+        who, since_s = who_came_late(report, ledger.seconds["stall"])
+        text = f"steps that hung took {stalled} in all, {100 * part:.1f} % of the run{who}"
+        yield Evidence(text, since_s)
 
 
 def _silent(report: Report, now_s: float | None) -> Iterator[Evidence]:
@@ -398,7 +378,8 @@ RULES = (
         "no_sign_of_life",
         "critical",
         "a run that did not close has no record for 10 median steps, and for a minute; or none of "
-        "its trainers for a quarter of an hour, and three times as long as any step or phase took",
+        "its trainers for a quarter of an hour, and three times as long as any step or phase took; "
+        "for four hours while one of them restores, or is in a phase of a name that is new",
         "Look whether its processes live; where they do, py-spy dump --pid shows where they wait, "
         "and where PyTorch's Flight Recorder left dumps, torchfrtrace reads them.",
         _silent,
@@ -462,7 +443,8 @@ RULES = (
         "same_host_dies",
         "warning",
         "a host was the first to go in two interruptions, and in more than half of all",
-        "Take the host out of the job, and look at its kernel log.",
+        "Take the host out of the job, and look at its kernel log; where restart_loop is found "
+        "too, look at the program first.",
         _same_host,
     ),
     RunRule(
@@ -505,9 +487,10 @@ RULES = (
     RunRule(
         "slow_place",
         "warning",
-        "a rank, a host or all of them are slow in three of the last five saves, or one rank comes "
-        "last to more of the last ten than chance explains",
-        "The sentence says where to look first.",
+        "a rank, a host or all of them are slow in three of the last five saves, one rank has more "
+        "bytes than the others, or comes last to more of the last ten than chance explains",
+        "Where to look first is said above; `holdfast report` with `--by host` or `--by rank` has "
+        "the figures of each.",
         _slow_place,
     ),
     RunRule(
@@ -523,14 +506,15 @@ RULES = (
         "warning",
         "in one of the last five restores all waited for one rank, or went through sources that "
         "failed, for a second and a quarter of it",
-        "The sentence says where to look first; where a source failed, `holdfast verify --deep` "
+        "Where to look first is said above; where a source failed, `holdfast verify --deep` "
         "finds what is damaged.",
         _slow_restore,
     ),
     RunRule(
         "storage_slow",
         "warning",
-        "three of the last saves were not durable when the next was asked for",
+        "three of the last five saves that were to be durable were not, nor was a later one in "
+        "their place, when the next was asked for",
         "Make fewer saves durable (storage=Every(...)), or use faster storage; a cache= on each "
         "host takes the peaks.",
         _storage_slow,
@@ -555,8 +539,8 @@ RULES = (
         "stalled",
         "warning",
         "steps of more than ten medians took more than 1 % of the run",
-        "Look at the data and the network at these moments; with ckpt.phase(...) what the program "
-        "knows of is not counted.",
+        "Look at the rank that is named, at its data and its network at these moments, and whether "
+        "it was stopped; with ckpt.phase(...) what the program knows of is not counted.",
         _stalled,
     ),
     RunRule(

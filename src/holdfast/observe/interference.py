@@ -53,10 +53,11 @@ class Interference:
     def sentence(self) -> str:
         """Returns what it says, for people."""
         low, high = (max(-99.9, min(999.0, 100 * part)) for part in (self.low, self.high))
+        chance = ": no more than chance" if self.low <= 0 <= self.high else ""
         return (
             f"behind a copy or a write a step takes {100 * self.slowdown:.1f} % longer "
             f"(95 %: {low:.1f} to {high:.1f} %), of {count_text(self.steps, 'step')}, "
-            f"{100 * self.covered:.0f} % of their time behind one"
+            f"{100 * self.covered:.0f} % of their time behind one{chance}"
         )
 
 

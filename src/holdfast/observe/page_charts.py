@@ -15,14 +15,19 @@ from typing import NamedTuple
 from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Report, RunMesh, Save
 from holdfast.observe.spans import RunSpans, Span
-from holdfast.observe.text import on_one_line, printable, seconds_text, shortened
+from holdfast.observe.text import on_one_line, printable, seconds_text, shortened, size_text
 
 WIDTH = 900
 #: Rows of a heat map, and lanes of a timeline: of more, the slowest are shown.
 MOST_ROWS = 64
 #: What a row of a heat map is of.
 _ROWS = ("rank", "host", "mesh")
-_NAMES = 150
+#: Room for the names of rows on the left of a drawing, and for their figures on the right.
+_NAMES, _MEANS = 150, 110
+#: Saves that are named below a drawing.
+_TICKS = 6
+#: Cells of a table as short as this are never broken.
+_SHORT_CELL = 24
 #: Cells of a heat map that have a text each; shades of them; the height of a row.
 MOST_TITLED, _LEVELS, _ROW = 1000, 16, 14
 #: Lines of the table of a timeline.
@@ -49,10 +54,15 @@ def svg(height: float, title: str, parts: Iterable[str]) -> str:
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
     """Returns a table; all columns but the first ``texts`` are of numbers."""
 
+    def style(at: int, value: str) -> str:
+        if at >= texts:
+            return " class=n"
+        return " class=s" if len(value) <= _SHORT_CELL else ""
+
     def cells(tag: str, values: Sequence[str]) -> str:
         scope = " scope=col" if tag == "th" else ""
         return "".join(
-            f"<{tag}{scope}{'' if at < texts else ' class=n'}>{escaped(value)}</{tag}>"
+            f"<{tag}{scope}{style(at, value)}>{escaped(value)}</{tag}>"
             for at, value in enumerate(values)
         )
 
@@ -75,6 +85,15 @@ class _Cell(NamedTuple):
     text: str
 
 
+def save_ticks(saves: Sequence[Save], left: float, right: float, y: float) -> Iterator[str]:
+    """Yields the names of a few saves below a drawing that has a column for each."""
+    every = max(1, math.ceil(len(saves) / _TICKS))
+    width = (right - left) / max(1, len(saves))
+    for at in range(0, len(saves), every):
+        name = f"{saves[at].incarnation}-{saves[at].step}"
+        yield f'<text x="{left + at * width:.1f}" y="{y:.0f}">{name}</text>'
+
+
 # ── heat maps ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -93,10 +112,12 @@ def map_style(maps: Sequence[str], of: Sequence[str]) -> str:
     )
 
 
-def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str]) -> str:
-    """Returns the heat maps of all phases by rank, by host and over the mesh, and their buttons."""
-    phases = sorted(maps, key=lambda name: name != "copy_s")
-    buttons = _buttons("map", "phase", {phase: OF_SAVES[phase].label for phase in phases})
+def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str], first: str) -> str:
+    """Returns the heat maps of all phases by rank, by host and over the mesh, and their buttons;
+    ``first``: the phase that shows.
+    """
+    phases = sorted(maps, key=lambda name: (name != first, name != "copy_s"))
+    buttons = _buttons("map", "phase", {phase: phase_label(phase) for phase in phases})
     buttons += _buttons("rows", "rows", {rows: f"by {rows}" for rows in rows_of(report)})
     host_of = {n: report.hosts_at(n) for n in {save.incarnation for save in saves}}
 
@@ -112,9 +133,18 @@ def heat_maps(report: Report, saves: Sequence[Save], maps: Sequence[str]) -> str
     )
     note = (
         "Of each save the 16 slowest ranks are known; an empty cell is a rank that was not one. A "
-        "host has the time of its slowest rank."
+        "host has the time of its slowest rank. On the right: the mean, and the bytes of a rank."
     )
     return f"{buttons}{drawn}<p class=soft>{note}</p>"
+
+
+def phase_label(phase: str) -> str:
+    """Returns the name of a phase by itself: ``writing: fsync`` for a part of one."""
+    one = OF_SAVES[phase]
+    whole = "".join(each.label for each in OF_SAVES.values() if each.name == one.within)
+    if not whole:
+        return one.label.removesuffix(", altogether")
+    return f"{whole.removesuffix(', altogether')}: {one.label.removeprefix('of it, ')}"
 
 
 def _buttons(name: str, legend: str, labels: Mapping[str, str]) -> str:
@@ -139,8 +169,12 @@ def _heat_map(
     parts, cells = [], []
     for line, row in enumerate(sorted(slowest)):
         rank, host = row
-        name = f"{rank} {host}" if rank >= 0 else host or "?"
-        parts.append(f'<text x="0" y="{line * _ROW + 11}">{escaped(name[:18])}</text>')
+        name = host or "?" if rank < 0 else f"rank {rank}" + (f" on {host}" if host else "")
+        parts.append(f'<text x="0" y="{line * _ROW + 11}">{escaped(name[:24])}</text>')
+        mean = _mean_text(row, columns, saves, phase)
+        parts.append(
+            f'<text x="{WIDTH - _MEANS + 8}" y="{line * _ROW + 11}">{escaped(mean)}</text>'
+        )
         who = f"rank {rank}" if rank >= 0 else f"host {host[:_SHORT]}"
         if OF_SAVES[phase].side == "coordinator":
             who = "coordinator"
@@ -150,9 +184,11 @@ def _heat_map(
                 save, took = saves[at], seconds_text(column[row])
                 text = f"{who} at {save.incarnation}-{save.step}: {took}"
                 cells.append(_Cell(at, line, round(part * (_LEVELS - 1)), text))
-    parts += _cells(cells, (WIDTH - 120) / max(1, len(saves)))
-    label = f"{OF_SAVES[phase].label} by {rows} and save; darkest {seconds_text(largest)}"
-    drawn = svg(max(1, len(slowest)) * _ROW, label, parts)
+    parts += _cells(cells, (WIDTH - _NAMES - _MEANS) / max(1, len(saves)))
+    height = max(1, len(slowest)) * _ROW + 14
+    parts += save_ticks(saves, _NAMES, WIDTH - _MEANS, height - 2)
+    label = f"{phase_label(phase)}, by {rows} and save; darkest {seconds_text(largest)}"
+    drawn = svg(height, label, parts)
     left_out = int(rows == "host")  # the rank
     figures = _details(
         _FIGURES[left_out:],
@@ -160,6 +196,19 @@ def _heat_map(
         texts=2 - left_out,
     )
     return f'<p class="soft">{escaped(label)}</p>{drawn}{figures}'
+
+
+def _mean_text(
+    row: tuple[int, str],
+    columns: Sequence[Mapping[tuple[int, str], float]],
+    saves: Sequence[Save],
+    phase: str,
+) -> str:
+    """Formats ``80.1 ms, 262 MB``: the mean of a row, and the bytes of its rank."""
+    mean_s = statistics.fmean(column[row] for column in columns if row in column)
+    found = (save.bytes_of(phase).get(row[0]) for save in reversed(saves))
+    size_bytes = next((known for known in found if known is not None), None)
+    return seconds_text(mean_s) + ("" if size_bytes is None else f", {size_text(size_bytes)}")
 
 
 def _figures(
@@ -193,15 +242,15 @@ def _mesh_map(saves: Sequence[Save], phase: str, mesh: RunMesh) -> str:
     parts, cells = [], []
     for n, line in enumerate(shown):
         name = _axes_text(mesh.names[:-1], line) or "all"
-        parts.append(f'<text x="0" y="{n * _ROW + 11}">{escaped(name[:18])}</text>')
+        parts.append(f'<text x="0" y="{n * _ROW + 11}">{escaped(name[:24])}</text>')
         for at, (rank, value) in known.items():
             if at[:-1] == line:
                 part = math.sqrt(value / largest) if largest > 0 else 0.0
                 text = f"{_axes_text(mesh.names, at)}, rank {rank}: {seconds_text(value)}"
                 cells.append(_Cell(at[-1], n, round(part * (_LEVELS - 1)), text))
-    parts += _cells(cells, (WIDTH - 120) / mesh.sizes[-1])
+    parts += _cells(cells, (WIDTH - _NAMES) / mesh.sizes[-1])
     label = (
-        f"{OF_SAVES[phase].label} over the mesh, {mesh.names[-1]} to the right; darkest "
+        f"{phase_label(phase)} over the mesh, {mesh.names[-1]} to the right; darkest "
         f"{seconds_text(largest)}"
     )
     drawn = svg(max(1, len(shown)) * _ROW, label, parts)
@@ -223,7 +272,7 @@ def _cells(cells: Sequence[_Cell], width: float) -> Iterator[str]:
     """Yields the cells of a heat map: each with its text, or, of very many, all of a shade as one
     drawing.
     """
-    yield f'<g class="cell" transform="translate(120 0) scale({width:.3f} {_ROW})">'
+    yield f'<g class="cell" transform="translate({_NAMES} 0) scale({width:.3f} {_ROW})">'
     if len(cells) <= MOST_TITLED:
         for one in cells:
             yield (
@@ -273,8 +322,8 @@ def save_timeline(found: RunSpans) -> str:
         for span in spans:
             parts += _bar(span, _NAMES + (span.start_s - first_s) * scale, line * height, scale)
     label = f"what ranks and keepers did in the {seconds_text(span_s)} of this save"
-    signs = {phase.label: phase.sign for phase in OF_SAVES.values() if phase.sign}
-    key = ", ".join(f"{sign} {label}" for label, sign in sorted(signs.items()))
+    shown = {span.phase.report_name: span.phase.sign for span in found.spans if span.phase.sign}
+    key = ", ".join(f"{sign} {phase_label(phase)}" for phase, sign in sorted(shown.items()))
     note = (
         ""
         if len(lanes) < MOST_ROWS

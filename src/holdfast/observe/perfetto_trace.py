@@ -174,15 +174,14 @@ class _TraceWriter:
     # ── tracks ───────────────────────────────────────────────────────────────────────────────────
 
     def _track_of(self, span: Span) -> int:
-        """Returns the track of a span; one that overlaps the span before gets a lane beside it."""
+        """Returns the track of a span; one that overlaps the span before gets a lane below it."""
         key = (span.host, _who(span.rank), span.phase.track)
         lanes = self._lanes.setdefault(key, [])
-        for number, free_s in enumerate(lanes):
-            if free_s <= span.start_s:
-                lanes[number] = span.end_s
-                return self._track(*key, str(number))
-        lanes.append(span.end_s)
-        return self._track(*key, str(len(lanes) - 1))
+        free = (number for number, free_s in enumerate(lanes) if free_s <= span.start_s)
+        if (number := next(free, len(lanes))) == len(lanes):
+            lanes.append(0.0)
+        lanes[number] = span.end_s
+        return self._track(*key, *([str(number)] if number else []))
 
     def _track(self, *path: str) -> int:
         """Returns the id of a track (host, who, what, lane), announced with all above it."""

@@ -148,7 +148,7 @@ PHASES = (
             "grant_s",
             "rank",
             f"before `{after}`, until the keeper had given the image its place",
-            "waiting for a slot",
+            "waiting for all, and a slot",
             "copies",
             "g",
             "waiting",

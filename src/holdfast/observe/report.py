@@ -297,6 +297,8 @@ class KeeperLife:
     """The part of the time in which a process of the host waited for a CPU; -1: not told."""
     io_pressure: float = -1.0
     """The same for I/O."""
+    doing: dict[str, int] = field(default_factory=dict)
+    """How many trainers were in each phase at the newest sample."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,10 +93,14 @@ class _HostSoFar:
     held: int = 0
     longest_held_s: float = 0.0
     samples: SampleRollup | None = None
+    doing: dict[str, int] = field(default_factory=dict)
+    doing_s: float = 0.0
 
-    def merge(self, of: SampleRollup) -> None:
-        """Takes samples of the host."""
+    def merge(self, of: SampleRollup, newest_s: float) -> None:
+        """Takes samples of the host, the newest of them told at ``newest_s`` of its wall clock."""
         self.samples = joined_samples(of, self.samples)
+        if newest_s >= self.doing_s:  # roll-ups are read in another order where one was lost
+            self.doing, self.doing_s = of.extreme.doing, newest_s
 
 
 class _Fold:
@@ -165,8 +169,9 @@ class _Fold:
         for link in of.links:
             note_comparisons(link, clocks[link.clock], self._lives.clocks)
             self._links.setdefault((link.host, link.other), LinkTrips()).merge(link)
+        newest_s = {one.host: one.last[0] for one in of.clocks}
         for host, samples in of.hosts.items():
-            self._hosts[host].merge(samples)
+            self._hosts[host].merge(samples, newest_s.get(host, 0.0))
 
     def _take_groups(self, returned: dict[tuple[Any, ...], list[Any]]) -> None:
         for some in returned.values():
@@ -256,7 +261,7 @@ class _Fold:
                 host.held += event.times
                 host.longest_held_s = max(host.longest_held_s, event.longest_s)
             case events.HostSampled():
-                self._hosts[event.host].merge(sampled(event))
+                self._hosts[event.host].merge(sampled(event), head.time_s)
             case events.KeeperLost():
                 self._lost[event.incarnation, event.rank].append((event, at))
             case events.RequestsRefused():
@@ -390,6 +395,7 @@ def _keeper_life(host: str, seen: _HostSoFar) -> KeeperLife:
         of.extreme.keeper_bytes,
         of.cpu / of.told if of.told else -1.0,
         of.io / of.told if of.told else -1.0,
+        seen.doing,
     )
 
 

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 
+from holdfast.observe.blame import find_slow
 from holdfast.observe.findings import RunFinding
 from holdfast.observe.ledger import Ledger
 from holdfast.observe.page_charts import (
@@ -21,6 +22,7 @@ from holdfast.observe.page_charts import (
     heat_maps,
     map_style,
     rows_of,
+    save_ticks,
     save_timeline,
     svg,
     table,
@@ -53,22 +55,31 @@ from holdfast.observe.trouble_lines import trouble_lines
 MOST_SAVES, MOST_LINES = 240, 200
 _HEIGHT, _LEFT, _BOTTOM = 220, 70, 24
 
+_OF_FIGURES = "Of each save the slowest rank counts; which: the save, and the rank, of the largest."
+_OF_SAVES = (
+    "held: what save kept the training waiting for; fence: what an update waited for copies; "
+    "captured, durable: how long after the call of save; throughput: to storage."
+)
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#57606a;--paper:#fff;--line:#d0d7de;
 --bad:#b42318;--warn:#8a5300;--a:#0b62c4;--b:#a3431f;--h:11,98,196}
 @media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9ba5b0;--paper:#0d1117;
 --line:#30363d;--bad:#ff8d80;--warn:#f0b35e;--a:#6cb2ff;--b:#ff9d76;--h:108,178,255}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1000px;padding:16px;background:var(--paper);
-color:var(--ink);font:15px/1.45 system-ui,sans-serif;overflow-wrap:anywhere}
+color:var(--ink);font:15px/1.45 system-ui,sans-serif;overflow-wrap:anywhere}.verdict{font-size:17px}
+.zone{font:13px system-ui,sans-serif;color:var(--soft)}
 h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 8px}
 table{border-collapse:collapse;width:100%;font-size:13px}th,td{border-bottom:1px solid var(--line);
-padding:3px 6px;text-align:left;vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}
+padding:3px 6px;text-align:left;vertical-align:top}td.n,th.n{text-align:right}
+td.n,td.s,th{white-space:nowrap}
+li{margin-bottom:6px}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
 svg text.sign{fill:#fff;font-weight:700}
 .soft{color:var(--soft)}.critical{color:var(--bad);font-weight:600}.warning{color:var(--warn);
 font-weight:600}.scroll{overflow-x:auto}.grid{stroke:var(--line)}.axis{stroke:var(--soft)}
 .a{stroke:var(--a);fill:var(--a)}.b{stroke:var(--b);fill:var(--b)}.cell{fill:rgb(var(--h))}
-.none{fill:none;stroke:var(--line)}.map{display:none}fieldset{border:1px solid var(--line);
+.none{fill:none;stroke:var(--line)}.cross{stroke:var(--bad);stroke-width:2;fill:none}
+.map{display:none}fieldset{border:1px solid var(--line);
 margin:0 0 8px;padding:4px 8px;min-width:0}label{margin-right:12px;display:inline-block}
 :focus-visible{outline:2px solid var(--a);outline-offset:2px}
 .productive{fill:#2da44e}.blocking{fill:#8250df}.first_step{fill:#b8860b}.stall{fill:#cf222e}
@@ -76,8 +87,8 @@ margin:0 0 8px;padding:4px 8px;min-width:0}label{margin-right:12px;display:inlin
 .start_up{fill:#57a0d3}.waiting{fill:#a475f9}.restore{fill:#1f6feb}.absent{fill:#444c56}
 .away{fill:#8b949e}.unknown{fill:#767676}.inner{fill:#fff;fill-opacity:.35}
 .bar text{fill:#fff;font-weight:700}
-@media print{body{max-width:none;font-size:11px}h2{break-after:avoid}svg,table{break-inside:avoid}
-fieldset{display:none}}
+@media print{body{max-width:none;font-size:11px}h2{break-after:avoid}svg,tr,li{break-inside:avoid}
+.scroll{overflow:visible}table{font-size:9px}fieldset,details{display:none}}
 """
 
 
@@ -106,23 +117,26 @@ def _body(
     one_save: RunSpans | None,
 ) -> Iterator[str]:
     severity = findings[0].severity if findings else "healthy"
-    yield f"<h1>{escaped(report.root)}</h1>"
-    yield f'<p class="{severity}">{escaped(health_text(report, findings))}</p>'
-    yield f'<p class="soft">Times are {zone_text(report.last_s)}.</p>'
-    if report.ledger is not None and report.ledger.elapsed_s > 0:
-        yield "<h2>Where the time went</h2>"
+    zone = f'<span class="zone">Times are {zone_text(report.last_s)}.</span>'
+    yield f"<h1>{escaped(report.root)} {zone}</h1>"
+    yield f'<p class="{severity} verdict">{escaped(health_text(report, findings))}</p>'
+    has_ledger = report.ledger is not None and report.ledger.elapsed_s > 0
+    if report.ledger is not None and has_ledger:
         yield _ledger_bar(report.ledger)
         yield f'<p class="soft">{escaped(parts_text(report.ledger))}</p>'
+    yield "<h2>Findings</h2>"
+    yield _findings(findings)
+    if len(report.starts) > 1:
+        yield "<h2>Interruptions</h2>"
+        yield _timeline(report)
+        yield _interruptions(report)
+    if report.ledger is not None and has_ledger:
+        yield "<h2>Where the time went</h2>"
         yield _ledger_table(report.ledger)
     if report.reliability is not None:
         yield from (f"<p>{escaped(line)}</p>" for line in reliability_lines(report.reliability))
     if report.interference is not None:
         yield f"<p>{escaped(report.interference.sentence)}</p>"
-    yield "<h2>Findings</h2>"
-    yield _findings(findings)
-    yield "<h2>Interruptions</h2>"
-    yield _timeline(report)
-    yield _interruptions(report)
     if one_save is not None and one_save.spans:
         first = one_save.spans[0]
         yield f"<h2>Save {first.incarnation}-{first.step} over time</h2>"
@@ -132,17 +146,28 @@ def _body(
         yield _restores(report)
     saves = report.saves[-MOST_SAVES:]
     if saves:
-        yield "<h2>All saves</h2>"
-        yield table(FIGURE_NAMES, figure_rows(report.figures), texts=2)
+        yield "<h2>Ranks and hosts by saves</h2>"
+        yield heat_maps(report, saves, maps, _slow_phase(report, findings))
         yield "<h2>Saves over time</h2>"
         yield _chart(saves)
-        yield "<h2>Ranks and hosts by saves</h2>"
-        yield heat_maps(report, saves, maps)
+        yield "<h2>All saves</h2>"
+        yield table(FIGURE_NAMES, figure_rows(report.figures), texts=2)
+        yield f'<p class="soft">{_OF_FIGURES}</p>'
         yield "<h2>Saves</h2>"
         yield _save_table(report, saves[-MOST_LINES:])
+        yield f'<p class="soft">{_OF_SAVES}</p>'
     troubles = "".join(f"<li>{escaped(line)}</li>" for line in trouble_lines(report))
     if troubles:
         yield f"<h2>What else happened</h2><ul>{troubles}</ul>"
+
+
+def _slow_phase(report: Report, findings: Sequence[RunFinding]) -> str:
+    """Returns the phase whose heat map shows the worst slow place: of a stall that in which all
+    others wait.
+    """
+    found = find_slow(report.saves, report.ranks_by_host)
+    is_stalled = any(one.cause == "stalled" for one in findings)
+    return next((one.phase for one in found if one.phase), "grant_s" if is_stalled else "")
 
 
 def _ledger_bar(ledger: Ledger) -> str:
@@ -177,7 +202,8 @@ def _ledger_table(ledger: Ledger) -> str:
         for name, (label, sign) in PARTS.items()
         if ledger.seconds[name] or ledger.rank_seconds[name]
     ]
-    return table(("part", "on the wall", "of it", "over ranks", "of it"), rows)
+    names = ("part", "wall time", "part of it", "summed over ranks", "part of it")
+    return table(names, rows)
 
 
 def _findings(findings: Sequence[RunFinding]) -> str:
@@ -200,10 +226,12 @@ def _findings(findings: Sequence[RunFinding]) -> str:
 def _timeline(report: Report) -> str:
     """Draws the starts of a run one after the other, and where each was interrupted."""
     starts = report.starts
-    if not starts or report.last_s <= starts[0].time_s:
+    # A keeper is there for longer than who trained.
+    last_s = max(report.trained_s or report.last_s, starts[-1].time_s)
+    if last_s <= starts[0].time_s:
         return ""
-    first_s, span_s = starts[0].time_s, report.last_s - starts[0].time_s
-    ends = [start.time_s - (start.down_s or 0.0) for start in starts[1:]] + [report.last_s]
+    first_s, span_s = starts[0].time_s, last_s - starts[0].time_s
+    ends = [start.time_s - (start.down_s or 0.0) for start in starts[1:]] + [last_s]
     parts = []
     for start, end_s in zip(starts, ends, strict=True):
         at = WIDTH * (start.time_s - first_s) / span_s
@@ -223,7 +251,7 @@ def _timeline(report: Report) -> str:
             f'<g><title>{escaped(title)}</title><path class="stall" '
             f'd="M{at - 5:.1f} 0h10l-5 12z"/></g>'
         )
-    when = f"from {moment_text(first_s)} to {moment_text(report.last_s)}"
+    when = f"from {moment_text(first_s)} to {moment_text(last_s)}"
     key = f'<p class="soft">Starts by number, {when}; a triangle is an interruption.</p>'
     return key + svg(46, "starts and interruptions over time", parts)
 
@@ -255,7 +283,9 @@ def _restores(report: Report) -> str:
 
 
 def _chart(saves: Sequence[Save]) -> str:
-    """Draws the time to captured and to durable of each save, on one scale of powers of ten."""
+    """Draws the time to captured and to durable of each save, on one scale of powers of ten, and
+    which of them gave nothing.
+    """
     series = {
         "captured": ("a", [(i, s.captured_s) for i, s in enumerate(saves) if s.captured_s]),
         "durable": ("b", [(i, s.durable_s) for i, s in enumerate(saves) if s.durable_s]),
@@ -292,11 +322,16 @@ def _chart(saves: Sequence[Save]) -> str:
                 'width="6" height="6"/>'
             )
             parts.append(f"<g><title>{escaped(title)}</title>{mark}</g>")
-    ends = (saves[0], _LEFT), (saves[-1], WIDTH - 60)
-    for save, at in ends:
-        label = f"{save.incarnation}-{save.step}"
-        parts.append(f'<text x="{at}" y="{_HEIGHT - 6}">{label}</text>')
-    key = '<p class="soft">&#9679; captured, &#9632; durable, since the call of save</p>'
+    for at, save in enumerate(saves):
+        if save.state == "missed":
+            title = f"{save.incarnation}-{save.step} gave nothing"
+            parts.append(
+                f'<g><title>{title}</title><path class="cross" '
+                f'd="M{x(at) - 4:.1f} {_HEIGHT - 36}l8 8m0-8l-8 8"/></g>'
+            )
+    parts += save_ticks(saves, _LEFT, WIDTH - 10, _HEIGHT - 6)
+    missed = "; &#215; gave nothing" if any(save.state == "missed" for save in saves) else ""
+    key = f'<p class="soft">&#9679; captured, &#9632; durable, since the call of save{missed}</p>'
     return key + svg(_HEIGHT, "seconds to captured and durable, by save", parts)
 
 
@@ -305,7 +340,8 @@ def _save_table(report: Report, saves: Sequence[Save]) -> str:
 
     def slowest(save: Save, phase: str) -> str:
         rank = save.slowest.get(phase, -1)
-        return "" if rank < 0 else f"rank {rank} {hosts[save.incarnation].get(rank, '')}".rstrip()
+        host = hosts[save.incarnation].get(rank, "")
+        return "" if rank < 0 else f"rank {rank}" + (f" on {host}" if host else "")
 
     rows = [
         (

@@ -73,10 +73,13 @@ class _OpenRing:
         self.stalled_s: dict[Area, float] = {}
         self.polls = 0
         self.writer, self.ended_s = -1, 0.0
-        with suppress(OSError, AttributeError):
+        try:
             self.writer = os.pidfd_open(owner.pid) if owner.start else -1
-            if process_start(owner.pid) != owner.start:  # another's number, or gone already
-                self.close_writer()
+            is_its = process_start(owner.pid) == owner.start  # no other process has its number
+        except (OSError, AttributeError):
+            is_its = False
+        if not is_its:
+            self.close_writer()
 
     def close(self, *, unlock: bool = True) -> None:
         self.ring.close(unlock=unlock)
@@ -349,7 +352,10 @@ class RingDrainer:
             with suppress(Exception):  # there is no file yet
                 self._rollups.begin()
         while not self._is_stopping:
-            self.drain.wait(self._stop, self._every_s)
+            try:
+                self.drain.wait(self._stop, self._every_s)
+            except OSError:  # no memory to wait with
+                time.sleep(self._every_s)
             with suppress(Exception):  # whatever it met, the next look may not meet it
                 if self.drain.poll() and self._rollups is not None:
                     self._rollups.poll()

@@ -40,10 +40,12 @@ _decode = msgspec.json.Decoder(Rollup).decode
 def decode_columns(data: bytes) -> Rollup:
     """Returns a roll-up. Raises msgspec.DecodeError or UnicodeDecodeError."""
     found = _decode(data)
-    if found.columns:
-        from holdfast.observe.rollup_columns import arrays_of  # a start would wait for it
+    if found.columns or found.packed:
+        from holdfast.observe.rollup_columns import arrays_of, unpack  # a start would wait for it
 
         try:
+            found.columns += [unpack(one, _INFLATED_BYTES) for one in found.packed]
+            found.packed = []
             for one in found.columns:
                 arrays_of(one).check()
         except ValueError as error:
@@ -86,6 +88,10 @@ _decode_deflated = msgspec.json.Decoder(_DeflatedRollup).decode
 
 def encode_rollup(of: Rollup) -> bytes:
     """Returns the line of a host's roll-up."""
+    from holdfast.observe.rollup_columns import pack
+
+    columns = [pack(one) for one in of.columns]
+    of = msgspec.structs.replace(of, columns=[], packed=columns)
     deflated = _InColumns(zlib.compress(msgspec.json.encode(of)))
     line = _DeflatedRollup(of.file, of.start, of.end, of.is_end, deflated)
     return msgspec.json.encode(line) + b"\n"

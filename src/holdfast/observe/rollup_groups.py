@@ -83,15 +83,8 @@ class SaveRollup(msgspec.Struct, array_like=True, omit_defaults=True, forbid_unk
     left_out: Count = 0
 
 
-class SaveColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Saves of one start, by one clock, of the same ranks of a host, as ``rollup_columns`` makes
-    them of ``SaveRollup``, oldest first.
-
-    What differs from save to save stands in arrays (little-endian), for each name a row with a
-    value for each save. ``counts``: ``COUNT_ROWS``, of 64-bit integers. ``moments``:
-    ``MOMENT_ROWS``, of 64-bit floats. ``seconds``: ``phases``, then ``even``, of 32-bit floats, for
-    each save and rank one, -1 where there is none.
-    """
+class ColumnsHead(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What saves of one start, by one clock, of the same ranks of a host have in common."""
 
     incarnation: Count
     clock: Count
@@ -102,19 +95,47 @@ class SaveColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     stored: list[tuple[Rank, Rank]]
     phases: list[str]
     even: list[str]
+
+    def sizes(self, saves: int) -> tuple[int, int, int]:
+        """Returns the bytes of the arrays of so many saves."""
+        of_ranks = len(self.ranks) * (len(self.phases) + len(self.even))
+        rows = 8 * len(COUNT_ROWS), 8 * len(MOMENT_ROWS), 4 * of_ranks
+        return rows[0] * saves, rows[1] * saves, rows[2] * saves
+
+
+class SaveColumns(ColumnsHead, array_like=True, forbid_unknown_fields=True):
+    """Saves as ``rollup_columns`` makes them of ``SaveRollup``, oldest first.
+
+    What differs from save to save stands in arrays (little-endian), for each name a row with a
+    value for each save. ``counts``: ``COUNT_ROWS``, of 64-bit integers. ``moments``:
+    ``MOMENT_ROWS``, of 64-bit floats. ``seconds``: ``phases``, then ``even``, of 32-bit floats, for
+    each save and rank one, -1 where there is none.
+    """
+
     counts: bytes
     moments: bytes
     seconds: bytes
 
+    @property
+    def arrays(self) -> tuple[bytes, bytes, bytes]:
+        """Returns the three arrays."""
+        return self.counts, self.moments, self.seconds
+
     def __post_init__(self) -> None:
-        saves, rest = divmod(len(self.counts), 8 * len(COUNT_ROWS))
-        seconds = saves * len(self.ranks) * (len(self.phases) + len(self.even))
-        if rest or not saves:
-            raise ValueError("columns have a value for each save")
-        if len(self.moments) != 8 * len(MOMENT_ROWS) * saves or len(self.seconds) != 4 * seconds:
+        saves = len(self.counts) // (8 * len(COUNT_ROWS))
+        if not saves or tuple(map(len, self.arrays)) != self.sizes(saves):
             raise ValueError("columns have a value for each save, and phases for each rank, too")
         if any(len({*some}) < len(some) for some in (self.phases, self.even, self.ranks)):
             raise ValueError("columns name each phase and each rank once")
+
+
+class PackedColumns(ColumnsHead, array_like=True, forbid_unknown_fields=True):
+    """``SaveColumns`` of so many ``saves`` in a roll-up's line. ``packed``: the arrays, deflated:
+    of each the first bytes of all its numbers, then the second, and so on.
+    """
+
+    saves: Count
+    packed: bytes
 
 
 class LifeRollup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -274,11 +295,14 @@ class Rollup(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     columns: list[SaveColumns] = []
     starts: list[StartRollup] = []
     restores: list[RestoreRollup] = []
+    packed: list[PackedColumns] = []
 
     def __post_init__(self) -> None:
         clocks = [life.clock for life in self.lives] + [link.clock for link in self.links]
-        clocks += [one.clock for some in (self.columns, self.starts, self.restores) for one in some]
-        every: list[SaveRollup | SaveColumns] = [*self.saves, *self.columns]
+        clocks += [one.clock for some in (self.starts, self.restores) for one in some]
+        heads: list[ColumnsHead] = [*self.columns, *self.packed]
+        clocks += [one.clock for one in heads]
+        every: list[SaveRollup | ColumnsHead] = [*self.saves, *heads]
         for each in every:
             for first, last in (*each.asked, *each.copied, *each.stored):
                 if not 0 <= last - first < MAX_RANKS:
@@ -344,7 +368,7 @@ def sampled(one: HostSampled) -> SampleRollup:
 
 
 def joined_samples(one: SampleRollup, other: SampleRollup | None) -> SampleRollup:
-    """Returns the samples of both."""
+    """Returns the samples of both; ``one`` is the newer."""
     if other is None:
         return one
     return SampleRollup(
@@ -357,7 +381,7 @@ def joined_samples(one: SampleRollup, other: SampleRollup | None) -> SampleRollu
 
 
 def extremes(one: HostSampled, other: HostSampled | None) -> HostSampled:
-    """Returns the extremes of two samples, else like the first."""
+    """Returns the extremes of two samples, else like the first, the newer."""
     before = other or one
     values = {name: getattr(one, name) for name in HostSampled.__struct_fields__}
     for name in ("queued_s", "finish_s", "keeper_bytes"):

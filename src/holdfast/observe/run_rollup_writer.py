@@ -176,7 +176,8 @@ class _TrailJoin:
                 data = inflate_rollup(line)
                 rolled_up = decode_columns(data)
                 if self._taken.take(part):
-                    self.left_bytes -= len(data)
+                    arrays = (array for one in rolled_up.columns for array in one.arrays)
+                    self.left_bytes -= len(data) + sum(map(len, arrays))
                     self._joiner.take(rolled_up)
                     self.parts.append(part)
             return part

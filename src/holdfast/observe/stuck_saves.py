@@ -1,11 +1,14 @@
-"""PURE. Finds the save that is on its way to storage for far longer than usual, and what is lacking
-for it.
+"""PURE. Computes how long saves are on their way to storage, finds the one that is for far longer
+than usual, and what is lacking for it.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from holdfast.observe.report import Report, Save
 
@@ -20,6 +23,40 @@ def newest_saves(report: Report) -> list[Save]:
     return [save for save in saves if save.incarnation == saves[-1].incarnation] if saves else []
 
 
+class PaidSave(NamedTuple):
+    """A save that was to be durable: after ``took_s`` it was, or a later one in its place; the next
+    was asked for after ``next_s``.
+    """
+
+    took_s: float
+    next_s: float
+    called_s: float
+
+
+def paid_saves(saves: Sequence[Save]) -> list[PaidSave]:
+    """Returns those of one start, in the order of their steps; what gave nothing at all is left
+    out.
+
+    A save that finds storage busy is not written: a later one is, as soon as storage is free.
+    """
+    called = [save for save in saves if save.time_s is not None and save.state != "missed"]
+    asked = [save for save in called if save.asked_durable]
+    asked = asked or [save for save in called if save.durable_s is not None]
+    durable_at_s: dict[int, float] = {}
+    first_s = math.inf
+    for save in reversed(called):
+        if save.durable_s is not None:
+            first_s = min(first_s, (save.time_s or 0.0) + save.durable_s)
+        durable_at_s[save.step] = first_s
+    return [
+        PaidSave(durable_at_s[save.step] - save.time_s, later.time_s - save.time_s, save.time_s)
+        for save, later in pairwise(asked)
+        if save.time_s is not None
+        and later.time_s is not None
+        and durable_at_s[save.step] < math.inf
+    ]
+
+
 def find_stuck(report: Report, now_s: float | None) -> tuple[Save, float] | None:
     """Returns the oldest save that is on its way to storage for far longer than usual, and for how
     long; None where there is none, or the start that it is of is over.
@@ -32,8 +69,9 @@ def find_stuck(report: Report, now_s: float | None) -> tuple[Save, float] | None
     if is_over:
         return None
     durable = [at for at, save in enumerate(saves) if save.state == "durable"]
-    usual_s = statistics.median([save.durable_s or 0.0 for save in report.saves
-                                 if save.state == "durable"] or [0.0])  # fmt: skip
+    usual_s = statistics.median(
+        [save.durable_s or 0.0 for save in report.saves if save.state == "durable"] or [0.0]
+    )
     for save in saves[durable[-1] + 1 if durable else 0 :]:
         is_under_way = save.state in ("captured", "protected", "unfinished")
         if save.asked_durable and is_under_way and save.time_s is not None:
@@ -57,6 +95,8 @@ def lacking_text(report: Report, save: Save) -> str:
 def ranks_text_of(report: Report, ranks: Sequence[int]) -> str:
     """Formats ``rank 3 on b, rank 4 on c and more``."""
     host_of = report.hosts_at(report.saves[-1].incarnation) if report.saves else {}
-    named = [f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
-             for rank in ranks[:_NAMED_RANKS]]  # fmt: skip
+    named = [
+        f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
+        for rank in ranks[:_NAMED_RANKS]
+    ]
     return ", ".join(named) + (" and more" if len(ranks) > _NAMED_RANKS else "")

@@ -20,7 +20,7 @@ from holdfast.observe.text import count_text, moment_text, on_one_line, seconds_
 #: category -> (its name for people, its sign in a bar)
 PARTS = {
     "productive": ("productive", "#"),
-    "blocking": ("held by saves", "s"),
+    "blocking": ("in save and close", "s"),
     "first_step": ("first steps", "f"),
     "stall": ("stalled", "!"),
     "declared": ("in phases of the program", "p"),
@@ -163,14 +163,13 @@ def error_lines(interruptions: Sequence[RunInterruption]) -> Iterator[str]:
 
 def reliability_lines(reliability: Reliability) -> Iterator[str]:
     """Yields the figures of a run's reliability."""
-    low, high = reliability.mtti_low_s, reliability.mtti_high_s
-    upper = "no bound above" if high is None else seconds_text(high)
-    yield (
-        f"ETTR {100 * reliability.ettr:.1f} % of the available time"
-        + _predicted(reliability)
-        + f"; mean time to interrupt {seconds_text(reliability.mtti_s)} "
-        f"(95 %: {seconds_text(low)} to {upper})"
-    )
+    ettr = f"ETTR {100 * reliability.ettr:.1f} % of the available time{_predicted(reliability)}"
+    low, high = map(seconds_text, (reliability.mtti_low_s, reliability.mtti_high_s))
+    if reliability.mtti_s is None:
+        yield f"{ettr}; mean time to interrupt {low} at least (95 %), as nothing interrupted it"
+    else:
+        mean = seconds_text(reliability.mtti_s)
+        yield f"{ettr}; mean time to interrupt {mean} (95 %: {low} to {high})"
     shown = [text for one in reliability.exposure if (text := _exposure_text(one))]
     if shown:
         yield f"a loss would cost now: {', '.join(shown)}"

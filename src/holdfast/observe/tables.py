@@ -15,6 +15,7 @@ from holdfast.geometry.rank_ranges import ranks_text
 from holdfast.observe.findings import find
 from holdfast.observe.phases import OF_SAVES
 from holdfast.observe.report import Figures, Report, Restore, Save, Start
+from holdfast.observe.report_rows import link_rows
 from holdfast.observe.restore_view import restore_lines
 from holdfast.observe.summary import (
     bar_text,
@@ -72,19 +73,16 @@ def render(report: Report, console: Console, *, last: int = 20, now_s: float | N
 
 def render_links(report: Report, console: Console, *, last: int = 20) -> None:
     """Prints what messages between keepers take, the slowest first, ``last`` of them, all for 0."""
-    clocks = {one.host: one for one in report.clocks}
-    links = sorted(report.links, key=lambda one: (-one.newest_s, one.host))
+    links = link_rows(report)
     shown = links[:last] if last else links
     table = _table("Links between keepers, there and back", "from", "to")
     for name in ("measured", "lately", "median", "largest", "clock ahead", "give or take"):
         table.add_column(name, justify="right")
     for one in shown:
-        clock = clocks.get(one.host)
         times = map(seconds_text, (one.newest_s, one.median_s, one.largest_s))
-        ahead = (
-            ("-", "-") if clock is None else (_signed(clock.ahead_s), seconds_text(clock.error_s))
-        )
-        table.add_row(escape(one.host), escape(one.other), str(one.count), *times, *ahead)
+        ahead = "-" if one.ahead_s is None else _signed(one.ahead_s)
+        cells = str(one.count), *times, ahead, seconds_text(one.error_s)
+        table.add_row(escape(one.host), escape(one.other), *cells)
     console.print(table)
     if len(shown) < len(links):
         console.print(f"{len(links) - len(shown)} more: --last 0 shows all")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from holdfast.events import HostSampled
 from holdfast.observe.live_run import STATES, LiveRun
 from holdfast.observe.phases import PHASES
+from holdfast.observe.silence import OF_STEPS
 from holdfast.observe.text import (
     count_text,
     printable,
@@ -105,6 +107,10 @@ def _head(root: str, run: LiveRun, now_s: float) -> Iterator[str]:
         f"rates     {run.captures_per_minute():.0f} snapshots a minute, "
         f"{rate_text(run.stored_bytes_per_s())} to storage{part}"
     )
+    doing = sum((Counter(one.doing) for one in run.hosts.values()), Counter[str]())
+    if doing.keys() - OF_STEPS:
+        each = ", ".join(f"{count} in {phase}" for phase, count in doing.most_common())
+        yield f"ranks     {each}"
     copies = run.slowest_ranks(3)
     slowest = [f"{rank} on {host or '?'} {times:.1f}x" for rank, host, times in copies]
     if slowest:
@@ -160,8 +166,10 @@ def _hosts(run: LiveRun, room: int) -> list[str]:
     """Returns the hosts with the longest queues and the most pressure, as many as there is room."""
     if not run.hosts or room < 2:
         return []
-    lines = [f"{'host':<15}{'ranks':>6}{'memory':>10}{'free shm':>10}{'queue':>10}{'for':>10}"
-             f"{'fsync':>9}{'io':>6}"]  # fmt: skip
+    lines = [
+        f"{'host':<15}{'ranks':>6}{'memory':>10}{'free shm':>10}{'queue':>10}{'for':>10}"
+        f"{'fsync':>9}{'io':>6}"
+    ]
     worst = sorted(run.hosts.values(), key=lambda h: (-h.queued_s, -h.io_pressure, h.host))
     return lines + [_host(each) for each in worst[: room - 1]]
 

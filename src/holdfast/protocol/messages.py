@@ -284,6 +284,10 @@ class Explain(Message, frozen=True, kw_only=True):
     step: int
 
 
+class TakeSample(Message, frozen=True, kw_only=True):
+    """Asks what the keeper's host is like now. Who asks watches the run, and is no part of it."""
+
+
 class Goodbye(Message, frozen=True, kw_only=True):
     """Reports that this rank ends in order."""
 
@@ -498,6 +502,12 @@ class Explanation(Message, frozen=True, kw_only=True):
 
     text: str
     is_whole: bool = False
+
+
+class SampleTaken(Message, frozen=True, kw_only=True):
+    """Answer to ``TakeSample``: a ``HostSampled`` event in MessagePack."""
+
+    event: bytes
 
 
 class FencedOff(Message, frozen=True, kw_only=True):

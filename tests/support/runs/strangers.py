@@ -130,6 +130,7 @@ def _messages(doors: Doors) -> list[m.Message]:
         m.LeafTable(hash="x" * 32, deflated=b"[" * 5000),
         m.CancelRequest(step=1),
         m.Explain(step=0),
+        m.TakeSample(),
         m.Progress(attempt="a", size_bytes=-1),
         m.MakeDurable(step=1),
         m.Goodbye(),

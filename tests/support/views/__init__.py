@@ -1,0 +1,1 @@
+"""Programs that show what Holdfast wrote: Chromium, and Perfetto in it."""
