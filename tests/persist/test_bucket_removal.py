@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from holdfast.restore.reading.verify import verify
 from holdfast.storage import lease_lock, objects
 from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, _parsed
+from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.objects import ObjectStore
 from support.checkpoints.images import split_leaf
@@ -769,6 +771,41 @@ def test_a_pin_that_cannot_be_removed_keeps_no_other_from_being_copied(
         pins.copy_pin(source, store, catalogue(store).manifests[-1])
     assert copied in pins.pinned(calm())
     assert any("is copied all the same" in one for one in told), told
+
+
+def test_a_copied_pin_that_may_be_removed_late_is_told(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, source, generation = calm(), MemoryStore(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    source.publish(pin_path(generation), store.read(pin_path(generation)))
+    to_removals_of(world, "pins", "403")
+    with pytest.raises(StorageError):
+        pins.unpin(calm(), generation)
+    answers = iter(["late"])
+    world.fault = lambda kind, key: (
+        next(answers, "403") if kind == "DELETE" and "/pins/" in key and "rem" not in key else ""
+    )
+    with store.lock("writer", "who drains a cache"), heard() as told:
+        pins.copy_pin(source, store, catalogue(store).manifests[0])
+    assert any("may still remove this pin" in one for one in told), told
+
+
+def test_a_pin_is_copied_while_a_process_that_was_stopped_has_the_lock_of_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "_PATIENCE_S", 0.1)
+    store, source, generation = LocalStore(tmp_path), MemoryStore(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(store, generation)
+    source.publish(pin_path(generation), store.read(pin_path(generation)))
+    pins.unpin(store, generation)
+    with LocalStore(tmp_path).lock(PINS_LOCK, "holdfast pin"):
+        pins.copy_pin(source, store, catalogue(store).manifests[0])
+    assert pins.pinned(store) == {generation}
 
 
 @pytest.mark.promise

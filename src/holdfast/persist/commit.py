@@ -23,6 +23,7 @@ from holdfast.catalogue import (
     STEPS,
     Described,
     find_parent,
+    generation_of,
     is_attempt_dir,
     layout_path,
     manifest_path,
@@ -438,6 +439,11 @@ class Sweeper:
         checkpoints of which only the names are known.
         """
         manifests = list(manifests)
+        refused = getattr(self.store, "refused", ())  # these stand, and may be pinned any time
+        unread = {
+            *unread,
+            *filter(None, (generation_of(one.rpartition("/")[2]) for one in refused)),
+        }
         named = {directory for manifest in manifests for directory in manifest.directories}
         self._begun -= named
         unnamed = (p for p in self._known - named - self.spared if not _may_name(unread, p))

@@ -142,7 +142,7 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
 def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
     """Pins a checkpoint that the holder of ``target``'s lock is about to publish there, if
     ``source`` pins it. Nobody prunes meanwhile; the turn is for removals of pins that were refused,
-    which the next call would make. Where a removal of another pin fails, it is done without one.
+    which the next call would make. Where none is to be had, it is done without one.
     """
     held = read_pins(source).get(manifest.generation)
     if held is None:
@@ -156,12 +156,17 @@ def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
         created_s=time.time(),
     )
     with ExitStack() as turn, suppress(AlreadyPublished):
+        waits_s = 0.0
         try:
-            turn.enter_context(_turn(target))
-        except RootBusy:
-            raise
+            waits_s = getattr(turn.enter_context(_turn(target)), "unsettled_s", 0.0)
         except StorageError as error:  # else one pin that stays keeps all of a cache from the root
             warn(f"{error} The pin of {manifest.generation} is copied all the same.")
+        if waits_s:
+            warn(
+                f"{manifest.generation} is pinned in {target.url} too, but a request of an earlier "
+                "call that nobody answered may still remove this pin there. Pin it again in "
+                f"{math.ceil(waits_s / 60)} minutes to be sure of it."
+            )
         target.publish(pin_path(manifest.generation), seal(made))
 
 

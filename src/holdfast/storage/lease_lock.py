@@ -181,6 +181,16 @@ class ObjectLease:
         if self.unsettled_s:
             self.require_renewed()
 
+    def forget(self, name: str) -> None:
+        """Called when a single announcement says nothing more: if it lands again, who is next takes
+        it back. RootBusy or StorageError where that cannot be noted.
+        """
+        with self._turn:
+            left = tuple(one for one in self._said.announced or () if one != name)
+            if self._said.announced is not None:
+                self._said = replace(self._said, announced=left)
+        self.require_renewed()
+
     def distrust(self) -> None:
         """Called where there was one to be found: who held it may go on until it looks for it."""
         with self._turn:
@@ -321,6 +331,24 @@ class ObjectLease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class SoleWriter:
+    """The lock of a root of which the user says that it has one writer: nothing is held."""
+
+    def release(self) -> None:
+        pass
+
+    def __enter__(self) -> SoleWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
 
 
 def _now_s() -> float:

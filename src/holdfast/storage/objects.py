@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from types import TracebackType
 
 from holdfast.errors import NotFound, StorageError, UsageError
 from holdfast.storage.base import (
@@ -35,6 +34,7 @@ from holdfast.storage.lease_lock import (
     LeaseTimes,
     LeaseView,
     ObjectLease,
+    SoleWriter,
     quiet_s,
     take_lease,
 )
@@ -197,6 +197,8 @@ class ObjectStore:
             raise short_read(path, self.url, offset_bytes, len(into), have)
 
     def size_bytes(self, path: str) -> int:
+        if path.startswith(tuple(f"{one}/" for one in self._removals.refused)):
+            raise NotFound(f"{path} in {self.url} is to be removed", path=path)
         return int(self._found(self._bucket.head(self._key(path)), path).header("content-length"))
 
     def read_at_most(self, path: str, limit_bytes: int) -> bytes | int:
@@ -284,7 +286,7 @@ class ObjectStore:
         key = self._key(path)
         self._may_change([path])
         self._removals.finish(self._lease())
-        self._removals.name_again(path)
+        self._removals.name_again(path, self._held)
         self._require_room(path)
         tag = self._tag(key, path) if replace else ""
         is_new = not replace or (self._is_compared(path) and not tag)
@@ -427,6 +429,11 @@ class ObjectStore:
             there = (key for key in self._uploads if not f"{key}/".startswith(below))
             self._uploads = frozenset(there)
 
+    @property
+    def refused(self) -> frozenset[str]:
+        """Paths that the server refuses to remove."""
+        return self._removals.refused
+
     def holding(self) -> str:
         """Returns what tells this holding of the root's lock from every other; "" for none."""
         lease = self._lease()
@@ -436,7 +443,7 @@ class ObjectStore:
         key = self._lock_key(name)
         self._may_change()
         if os.environ.get(ONE_WRITER):
-            return _SoleWriter()
+            return SoleWriter()
         if self._kept is not None and not self._kept.replace:
             raise _no_lease(self.url, self._kept.server)
         times = self._lease_times
@@ -565,24 +572,6 @@ class ObjectStore:
 
 def _is_readers(path: str) -> bool:
     return path.startswith(_READERS_LEASES)
-
-
-class _SoleWriter:
-    """The lock of a root of which the user says that it has one writer: nothing is held."""
-
-    def release(self) -> None:
-        pass
-
-    def __enter__(self) -> _SoleWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
 
 def _no_lease(url: str, server: str) -> StorageError:

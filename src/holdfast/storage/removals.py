@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.events import warn
@@ -31,6 +31,8 @@ _MANIFESTS, _PINS = "manifests/", f"{PINS}/"
 _LAYOUTS = "layouts/"
 #: An announcement that says nothing any more.
 _NOTHING = b'{"files": [], "trees": []}'
+#: For so long none is emptied where a server did not take that: each try costs all its patience.
+_PAUSE_S = 600.0
 
 
 class Removals:
@@ -48,6 +50,10 @@ class Removals:
         """Until when a try that nobody answered may make an announcement where there is none."""
         self._emptied = set[str]()
         """Those of them that say nothing any more."""
+        self._removed = set[str]()
+        """Those that could not be emptied, and were removed."""
+        self._next_s = -math.inf
+        """When it is tried again to empty one, which was refused last."""
         self._refused: dict[str, tuple[str, ...]] = {}
         """Paths that the server refuses to remove, by the announcement where they stay."""
         self._failed: tuple[float, HoldfastError] | None = None
@@ -109,10 +115,15 @@ class Removals:
         may_land = self._may_land(key)
         if may_land:
             self._over.add(key)
-            if key not in self._emptied and self._bucket.put(key, [_NOTHING]).is_done:
-                self._emptied.add(key)
             if key in self._emptied:
                 return
+            if time.monotonic() >= self._next_s:
+                if self._bucket.put(key, [_NOTHING]).is_done:
+                    if key not in self._removed:  # else a removal of it may land, and it after that
+                        self._emptied.add(key)
+                    return
+                self._next_s = time.monotonic() + _PAUSE_S
+            self._removed.add(key)
         outcome = self._bucket.delete(key)
         if not outcome.is_done and not self._bucket.failure(outcome, "removal", key).retryable:
             outcome = self._bucket.put(key, [_NOTHING])
@@ -152,7 +163,7 @@ class Removals:
                 self._complete(key, files, trees, lease)
             self._left.pop(key, None)
         for key in list(self._over):
-            if key.startswith(own):
+            if key.startswith(own) or key in self._lands:
                 self._drop(key)
             else:
                 self._over.discard(key)
@@ -163,8 +174,9 @@ class Removals:
         """
         own, left = self._of(lease), set()
         # What was refused under an earlier holding may have gone since, and been named again.
-        refused = tuple(self._refused.items())
-        self._refused = {key: paths for key, paths in refused if not key.startswith(own)}
+        for key in tuple(self._refused):
+            if key.startswith(own):
+                self._refused.pop(key, None)
         for key in list(self._bucket.keys(own)):
             if not lease.may_have_announced(key[len(own) :]):
                 self._drop(key)
@@ -229,15 +241,20 @@ class Removals:
         self._refused[key] = *files, *trees
         return True
 
-    def name_again(self, path: str) -> None:
+    def name_again(self, path: str, leases: Iterable[ObjectLease]) -> None:
         """Takes a path out of what is announced and was refused. Called before it is published: the
         next holder would remove what is relied on since. StorageError where that is not known.
         """
         with self._finishing:
             for key, paths in tuple(self._refused.items()):
-                if path in paths:
-                    self._leave_out(key, {path})
-                    self._refused[key] = tuple(one for one in paths if one != path)
+                if path not in paths:
+                    continue
+                self._leave_out(key, {path})
+                left = tuple(one for one in paths if one != path)
+                for lease in () if left else leases:
+                    if lease.is_held and key.startswith(self._of(lease)):
+                        lease.forget(key.rpartition("/")[2])
+                self._refused[key] = left
 
     def _leave_out(self, key: str, paths: Collection[str]) -> None:
         """Writes an announcement anew without these paths, in the place of what was read and of
