@@ -22,7 +22,7 @@ from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage import lease_lock, objects
-from holdfast.storage.base import settle_s
+from holdfast.storage.base import Store, settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, _parsed
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -54,7 +54,7 @@ def calm(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectSt
     return lambda: model_store(world, monkeypatch, tries_s=5.0)
 
 
-def saved(store: ObjectStore, step: int, layout: Layout = OTHER) -> str | None:
+def saved(store: Store, step: int, layout: Layout = OTHER) -> str | None:
     """Makes one checkpoint durable, as a keeper does; returns why it failed."""
     outcomes = list[str | None]()
     persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
