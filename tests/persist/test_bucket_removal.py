@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from holdfast.catalogue import catalogue, manifest_path, pin_path
-from holdfast.errors import FormatError, StorageError
+from holdfast.catalogue import PINS_LOCK, catalogue, layout_path, manifest_path, pin_path
+from holdfast.errors import AlreadyPublished, FormatError, StorageError
 from holdfast.events import Event, PersistBroke, subscribe
 from holdfast.format.manifest import Generation, Incarnation, Pin, seal
 from holdfast.geometry.layout import Layout
@@ -20,12 +22,14 @@ from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage import lease_lock, objects
-from holdfast.storage.base import settle_s
+from holdfast.storage.base import Store, settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, _parsed
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
 from holdfast.storage.objects import ObjectStore
 from support.checkpoints.images import split_leaf
 from support.runs.keeper_jobs import job_of
-from support.servers.bucket_model import World, model_store
+from support.servers.bucket_model import World, heard, model_store
 
 TIMES = LeaseTimes(renew_s=0.1, stop_s=0.2, take_over_s=0.5)
 RECORD = Incarnation(run_id="r", n=1, nonce="n", parent=None, world=2, created_s=1.0)
@@ -44,7 +48,13 @@ def opened(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Object
     return lambda: model_store(world, monkeypatch, tries_s=0.02, lease=TIMES)
 
 
-def saved(store: ObjectStore, step: int, layout: Layout = OTHER) -> str | None:
+@pytest.fixture
+def calm(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ObjectStore]:
+    """As ``opened``, with a lease that lasts on the busiest machine, and time for a second try."""
+    return lambda: model_store(world, monkeypatch, tries_s=5.0)
+
+
+def saved(store: Store, step: int, layout: Layout = OTHER) -> str | None:
     """Makes one checkpoint durable, as a keeper does; returns why it failed."""
     outcomes = list[str | None]()
     persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
@@ -348,7 +358,7 @@ def test_nothing_is_written_below_a_directory_that_the_server_did_not_let_go(
     opened: Callable[[], ObjectStore],
 ) -> None:
     store = opened()
-    store._removals.refused = frozenset({"parts/1-2-attempt0a1b2c"})
+    store._removals._refused = {"of an earlier holder": ("parts/1-2-attempt0a1b2c",)}
     with pytest.raises(StorageError, match="is to be removed, which the server refuses"):
         store.create("parts/1-2-attempt0a1b2c/frozen-00000", 10)
     store.create("parts/1-2-attempt0a1b2cd/frozen-00000", 10).abort()
@@ -410,6 +420,78 @@ def test_what_was_announced_once_takes_nothing_that_has_the_name_since(
     lease.release()
     opened().lock("writer", "the next").release()
     assert store.read(path) == b"frozen"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("fault", ["lost", "late"])
+def test_an_announcement_that_was_sent_before_its_lease_was_over_is_taken_back(
+    world: World, calm: Callable[[], ObjectStore], fault: str
+) -> None:
+    """Its next try is not allowed any more; later the lease is renewed, and its holder goes on."""
+    store, path = calm(), "parts/1-1-a/frozen-00000.safetensors"
+    lease = store.lock("writer", "the run")
+    assert isinstance(lease, ObjectLease)
+    store.publish(path, b"frozen")
+
+    def quiet(kind: str, key: str) -> str:
+        if kind == "PUT" and "/.removals/" in key:
+            lease._renewed_s -= 100
+            return fault
+        return ""
+
+    world.fault = quiet
+    with pytest.raises(StorageError, match="could not be renewed for"):
+        store.remove_tree("parts/1-1-a")
+    world.fault = lambda kind, key: ""
+    lease.renew()
+    world.land()
+    assert any("/.removals/" in key for key in world.objects)
+    store.publish("manifests/1-2.json", b"{}")  # names it
+    lease.release()
+    calm().lock("writer", "the next").release()
+    assert store.read(path) == b"frozen"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("end", ["removed", "refused", "unknown", "given up"])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_an_announcement_that_lands_when_it_was_taken_back_is_carried_out_by_no_later_holder(
+    world: World, monkeypatch: pytest.MonkeyPatch, end: str, is_last: bool
+) -> None:
+    """``is_last``: it lands when its holder has named all that it ever does."""
+    store, path = model_store(world, monkeypatch, tries_s=0.3), "layouts/a"
+    lease = store.lock("writer", "the run")
+    assert isinstance(lease, ObjectLease)
+    store.publish(path, b"1")
+    announced = iter(["queued"])
+    removed = {"refused": "403", "unknown": "dropped"}.get(end, "")
+
+    def chosen(kind: str, key: str) -> str:
+        if kind == "PUT" and "/.removals/" in key:
+            return next(announced, "")
+        if end == "given up" and (kind, key) == ("PUT", lease.key):
+            return "dropped"
+        return removed if (kind, key) == ("DELETE", f"root/{path}") else ""
+
+    world.fault = chosen
+    with suppress(StorageError):
+        store.remove(path)
+    if end != "refused":
+        world.fault = lambda kind, key: ""
+    lease.renew()
+    with suppress(AlreadyPublished):
+        store.publish(path, b"1")
+    assert len(world.late) == 1
+    if not is_last:
+        world.land()
+    store.publish("manifests/1-2.json", b"{}")  # relies on it
+    world.land()
+    lease.release()
+    world.fault = lambda kind, key: ""
+    for _ in range(2):
+        model_store(world, monkeypatch).lock("writer", "whoever is next").release()
+    assert store.read(path) == b"1"
+    assert not any("/.removals/" in key for key in world.objects)
 
 
 @pytest.mark.promise
@@ -516,6 +598,214 @@ def test_a_layout_that_an_earlier_holders_request_removes_late_is_written_again(
     persister.stop()
     assert outcomes == [None, None]
     require_whole(store, [1, 2])
+
+
+def to_removals_of(world: World, above: str, *answers: str) -> None:
+    """Has requests to remove one object below ``above`` answered so, the last for ever."""
+    left = list(answers)
+
+    def chosen(kind: str, key: str) -> str:
+        is_meant = kind == "DELETE" and f"root/{above}/" in key
+        return (left.pop(0) if len(left) > 1 else left[0]) if is_meant else ""
+
+    world.fault = chosen
+
+
+@pytest.mark.promise
+def test_a_layout_that_the_server_refused_to_remove_stays_once_a_checkpoint_names_it(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store = calm()
+    commit.open_root(store, "r")
+    with store.lock("writer", "a run that ends before its first checkpoint"):
+        commit.write_layout(store, SPLIT.hash, SPLIT.to_json())
+    to_removals_of(world, "layouts", "403")
+    with pytest.raises(StorageError):
+        pruned(calm())
+    store = calm()
+    with store.lock("writer", "who names it"):
+        assert saved(store, 1, SPLIT) is None
+    to_removals_of(world, "layouts", "")
+    calm().lock("writer", "the next, when the server lets it").release()
+    require_whole(calm(), [1])
+    assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("fault", ["queued", "stale"])
+@pytest.mark.parametrize("answer", ["", "403"])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_layout_whose_removal_was_answered_at_a_later_try_is_written_again_when_the_first_lands(
+    world: World, calm: Callable[[], ObjectStore], fault: str, answer: str, is_own: bool
+) -> None:
+    """``is_own``: it was asked for by who names it, else by who was refused and had ended."""
+    store, outcomes = calm(), list[str | None]()
+    commit.open_root(store, "r")
+    with store.lock("writer", "a run that ends before its first checkpoint"):
+        commit.write_layout(store, SPLIT.hash, SPLIT.to_json())
+    if not is_own:
+        to_removals_of(world, "layouts", "403")
+        with pytest.raises(StorageError):
+            pruned(calm())
+    to_removals_of(world, "layouts", fault, answer)
+    store = calm()
+    persister = Persister(store, Keep(), lambda _, reason: outcomes.append(reason))
+    with store.lock("writer", "the next run"):
+        if is_own:
+            with suppress(StorageError):
+                store.remove(layout_path(SPLIT.hash))
+        assert len(world.late) == 1
+        for step in (1, 2):
+            persister.work_one(job_of(Generation(1, step), RECORD, layout=SPLIT))
+            if step == 1:
+                require_whole(calm(), [1])
+                world.land()
+                assert not calm().list("layouts")
+    persister.stop()
+    assert outcomes == [None, None]
+    require_whole(calm(), [1, 2])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("fault", ["queued", "stale"])
+@pytest.mark.parametrize("answer", ["", "403"])
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_pin_is_not_promised_where_its_removal_was_answered_at_a_later_try(
+    world: World, calm: Callable[[], ObjectStore], fault: str, answer: str, is_adopted: bool
+) -> None:
+    """``is_adopted``: by the very call that sets it, else by the one before."""
+    store, generation = calm(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    if is_adopted:
+        to_removals_of(world, "pins", "403")
+        with pytest.raises(StorageError):
+            pins.unpin(calm(), generation)
+        to_removals_of(world, "pins", fault, answer)
+    else:
+        to_removals_of(world, "pins", fault, answer)
+        with suppress(StorageError):
+            pins.unpin(calm(), generation)
+    to_removals_of(world, "pins", fault, answer)
+    with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
+        pins.pin(calm(), generation)
+    to_removals_of(world, "pins", answer)
+    with pytest.raises(StorageError, match="Pin it again in 31 minutes"):
+        pins.pin(calm(), generation)  # for as long as it may land
+    world.land()
+    world.now_s += settle_s(store)
+    pins.pin(calm(), generation)
+    assert pins.pinned(calm()) == {generation}
+
+
+@pytest.mark.promise
+def test_a_pin_that_the_server_refused_to_remove_stays_once_it_is_set_again(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, generation = calm(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    to_removals_of(world, "pins", "403")
+    for _ in range(2):  # announced twice
+        with pytest.raises(StorageError):
+            pins.unpin(calm(), generation)
+    pins.pin(calm(), generation)
+    to_removals_of(world, "pins", "")
+    calm().lock(PINS_LOCK, "whoever is next").release()
+    assert pins.pinned(calm()) == {generation}
+    assert not any("/.removals/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+def test_a_pin_that_another_set_again_is_seen_by_who_could_not_remove_it(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, generation = calm(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    to_removals_of(world, "pins", "403")
+    with pytest.raises(StorageError):
+        pins.unpin(store, generation)
+    pins.pin(calm(), generation)
+    assert pins.pinned(store) == {generation}
+
+
+@pytest.mark.promise
+def test_a_pin_that_is_copied_stays_though_the_server_had_refused_to_remove_it(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, source, generation = calm(), MemoryStore(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    source.publish(pin_path(generation), store.read(pin_path(generation)))
+    to_removals_of(world, "pins", "403")
+    with pytest.raises(StorageError):
+        pins.unpin(calm(), generation)
+    with store.lock("writer", "who drains a cache"):
+        pins.copy_pin(source, store, catalogue(store).manifests[0])
+    to_removals_of(world, "pins", "")
+    calm().lock(PINS_LOCK, "whoever is next").release()
+    assert pins.pinned(calm()) == {generation}
+
+
+def test_a_pin_that_cannot_be_removed_keeps_no_other_from_being_copied(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, source = calm(), MemoryStore()
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None and saved(store, 2) is None
+    stuck, copied = Generation(1, 1), Generation(1, 2)
+    for generation in (stuck, copied):
+        pins.pin(calm(), generation)
+    source.publish(pin_path(copied), store.read(pin_path(copied)))
+    pins.unpin(calm(), copied)
+    world.fault = lambda kind, key: "busy" if (kind, key) == away else ""
+    away = "DELETE", f"root/{pin_path(stuck)}"
+    with pytest.raises(StorageError):
+        pins.unpin(calm(), stuck)
+    with store.lock("writer", "who drains a cache"), heard() as told:
+        pins.copy_pin(source, store, catalogue(store).manifests[-1])
+    assert copied in pins.pinned(calm())
+    assert any("is copied all the same" in one for one in told), told
+
+
+def test_a_copied_pin_that_may_be_removed_late_is_told(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, source, generation = calm(), MemoryStore(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    source.publish(pin_path(generation), store.read(pin_path(generation)))
+    to_removals_of(world, "pins", "403")
+    with pytest.raises(StorageError):
+        pins.unpin(calm(), generation)
+    answers = iter(["late"])
+    world.fault = lambda kind, key: (
+        next(answers, "403") if kind == "DELETE" and "/pins/" in key and "rem" not in key else ""
+    )
+    with store.lock("writer", "who drains a cache"), heard() as told:
+        pins.copy_pin(source, store, catalogue(store).manifests[0])
+    assert any("may still remove this pin" in one for one in told), told
+
+
+def test_a_pin_is_copied_while_a_process_that_was_stopped_has_the_lock_of_pins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "_PATIENCE_S", 0.1)
+    store, source, generation = LocalStore(tmp_path), MemoryStore(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(store, generation)
+    source.publish(pin_path(generation), store.read(pin_path(generation)))
+    pins.unpin(store, generation)
+    with LocalStore(tmp_path).lock(PINS_LOCK, "holdfast pin"):
+        pins.copy_pin(source, store, catalogue(store).manifests[0])
+    assert pins.pinned(store) == {generation}
 
 
 @pytest.mark.promise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import math
 import os
 import socket
 import ssl
@@ -292,6 +293,7 @@ def test_a_connection_that_the_server_ended_is_not_used_again() -> None:
     assert len(asked) == 3
 
 
+@pytest.mark.promise
 def test_a_request_that_a_kept_connection_failed_is_sent_again_at_once_over_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -303,6 +305,24 @@ def test_a_request_that_a_kept_connection_failed_is_sent_again_at_once_over_a_ne
     assert one.put("k", [b""]).is_first_try
     found = one.put("k", [b""])
     assert found.is_done and not found.is_first_try and len(asked) == 2
+
+
+@pytest.mark.promise
+def test_a_request_that_a_kept_connection_failed_is_a_try_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, asked = serve_each_once(ends=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    one, waits = bucket(tries_s=0.0), list[int]()
+    monkeypatch.setattr(one._rate, "wait", waits.append)
+    one.put("b/k", [b"some"])
+    assert one.put("a/k", [b"others"]).is_done and len(asked) == 2
+    assert waits == [4, 6, 6]  # its bytes are sent twice
+    assert one.traffic.retries == {"PUT": 1}
+    assert time.monotonic() - one.unanswered_s(("PUT a/",)) < 60  # the first may have come there
+    assert one.unanswered_s(("PUT b/",)) == -math.inf
 
 
 def test_a_body_that_is_not_taken_ends_after_one_wait() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage import s3
-from holdfast.storage.bucket import Outcome
+from holdfast.storage.bucket import SETTLE_S, Bucket, Outcome
+from holdfast.storage.lease_lock import ObjectLease
 from holdfast.storage.removals import Removals
 from support.servers.bucket_model import World, heard, model_store
 
@@ -60,6 +61,31 @@ def test_an_object_of_many_that_a_busy_server_did_not_remove_is_asked_for_again(
     assert store.bucket.traffic.retries == {"POST delete": 2}
     assert code in str(told)
     lease.release()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("is_of_one", [True, False])
+@pytest.mark.parametrize("path", ["layouts/a", "manifests/1-1.json"])
+def test_of_many_that_were_removed_at_a_later_try_a_late_one_is_expected(
+    monkeypatch: pytest.MonkeyPatch, is_of_one: bool, path: str
+) -> None:
+    """``is_of_one``: the server says of one of them alone that it is busy."""
+    world = World()
+    store = model_store(world, monkeypatch, tries_s=5.0)
+    store.publish(path, b"1")
+    store.publish("other", b"2")
+    with store.lock("writer", "me") as lease:
+        assert isinstance(lease, ObjectLease)
+        tries = iter(["busy"])
+        if is_of_one:
+            failing(monkeypatch, {"SlowDown": 1}, **{path: "SlowDown"})
+        else:
+            world.fault = lambda kind, key: next(tries, "") if kind == "POST delete" else ""
+        assert not lease.unsettled_s
+        store.remove_all([path, "other"], [])
+        assert store.list("") == [] and lease.unsettled_s > SETTLE_S - 60
+    with model_store(world, monkeypatch).lock("writer", "next") as lease:
+        assert isinstance(lease, ObjectLease) and lease.unsettled_s > SETTLE_S - 60
 
 
 @pytest.mark.promise
@@ -112,6 +138,141 @@ def test_an_object_that_a_server_never_lets_go_stops_no_others_and_no_lock(
     monkeypatch.undo()
     model_store(world, monkeypatch).lock("writer", "when it is well").release()
     assert not any("/.removals/" in key or "/steps/" in key for key in world.objects)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("unknown", ["dropped", "busy", "lost"])
+def test_of_many_objects_one_that_nobody_answered_is_told_before_one_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, unknown: str
+) -> None:
+    """As they are removed one by one, as where a server has no request for many."""
+    world = World()
+    bucket = model_store(world, monkeypatch).bucket
+    keys = [f"root/{number:02}" for number in range(40)]
+    for key in keys:
+        world.keep(key, b"1")
+    faults = {"root/00": "403", "root/30": unknown, "root/39": "403"}
+    world.fault = lambda kind, key: faults.get(key, "")
+    with pytest.raises(StorageError, match="removal of root/30") as raised:
+        Bucket.delete_many(bucket, keys)
+    assert raised.value.retryable
+    assert world.objects.keys() - {"root/30"} == {"root/00", "root/39"}  # each was asked for
+    faults.pop("root/30")
+    with pytest.raises(StorageError, match="removal of root/00") as raised:
+        Bucket.delete_many(bucket, keys)
+    assert not raised.value.retryable
+
+
+@pytest.mark.promise
+def test_an_upload_that_a_server_does_not_end_hides_no_removal_that_nobody_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, tree = World(), "steps/1-1-abcdefgh"
+    store = model_store(world, monkeypatch)
+    lease = store.lock("writer", "me")
+    for number in range(2):
+        store.publish(f"{tree}/{number}", b"1")
+    store.create(f"{tree}/2", 3 << 20).write(0, memoryview(bytes(3 << 20)))
+    faults = {"DELETE uploadId": "403", "POST delete": "dropped"}
+    world.fault = lambda kind, key: faults.get(kind, "")
+    with pytest.raises(StorageError):
+        store.remove_tree(tree)
+    with pytest.raises(StorageError, match="no answer"):  # it waits for what may yet go
+        store.publish("manifests/1-2.json", b"{}")
+    faults.pop("POST delete")
+    store.publish("manifests/1-2.json", b"{}")
+    assert store.list("steps") == [] and not any("/steps/" in key for key in world.objects)
+    assert world.parts  # it counts as gone
+    lease.release()
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("fault", ["", "lost", "late", "dropped", "other"])
+def test_a_name_that_is_used_again_is_no_longer_announced_and_others_are(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """``fault``: of the first request that says so; "other": the announcement changed meanwhile."""
+    world = World()
+    store = model_store(world, monkeypatch, tries_s=5.0 if fault in ("late", "dropped") else 0.0)
+    for one in ("layouts/a", "layouts/b"):
+        store.publish(one, b"1")
+    failing(
+        monkeypatch,
+        {"AccessDenied": 9},
+        **dict.fromkeys(("layouts/a", "layouts/b"), "AccessDenied"),
+    )
+    with store.lock("writer", "me"):
+        with pytest.raises(StorageError, match="AccessDenied"):
+            store.remove_all(["layouts/a", "layouts/b"], [])
+        assert store.list("layouts") == []
+        faults = iter([fault])
+
+        def chosen(kind: str, key: str) -> str:
+            if kind != "PUT" or "/.removals/" not in key:
+                return ""
+            found = next(faults, "")
+            if found == "other":
+                world.keep(key, world.objects[key] + b" ")
+            return "" if found == "other" else found
+
+        world.fault = chosen
+        if fault == "other":
+            with pytest.raises(StorageError, match="PreconditionFailed"):
+                store.publish("layouts/a", b"1", replace=True)
+        store.publish("layouts/a", b"1", replace=True)
+        assert store.list("layouts") == ["a"]
+        store.publish("layouts/b", b"1", replace=True)
+        assert not any("/.removals/" in key for key in world.objects)
+        world.land()
+        assert not any("/.removals/" in key for key in world.objects)
+    monkeypatch.undo()
+    after = model_store(world, monkeypatch)
+    after.lock("writer", "when it is let").release()
+    assert after.list("layouts") == ["a", "b"]
+
+
+@pytest.mark.promise
+def test_what_was_refused_is_forgotten_when_the_lock_is_taken_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    store.publish("layouts/a", b"1")
+    world.fault = lambda kind, key: "403" if (kind, key) == ("DELETE", "root/layouts/a") else ""
+    with store.lock("writer", "me"), pytest.raises(StorageError):
+        store.remove("layouts/a")
+    world.fault = lambda kind, key: ""
+    other = model_store(world, monkeypatch)
+    with other.lock("writer", "another, who removes it and names it anew"):
+        other.publish("layouts/a", b"1")
+    with store.lock("writer", "me"):
+        assert store.list("layouts") == ["a"]
+
+
+@pytest.mark.promise
+def test_what_was_pinned_when_others_of_its_removal_were_refused_is_removed_by_no_later_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    for one in (1, 2):
+        store.publish(f"manifests/1-{one}.json", b"{}")
+    failing(monkeypatch, {"AccessDenied": 9}, **{"manifests/1-1.json": "AccessDenied"})
+    world.fault = lambda kind, key: "dropped" if kind == "POST delete" else ""
+    with store.lock("writer", "me"), pytest.raises(StorageError):
+        store.remove_all(["manifests/1-1.json", "manifests/1-2.json"], [])
+    store.publish("pins/1-2.json", b"{}")
+    answers = {("DELETE", "root/manifests/1-1.json"): "403"}
+    world.fault = lambda *request: answers.get(request, "")
+    after = model_store(world, monkeypatch)
+    with after.lock("writer", "who goes on from it"):
+        assert after.list("manifests") == ["1-2.json"]
+    after.remove("pins/1-2.json")
+    world.fault = lambda kind, key: ""
+    for owner in ("whoever is next", "and next"):  # as long as it may land, it is emptied
+        model_store(world, monkeypatch).lock("writer", owner).release()
+        assert after.list("manifests") == ["1-2.json"]
+    assert not any("/.removals/" in key for key in world.objects)
 
 
 @pytest.mark.promise

@@ -2,12 +2,15 @@
 
 Two holders of one lock run request by request, in every order with two switches: one prunes a
 checkpoint and removes the part that it named, the other takes the lease over, goes on from what it
-finds, and publishes a checkpoint that names the same part again where that is there.
+finds, and publishes a checkpoint that names the same part again where that is there. In a second
+search the first removes a layout, which the server refuses or answers at a later try, and the
+second names it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +18,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from holdfast.catalogue import layout_path
 from holdfast.errors import HoldfastError, RootBusy, StorageError
-from holdfast.storage import lease_lock
+from holdfast.geometry.layout import table_hash
+from holdfast.persist.commit import write_layout
+from holdfast.storage import lease_lock, objects
 from holdfast.storage.lease_lock import LeaseTimes, ObjectLease
 from holdfast.storage.objects import ObjectStore
 from holdfast.storage.removals import Removals
@@ -76,6 +82,11 @@ class Actor:
             self.may.release()
             assert self.did.acquire(timeout=30)
         return not self.has_ended
+
+    def step_to_end(self) -> None:
+        """Lets it do all that is left."""
+        while self.step():
+            pass
 
 
 @pytest.fixture
@@ -141,10 +152,8 @@ def run_both(
     if is_long:
         clock.now_s += TIMES.take_over_s
     took_all = [heir.step() for _ in range(second + 1)][-1]
-    while zombie.step():
-        pass
-    while heir.step():
-        pass
+    zombie.step_to_end()
+    heir.step_to_end()
     world.before = lambda: None
     for error in (zombie.error, heir.error):
         assert error is None or isinstance(error, (RootBusy, StorageError)), error
@@ -203,6 +212,173 @@ def test_without_any_one_of_the_rules_the_search_finds_what_is_lost(
 
         monkeypatch.setattr(Removals, "remove", unannounced)
     assert any(broken(world, found) for _, _, world, found in orders(monkeypatch, clock))
+
+
+#: What the server answers to requests of the first and of the second to remove the layout, the last
+#: of it for ever; and to the first one of the first to announce that.
+ANSWERS = (
+    (["403"], ["403"], ""),
+    (["403"], ["queued", "403"], ""),
+    (["403"], ["queued", ""], ""),
+    (["queued", "403"], ["403"], ""),
+    (["queued", ""], ["queued", ""], ""),
+    (["403"], ["403"], "queued"),
+    (["403"], [""], "queued"),
+    ([""], [""], "queued"),
+)
+#: When it does what it has answered that it does not do now: at once, before the second writes the
+#: layout, before it names it, or when it has named it.
+LANDS = "at once", "PUT root/layouts/", "PUT root/manifests/", "named"
+HASH = table_hash(b"layout")
+
+
+def remove_layout(store: ObjectStore, lease: ObjectLease) -> None:
+    """What the first does, as `holdfast prune`."""
+    with contextlib.suppress(StorageError):
+        store.remove(layout_path(HASH))
+    lease.release()
+
+
+def name_layout(store: ObjectStore, wait: Callable[[], None]) -> None:
+    """What the second does, as a keeper: it looks at its layout with each publication while a
+    request may land. It waits between the first and the second.
+    """
+    with store.lock("writer", "second") as lease:
+        assert isinstance(lease, ObjectLease)
+        write_layout(store, HASH, b"layout")
+        publish(store, "3", layout_path(HASH))
+        wait()
+        if lease.unsettled_s:
+            write_layout(store, HASH, b"layout")
+        publish(store, "4", layout_path(HASH))
+
+
+@dataclass
+class LateServer:
+    """A server that refuses to remove the layout, or answers that at a later try."""
+
+    world: World
+    answers: dict[threading.Thread, list[str]]
+    announcement: str
+    lands: str
+    heir: threading.Thread
+
+    def fault(self, kind: str, key: str) -> str:
+        """Returns what happens to a request."""
+        thread = threading.current_thread()
+        if thread is self.heir and f"{kind} {key}".startswith(self.lands):
+            self.world.land()
+        if kind == "PUT" and "/.removals/" in key:
+            answer, self.announcement = self.announcement, ""
+            return answer
+        if (kind, key) != ("DELETE", f"root/{layout_path(HASH)}"):
+            return ""
+        left = self.answers[thread]
+        return left.pop(0) if len(left) > 1 else left[0]
+
+
+def run_layout(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    answers: tuple[list[str], list[str], str],
+    lands: str,
+    first: int,
+    second: int,
+) -> tuple[World, bool, bool]:
+    """The first does ``first`` requests and is stopped long, the second ``second`` until it has
+    named the layout, the first the rest, then the second. A third and a fourth take the lock when
+    the server lets all go. Returns what is there, and if the first and the second had more to do.
+    """
+    world = World()
+    one = model_store(world, monkeypatch, tries_s=5.0, lease=TIMES)
+    other = model_store(world, monkeypatch, tries_s=5.0, lease=TIMES)
+    write_layout(one, HASH, b"layout")
+    lease, has_named = one.lock("writer", "first"), threading.Event()
+    assert isinstance(lease, ObjectLease)
+
+    def wait() -> None:
+        has_named.set()
+        heir.wait_turn()
+
+    def name(most: int) -> None:
+        for _ in range(most):
+            if not has_named.is_set():
+                heir.step()
+
+    def turn() -> None:
+        actors[threading.current_thread()].wait_turn()
+        if lands == "at once":
+            world.land()
+
+    zombie = Actor(lambda: remove_layout(one, lease))
+    heir = Actor(lambda: name_layout(other, wait))
+    actors = {zombie.thread: zombie, heir.thread: heir}
+    said = {zombie.thread: list(answers[0]), heir.thread: list(answers[1])}
+    server = LateServer(world, said, answers[2], lands, heir.thread)
+    world.before, world.fault = turn, server.fault
+    goes_on = [zombie.step() for _ in range(first + 1)][-1]
+    clock.now_s += TIMES.take_over_s if goes_on else 0.0
+    name(second + 1)
+    has_more = not has_named.is_set()
+    zombie.step_to_end()
+    name(1000)
+    world.land()
+    heir.step_to_end()
+    world.before, world.fault = lambda: None, lambda kind, key: ""
+    assert heir.error is None and has_named.is_set(), heir.error
+    for held in (lease, *other._held):
+        held._ended.set()
+    for owner in ("third", "fourth"):  # announcements that may land again were emptied for both
+        model_store(world, monkeypatch, lease=TIMES).lock("writer", owner).release()
+    return world, goes_on, has_more
+
+
+def layout_orders(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> Iterator[tuple[tuple[object, ...], World]]:
+    for answers, lands in itertools.product(ANSWERS, LANDS):
+        first, goes_on = 0, True
+        while goes_on:
+            second, has_more = 0, True
+            while has_more:
+                world, goes_on, has_more = run_layout(
+                    monkeypatch, clock, answers, lands, first, second
+                )
+                yield (answers, lands, first, second), world
+                second, has_more = second + 1, has_more and goes_on
+            first += 1
+
+
+@pytest.mark.promise
+def test_in_no_order_a_layout_is_lost_whose_removal_was_refused_or_answered_late(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    count = 0
+    for order, world in layout_orders(monkeypatch, clock):
+        count += 1
+        assert "root/manifests/4" in world.objects and not broken(world, []), order
+        assert not any("/.removals/" in key for key in world.objects), order
+    print(f"{count} orders")
+    assert count > 1000
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    "rule", ["no longer announced", "expected late", "earlier holders", "emptied"]
+)
+def test_without_any_one_of_the_rules_for_layouts_the_search_finds_one_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, rule: str
+) -> None:
+    if rule == "no longer announced":
+        monkeypatch.setattr(Removals, "name_again", lambda self, path: None)
+    elif rule == "expected late":
+        monkeypatch.setattr(objects, "named_again", lambda below, lock: ())
+    elif rule == "emptied":
+        monkeypatch.setattr(Removals, "_may_land", lambda self, key: False)
+    else:
+        own = property(lambda lease: lease.late_removals_s())
+        monkeypatch.setattr(ObjectLease, "unsettled_s", own)
+    assert any(broken(world, []) for _, world in layout_orders(monkeypatch, clock))
 
 
 @pytest.mark.promise

@@ -23,6 +23,7 @@ from holdfast.catalogue import (
     STEPS,
     Described,
     find_parent,
+    generation_of,
     is_attempt_dir,
     layout_path,
     manifest_path,
@@ -225,8 +226,10 @@ def write_layout(store: Store, hash_: str, data: bytes) -> None:
     try:
         store.publish(layout_path(hash_), data)
     except AlreadyPublished:
-        if store.read(layout_path(hash_)) != data:
-            store.publish(layout_path(hash_), data, replace=True)
+        with contextlib.suppress(NotFound):  # which a removal took since that landed late
+            if store.read(layout_path(hash_)) == data:
+                return
+        store.publish(layout_path(hash_), data, replace=True)
 
 
 def publish(store: Store, manifest: Manifest) -> None:
@@ -436,6 +439,11 @@ class Sweeper:
         checkpoints of which only the names are known.
         """
         manifests = list(manifests)
+        refused = getattr(self.store, "refused", ())  # these stand, and may be pinned any time
+        unread = {
+            *unread,
+            *filter(None, (generation_of(one.rpartition("/")[2]) for one in refused)),
+        }
         named = {directory for manifest in manifests for directory in manifest.directories}
         self._begun -= named
         unnamed = (p for p in self._known - named - self.spared if not _may_name(unread, p))

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 
@@ -57,6 +57,7 @@ from holdfast.errors import (
     RootBusy,
     StorageError,
 )
+from holdfast.events import warn
 from holdfast.format.manifest import Generation, Manifest, Pin, seal, unseal
 from holdfast.storage.base import Lock, Store
 
@@ -140,10 +141,11 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
 
 def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
     """Pins a checkpoint that the holder of ``target``'s lock is about to publish there, if
-    ``source`` pins it. Nobody prunes meanwhile, so it needs no turn.
+    ``source`` pins it. Nobody prunes meanwhile; the turn is for removals of pins that were refused,
+    which the next call would make. Where none is to be had, it is done without one.
     """
     held = read_pins(source).get(manifest.generation)
-    if held is None or manifest.generation in pinned(target):
+    if held is None:
         return
     made = Pin(
         run_id=manifest.run_id,
@@ -153,7 +155,18 @@ def copy_pin(source: Store, target: Store, manifest: Manifest) -> None:
         note=held.note,
         created_s=time.time(),
     )
-    with suppress(AlreadyPublished):
+    with ExitStack() as turn, suppress(AlreadyPublished):
+        waits_s = 0.0
+        try:
+            waits_s = getattr(turn.enter_context(_turn(target)), "unsettled_s", 0.0)
+        except StorageError as error:  # else one pin that stays keeps all of a cache from the root
+            warn(f"{error} The pin of {manifest.generation} is copied all the same.")
+        if waits_s:
+            warn(
+                f"{manifest.generation} is pinned in {target.url} too, but a request of an earlier "
+                "call that nobody answered may still remove this pin there. Pin it again in "
+                f"{math.ceil(waits_s / 60)} minutes to be sure of it."
+            )
         target.publish(pin_path(manifest.generation), seal(made))
 
 

@@ -33,6 +33,8 @@ RATE_VARIABLE = "HOLDFAST_BUCKET_BYTES_S"
 #: behind which ours may be as much ahead; nothing of ours lands later.
 SETTLE_S = 2 * 900.0 + 60.0
 _REMOVERS = 8
+#: What a request that removes many objects is noted as, where it may land later.
+BULK = "POST delete "
 _OPERATIONS = frozenset({"uploads", "uploadId", "list-type", "delete", "compose"})
 
 
@@ -45,8 +47,9 @@ class Outcome(Struct, frozen=True):
     """What came of a request, after all its tries.
 
     ``is_first_try``: False where an earlier try may have had its effect. ``status`` 0: no answer,
-    or none but that the server is busy: whether it had its effect is not known. 412: what the
-    condition asked for is not so. The header "etag" is what later conditions name.
+    or none but that the server is busy: whether it had its effect is not known. ``is_stale``: a
+    connection that had been kept failed, so a new one may well do. 412: what the condition asked
+    for is not so. The header "etag" is what later conditions name.
     """
 
     status: int
@@ -56,6 +59,7 @@ class Outcome(Struct, frozen=True):
     body: bytes = b""
     size_bytes: int = 0
     is_first_try: bool = True
+    is_stale: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -132,7 +136,7 @@ class Bucket(ABC):
         self.guard: Callable[[], None] = lambda: None
         """Called before every try of a request that changes something; raises to refuse it."""
         self._unanswered: dict[str, float] = {}
-        """When the last change was tried that may land later, by its method and what is above its
+        """When the last change was tried that may land later, by its kind and what is above its
         key: "DELETE root/pins/".
         """
         self._under_way: Counter[tuple[int, str]] = Counter()
@@ -144,7 +148,7 @@ class Bucket(ABC):
 
     def unanswered_s(self, above: tuple[str, ...] = ("",)) -> float:
         """When the last try of a change was made that may have its effect later, of those that
-        begin with one of these: the method and the key.
+        begin with one of these: the kind and the key.
         """
         process = os.getpid()
         with self._lock:
@@ -271,13 +275,16 @@ class Bucket(ABC):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects, each whatever came of the others. StorageError names one that stays, and
-        is ``retryable`` where the server did not say that it does.
+        is ``retryable`` where the server did not say of each of these that it does.
         """
         if not keys:
             return
         with ThreadPoolExecutor(min(_REMOVERS, len(keys))) as pool:
-            for key, outcome in zip(keys, pool.map(self.delete, keys), strict=True):
-                self.require(outcome, "removal", key)
+            outcomes = list(pool.map(self.delete, keys))
+        of_all = zip(keys, outcomes, strict=True)
+        # What may yet go before what is refused: nothing is named while that is not known.
+        for key, outcome in sorted(of_all, key=lambda one: not one[1].may_be_tried_again):
+            self.require(outcome, "removal", key)
 
     # One request, tried again where that may help.
 
@@ -297,13 +304,18 @@ class Bucket(ABC):
         query, headers = query or {}, headers or {}
         size_bytes = sum(len(piece) for piece in body)
         kind = _kind(method, query)
+        request = kind, method, key, query, headers, body, into
         is_first, is_renewed, last = True, False, Outcome(0)
         for number in self.patience.pauses():
             if number > 1:
                 self.traffic.again(kind, last.message or last.code or f"status {last.status}")
-            self._rate.wait(size_bytes)
-            last, may_have_effect = self._try_noted(kind, method, key, query, headers, body, into)
-            is_first = is_first and not may_have_effect
+            for is_new in (False, True):  # at once over a new connection where a kept one failed
+                self._rate.wait(size_bytes)
+                last, may_have_effect = self._try_noted(*request, is_new=is_new)
+                is_first = is_first and not may_have_effect
+                if not last.is_stale:
+                    break
+                self.traffic.again(kind, last.message, is_told=False)
             if not is_renewed and self._is_expired(last):
                 self._renew_credentials()
                 is_renewed = True
@@ -323,26 +335,35 @@ class Bucket(ABC):
         headers: Mapping[str, str],
         body: Body,
         into: memoryview | None,
+        *,
+        is_new: bool,
     ) -> tuple[Outcome, bool]:
         """As ``_try``; a change counts as unanswered unless its answer came, also if it raises."""
         if method in ("GET", "HEAD"):
-            return self._try(kind, method, key, query, headers, body, into)
-        above, may_have_effect = f"{method} {key[: key.rfind('/') + 1]}", True
+            return self._try(kind, method, key, query, headers, body, into, is_new=is_new)
+        above, may_have_effect = f"{kind} {key[: key.rfind('/') + 1]}", True
         begun = os.getpid(), above
         with self._lock:
             self._under_way[begun] += 1
         try:
-            outcome, may_have_effect = self._try(kind, method, key, query, headers, body, into)
+            outcome, may_have_effect = self._try(
+                kind, method, key, query, headers, body, into, is_new=is_new
+            )
             return outcome, may_have_effect
         finally:
+            if may_have_effect:
+                self.note_unanswered(above)
             with self._lock:
                 self._under_way[begun] -= 1
                 if not self._under_way[begun]:
                     del self._under_way[begun]
-                if may_have_effect:
-                    now_s, before = time.monotonic(), self._unanswered.items()
-                    may_land = {at: at_s for at, at_s in before if at_s + self.settle_s > now_s}
-                    self._unanswered = may_land | {above: now_s}
+
+    def note_unanswered(self, above: str) -> None:
+        """Notes that a change may land later, from now on for as long as the server takes it."""
+        with self._lock:
+            now_s, before = time.monotonic(), self._unanswered.items()
+            may_land = {at: at_s for at, at_s in before if at_s + self.settle_s > now_s}
+            self._unanswered = may_land | {above: now_s}
 
     def _try(
         self,
@@ -358,7 +379,7 @@ class Bucket(ABC):
     ) -> tuple[Outcome, bool]:
         """Returns what came of one try, and whether it may have had its effect unanswered.
 
-        ``is_new``: over a new connection, as is tried at once where a kept one had ended.
+        ``is_new``: over a new connection.
         """
         size_bytes = sum(len(piece) for piece in body)
         signed = self._signed(method, key, query, headers, body)
@@ -370,10 +391,8 @@ class Bucket(ABC):
                 method, signed.target, signed.headers, body, into, is_new=is_new
             )
         except NoAnswer as error:
-            if error.is_stale:
-                again = self._try(kind, method, key, query, headers, body, into, is_new=True)
-                return again[0], True
-            return Outcome(0, "", signed.hidden_in(str(error))), error.is_sent
+            reason = signed.hidden_in(str(error))
+            return Outcome(0, "", reason, is_stale=error.is_stale), error.is_sent
         self.traffic.count(kind, size_bytes, answer.size_bytes + len(answer.body))
         outcome = self._outcome(kind, answer)
         may_have_effect = not outcome.status or outcome.status >= 500

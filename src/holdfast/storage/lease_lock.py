@@ -149,6 +149,8 @@ class ObjectLease:
         """
         self.unanswered_s: Callable[[], float] = lambda: 0.0
         """Returns for how long a request of this holder may land that nobody answered."""
+        self.late_removals_s: Callable[[], float] = lambda: 0.0
+        """The same of removals of what is named again, whatever a later try of them came to."""
         arguments = weakref.ref(self), self._ended, times.renew_s
         self._thread = threading.Thread(
             target=_keep_renewing, args=arguments, name="holdfast-root-lease", daemon=True
@@ -179,6 +181,16 @@ class ObjectLease:
         if self.unsettled_s:
             self.require_renewed()
 
+    def forget(self, name: str) -> None:
+        """Called when a single announcement says nothing more: if it lands again, who is next takes
+        it back. RootBusy or StorageError where that cannot be noted.
+        """
+        with self._turn:
+            left = tuple(one for one in self._said.announced or () if one != name)
+            if self._said.announced is not None:
+                self._said = replace(self._said, announced=left)
+        self.require_renewed()
+
     def distrust(self) -> None:
         """Called where there was one to be found: who held it may go on until it looks for it."""
         with self._turn:
@@ -200,8 +212,10 @@ class ObjectLease:
 
     @property
     def unsettled_s(self) -> float:
-        """For how long a request of an earlier holder may still land."""
-        return max(0.0, self._settled_s - _now_s())
+        """For how long a request of an earlier holder may still land, or a removal of its own that
+        what it names does not wait for.
+        """
+        return max(0.0, self._settled_s - _now_s(), self.late_removals_s())
 
     @property
     def is_held(self) -> bool:
@@ -317,6 +331,24 @@ class ObjectLease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class SoleWriter:
+    """The lock of a root of which the user says that it has one writer: nothing is held."""
+
+    def release(self) -> None:
+        pass
+
+    def __enter__(self) -> SoleWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
 
 
 def _now_s() -> float:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from types import TracebackType
 
 from holdfast.errors import NotFound, StorageError, UsageError
 from holdfast.storage.base import (
@@ -35,12 +34,13 @@ from holdfast.storage.lease_lock import (
     LeaseTimes,
     LeaseView,
     ObjectLease,
+    SoleWriter,
     quiet_s,
     take_lease,
 )
 from holdfast.storage.probe import Kept, require_conditions
 from holdfast.storage.providers import open_bucket
-from holdfast.storage.removals import ANNOUNCED, Removals
+from holdfast.storage.removals import Removals, changed_under, named_again
 from holdfast.storage.uploads import PART_BYTES, ComparingSink, UploadSink, part_bytes
 from holdfast.storage.wrap import Patience
 
@@ -197,6 +197,8 @@ class ObjectStore:
             raise short_read(path, self.url, offset_bytes, len(into), have)
 
     def size_bytes(self, path: str) -> int:
+        if path.startswith(tuple(f"{one}/" for one in self._removals.refused)):
+            raise NotFound(f"{path} in {self.url} is to be removed", path=path)
         return int(self._found(self._bucket.head(self._key(path)), path).header("content-length"))
 
     def read_at_most(self, path: str, limit_bytes: int) -> bytes | int:
@@ -247,9 +249,12 @@ class ObjectStore:
         return {name: found[name] for name in sorted(found) if name not in hidden}
 
     def _hidden(self, prefix: str, names: Iterable[str]) -> set[str]:
-        """Returns the names that no list shows: the store's own, and what counts as removed."""
-        above = f"{prefix}/" if prefix else ""
-        refused = {path.removeprefix(above) for path in self._removals.refused}
+        """Returns the names that no list shows: the store's own, and what counts as removed. (A pin
+        keeps its checkpoint while it is there: another may have set it again.)
+        """
+        above, refused = f"{prefix}/" if prefix else "", set[str]()
+        if prefix != PINS:
+            refused = {path.removeprefix(above) for path in self._removals.refused}
         return refused.union(name for name in names if not name or name.startswith("."))
 
     def recall(self, name: str, limit_bytes: int) -> bytes:
@@ -281,7 +286,7 @@ class ObjectStore:
         key = self._key(path)
         self._may_change([path])
         self._removals.finish(self._lease())
-        self._removals.refused -= {path}
+        self._removals.name_again(path, self._held)
         self._require_room(path)
         tag = self._tag(key, path) if replace else ""
         is_new = not replace or (self._is_compared(path) and not tag)
@@ -424,6 +429,11 @@ class ObjectStore:
             there = (key for key in self._uploads if not f"{key}/".startswith(below))
             self._uploads = frozenset(there)
 
+    @property
+    def refused(self) -> frozenset[str]:
+        """Paths that the server refuses to remove."""
+        return self._removals.refused
+
     def holding(self) -> str:
         """Returns what tells this holding of the root's lock from every other; "" for none."""
         lease = self._lease()
@@ -433,7 +443,7 @@ class ObjectStore:
         key = self._lock_key(name)
         self._may_change()
         if os.environ.get(ONE_WRITER):
-            return _SoleWriter()
+            return SoleWriter()
         if self._kept is not None and not self._kept.replace:
             raise _no_lease(self.url, self._kept.server)
         times = self._lease_times
@@ -442,7 +452,9 @@ class ObjectStore:
             self._bucket.name, self.url, patience=patience, answer_s=max(1.0, times.renew_s / 2)
         )
         lease = take_lease(bucket, key, name, owner, times)
-        lease.unanswered_s = partial(self._unanswered_s, self._changed_under(name))
+        of_next, own = changed_under(self._below, name), named_again(self._below, name)
+        lease.unanswered_s = partial(self._unanswered_s, of_next)
+        lease.late_removals_s = partial(self._unanswered_s, own)
         try:
             with self._lock:
                 self._held = [one for one in self._held if one.is_held] + [lease]
@@ -467,22 +479,14 @@ class ObjectStore:
         said = Outcome(200, headers={"date": lease.began or "", "last-modified": made})
         return quiet_s(said) > _YOUNG_S
 
-    def _changed_under(self, lock: str) -> tuple[str, ...]:
-        """Returns what the requests begin with that the next holder of a lock needs to know of: who
-        sets a pin, of late removals of pins. A pin that is set late harms none.
-        """
-        if lock != PINS:
-            return ("",)
-        removed, announced = f"{self._below}{lock}/", f"{self._below}{ANNOUNCED}/{lock}/"
-        return f"DELETE {removed}", *(f"{method} {announced}" for method in ("PUT", "DELETE"))
-
     def _unanswered_s(self, above: tuple[str, ...]) -> float:
         """Returns for how long a request of this process may land whose end is not known."""
         return max(0.0, self._bucket.unanswered_s(above) + self.settle_s - time.monotonic())
 
     def unsettled_s(self) -> float:
-        """Returns for how long a request may land that the holder of the lock knows nothing of: of
-        holders before it, or of the one that a root without a lease is told to have.
+        """Returns for how long a request may land that what the holder of the lock names does not
+        wait for: of holders before it, or of the one that a root without a lease is told to have;
+        or a removal of its own that was answered at a later try.
         """
         lease = self._lease()
         if lease is not None:
@@ -568,24 +572,6 @@ class ObjectStore:
 
 def _is_readers(path: str) -> bool:
     return path.startswith(_READERS_LEASES)
-
-
-class _SoleWriter:
-    """The lock of a root of which the user says that it has one writer: nothing is held."""
-
-    def release(self) -> None:
-        pass
-
-    def __enter__(self) -> _SoleWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
 
 def _no_lease(url: str, server: str) -> StorageError:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from holdfast.storage import checksums
-from holdfast.storage.bucket import Outcome, Signed
+from holdfast.storage.bucket import BULK, Outcome, Signed
 from holdfast.storage.checksums import Body
 from holdfast.storage.credentials import CredentialSource, region, server_of
 from holdfast.storage.http_client import refuse_plain
@@ -120,6 +120,8 @@ class S3Bucket(XmlBucket):
                 if number > 1:
                     self.traffic.again("POST delete", stay[some[0]].code)
                 failed = self._delete_some(some)
+                if any(one.may_be_tried_again for one in failed.values()):
+                    self.note_unanswered(BULK)
                 stay = {key: one for key, one in stay.items() if key not in some} | failed
                 some = [key for key in some if key in failed and failed[key].may_be_tried_again]
                 if not some:

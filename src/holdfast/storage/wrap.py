@@ -141,10 +141,12 @@ class RequestCounts(Struct, eq=False, weakref=True):
             self.sent_bytes += sent_bytes
             self.received_bytes += received_bytes
 
-    def again(self, kind: str, reason: str) -> None:
+    def again(self, kind: str, reason: str, *, is_told: bool = True) -> None:
         """Counts one more try, and tells of it by an event unless one was emitted a moment ago."""
         with self._lock:
             self.retries[kind] += 1
+            if not is_told:
+                return
             self._untold += 1
             now_s = time.monotonic()
             if now_s - self._told_s < self.told_every_s:

@@ -33,8 +33,10 @@ from holdfast.storage.wrap import Patience
 #: Years behind any machine that tests run on.
 _EPOCH_S = 1_000_000_000.0
 #: What happens to a request: done and answered; done, and the answer lost; lost, and done when
-#: ``land`` is called; never done; refused because the server is busy.
-FAULTS = ("lost", "late", "dropped", "busy")
+#: ``land`` is called; never done; refused because the server is busy; so answered, and done when
+#: ``land`` is called; late, over a connection that had been kept. A number: not done, and answered
+#: with this status.
+FAULTS = ("lost", "late", "dropped", "busy", "queued", "stale")
 
 
 @dataclass
@@ -226,13 +228,14 @@ class ModelBucket(S3Bucket):
         with world.lock:
             world.log.append((kind, key))
             fault = world.fault(kind, key)
-            if fault == "busy":
-                return Outcome(503, "SlowDown", "slow down"), True
-            if fault == "dropped":
-                return Outcome(0, "", "no answer"), True
-            if fault == "late":
+            if fault in ("late", "queued", "stale"):
                 world.late.append(lambda: world.answer(method, key, query, headers, data))
-                return Outcome(0, "", "no answer"), True
+            if fault in ("busy", "queued"):
+                return Outcome(503, "SlowDown", "slow down"), True
+            if fault in ("dropped", "late", "stale"):
+                return Outcome(0, "", "no answer", is_stale=fault == "stale" and not is_new), True
+            if fault.isdecimal():
+                return Outcome(int(fault), "", "no"), int(fault) >= 500
             outcome = world.answer(method, key, query, headers, data)
             date = {"date": world.date()}
             outcome = replace(outcome, headers=dict(outcome.headers or {}) | date)
