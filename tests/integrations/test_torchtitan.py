@@ -421,6 +421,11 @@ def test_settings_that_are_not_kept_are_refused_by_name(
     (tmp_path / "a" / "step-3" / ".metadata").touch()
     with pytest.raises(UsageError, match=r"step-\*/\.metadata, a file of torchtitan"):
         make()
+    (tmp_path / "a" / "step-3" / ".metadata").rename(
+        tmp_path / "a" / "step-3" / "model.safetensors.index.json"
+    )
+    with pytest.raises(UsageError, match=r"index\.json, a file of torchtitan: which of the two"):
+        make()
     off = manager.Config(enable=False).build(
         dataloader=None,
         model_parts=[],

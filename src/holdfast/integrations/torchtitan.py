@@ -40,7 +40,8 @@ except ImportError as error:
 
 _LOOP = "train_state"
 _KEYS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
-_ADAPTER = Adapter("torchtitan", "0.3", _KEYS, "torchtitan's")
+_OWN_FILES = ("step-*/.metadata", "step-*/model.safetensors.index.json")
+_ADAPTER = Adapter("torchtitan", "0.3", _KEYS, "torchtitan's", _OWN_FILES)
 #: Arguments of Checkpointer that the settings have under torchtitan's names.
 _SETTINGS = {
     "memory": "memory_interval",
