@@ -395,6 +395,8 @@ def test_settings_that_are_not_kept_are_refused_by_name(
 
     with pytest.raises(UsageError, match="holdfast_options has keep, which is keep_latest_k here"):
         make(holdfast_options={"keep": 3})
+    with pytest.raises(UsageError, match="'stoarge' is no option of a Checkpointer"):
+        make(holdfast_options={"stoarge": 3})
     with pytest.raises(UsageError, match="memory_interval=-1: give a number of steps"):
         make(memory_interval=-1)
     with pytest.raises(UsageError, match="exclude_from_loading has 'data', the state has train"):

@@ -93,7 +93,7 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         step: int | str | None = None,
         **options: Any,
     ) -> None:
-        self._more = _ADAPTER.check(lightning.__version__, root, state)
+        self._more = _ADAPTER.check(lightning.__version__, root, state, options)
         self._root, self._wanted, self._options = root, step, options
         self._around: _AroundLoops | None = None
 

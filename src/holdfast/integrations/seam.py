@@ -8,6 +8,7 @@ workers draw for a sample, they draw from the generators that they would have ha
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import time
@@ -81,14 +82,24 @@ class Adapter:
     no run writes both, so that one of the two has gone on without the other."""
 
     def check(
-        self, version: str, root: str | os.PathLike[str], state: Mapping[str, Any] | None = None
+        self,
+        version: str,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any] | None = None,
+        options: Iterable[str] | None = None,
     ) -> dict[str, Any]:
         """Returns ``state=`` as a dict.
 
-        Raises UsageError for a framework that is too old, for keys that are the adapter's, and for
-        a directory in which another library keeps its checkpoints.
+        Raises UsageError for a framework that is too old, for a state that is no dict or has keys
+        that are the adapter's, for ``options`` that are no arguments of ``Checkpointer``, and for a
+        directory in which another library keeps its checkpoints.
         """
         self.check_version(version)
+        check_options(options)
+        if not isinstance(state, Mapping | None):
+            raise UsageError(
+                f"the state is a dict from names to objects, got a {type(state).__qualname__}"
+            )
         taken = sorted(set(self.keys) & set(state or {}))
         if taken:
             raise UsageError(
@@ -109,6 +120,16 @@ class Adapter:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:2]))
+
+
+def check_options(options: Iterable[str] | None) -> None:
+    """Raises UsageError for what is no argument of ``Checkpointer`` beside root and state."""
+    known = list(inspect.signature(Checkpointer).parameters)[2:]
+    for name in options or ():
+        if name not in known:
+            raise UsageError(
+                f"{name!r} is no option of a Checkpointer here: it has {', '.join(known)}"
+            )
 
 
 def check_root(root: str | os.PathLike[str], never_beside: Iterable[str] = ()) -> None:
