@@ -19,7 +19,15 @@ def test_the_root_is_known_however_it_is_written(
     (root / "holdfast.json").touch()
     (tmp_path / "link").symlink_to(root)
     monkeypatch.chdir(root.parent)
-    ways = [root, str(root), f"{root}/", "x", "./x", f"file://{root}", tmp_path / "link"]
+    ways: list[str | Path] = [
+        root,
+        str(root),
+        f"{root}/",
+        "x",
+        "./x",
+        f"file://{root}",
+        tmp_path / "link",
+    ]
     for own in (str(root), "x", f"{root}/"):
         for way in ways:
             assert read_resume(way, own) == Resume(must=True), way
