@@ -221,6 +221,10 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
     (foreign / "last.ckpt").touch()
     with pytest.raises(UsageError, match=r"\*\.ckpt, a file of Lightning, and is no root"):
         adapter.HoldfastLightningCallback(foreign)
+    with pytest.raises(UsageError, match="'stoarge' is no option of a Checkpointer"):
+        adapter.HoldfastLightningCallback(tmp_path / "a", stoarge=1)
+    with pytest.raises(UsageError, match="'holdfast:first': give 'holdfast:last', or a path in"):
+        adapter.HoldfastCheckpointIO(tmp_path / "a").load_checkpoint("holdfast:first")
     two = [adapter.HoldfastLightningCallback(tmp_path / name) for name in "ab"]
     with pytest.raises(UsageError, match="two callbacks of Holdfast"):
         adapter._check(lightning.Trainer(callbacks=two, accelerator="cpu", logger=False))

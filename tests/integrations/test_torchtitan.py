@@ -395,6 +395,8 @@ def test_settings_that_are_not_kept_are_refused_by_name(
 
     with pytest.raises(UsageError, match="holdfast_options has keep, which is keep_latest_k here"):
         make(holdfast_options={"keep": 3})
+    with pytest.raises(UsageError, match="'stoarge' is no option of a Checkpointer"):
+        make(holdfast_options={"stoarge": 3})
     with pytest.raises(UsageError, match="memory_interval=-1: give a number of steps"):
         make(memory_interval=-1)
     with pytest.raises(UsageError, match="exclude_from_loading has 'data', the state has train"):
@@ -420,6 +422,11 @@ def test_settings_that_are_not_kept_are_refused_by_name(
     (tmp_path / "a" / "step-3").mkdir(parents=True)
     (tmp_path / "a" / "step-3" / ".metadata").touch()
     with pytest.raises(UsageError, match=r"step-\*/\.metadata, a file of torchtitan"):
+        make()
+    (tmp_path / "a" / "step-3" / ".metadata").rename(
+        tmp_path / "a" / "step-3" / "model.safetensors.index.json"
+    )
+    with pytest.raises(UsageError, match=r"index\.json, a file of torchtitan: which of the two"):
         make()
     off = manager.Config(enable=False).build(
         dataloader=None,

@@ -393,7 +393,11 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from transformers import PretrainedConfig, Trainer, TrainingArguments
 
     from holdfast.errors import UsageError
-    from holdfast.integrations.transformers import HoldfastMixin, HoldfastTrainer
+    from holdfast.integrations.transformers import (
+        HoldfastMixin,
+        HoldfastTrainer,
+        HoldfastTrainerCallback,
+    )
 
     assert PretrainedConfig is not None
     with pytest.raises(UsageError, match="state= has the keys model, rng"):
@@ -416,6 +420,19 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         args = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, **given)
         with pytest.raises(UsageError, match=words):
             HoldfastTrainer(model=torch.nn.Linear(2, 2), args=args, holdfast=tmp_path / "a")
+
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    with pytest.raises(UsageError, match="'stoarge' is no option of a Checkpointer"):
+        HoldfastTrainer(holdfast=tmp_path / "a", holdfast_options={"stoarge": 1})
+    with pytest.raises(UsageError, match="'stoarge' is no option of a Checkpointer"):
+        HoldfastTrainerCallback(tmp_path / "a", stoarge=1)
+    callback = HoldfastTrainerCallback(tmp_path / "a")
+    both = HoldfastTrainer(
+        model=torch.nn.Linear(2, 2), args=args, holdfast=tmp_path / "a", callbacks=[callback]
+    )
+    with pytest.raises(UsageError, match="saves by itself, and has a HoldfastTrainerCallback too"):
+        both.train()
+    assert not (tmp_path / "a").exists()
 
     class Old(HoldfastMixin):
         def _run_epoch(self, **given: Any) -> None: ...

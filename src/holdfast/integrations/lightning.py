@@ -93,7 +93,7 @@ class HoldfastLightningCallback(Callback):  # type: ignore[misc]
         step: int | str | None = None,
         **options: Any,
     ) -> None:
-        self._more = _ADAPTER.check(lightning.__version__, root, state)
+        self._more = _ADAPTER.check(lightning.__version__, root, state, options)
         self._root, self._wanted, self._options = root, step, options
         self._around: _AroundLoops | None = None
 
@@ -513,7 +513,10 @@ class HoldfastCheckpointIO(CheckpointIO):  # type: ignore[misc]
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load the checkpoint at ``path``, on the CPU, or the newest one for "holdfast:last"."""
-        checkpoint: dict[str, Any] = read_alone(self._newest() if str(path) == _LAST else path)
+        is_word = str(path).startswith("holdfast:")
+        if is_word and str(path) != _LAST:
+            raise UsageError(f"ckpt_path={str(path)!r}: give {_LAST!r}, or a path in {self._root}")
+        checkpoint: dict[str, Any] = read_alone(self._newest() if is_word else path)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -8,6 +8,7 @@ workers draw for a sample, they draw from the generators that they would have ha
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import time
@@ -46,6 +47,7 @@ _FOREIGN = {
     "scheduler.bin": "accelerate",
     ".metadata": "torch.distributed.checkpoint",
     "step-*/.metadata": "torchtitan",
+    "step-*/model.safetensors.index.json": "torchtitan",
     "meta.pt": "Lightning",
     "latest_checkpointed_iteration.txt": "Megatron-LM",
     "zero_to_fp32.py": "DeepSpeed",
@@ -75,23 +77,36 @@ class Adapter:
     keys: tuple[str, ...] = ()
     """The keys of the state that are its own."""
     whose: str = "the adapter's"
+    never_beside: tuple[str, ...] = ()
+    """Patterns of checkpoints of the framework's own that may not lie in a root of Holdfast:
+    no run writes both, so that one of the two has gone on without the other."""
 
     def check(
-        self, version: str, root: str | os.PathLike[str], state: Mapping[str, Any] | None = None
+        self,
+        version: str,
+        root: str | os.PathLike[str],
+        state: Mapping[str, Any] | None = None,
+        options: Iterable[str] | None = None,
     ) -> dict[str, Any]:
         """Returns ``state=`` as a dict.
 
-        Raises UsageError for a framework that is too old, for keys that are the adapter's, and for
-        a directory in which another library keeps its checkpoints.
+        Raises UsageError for a framework that is too old, for a state that is no dict or has keys
+        that are the adapter's, for ``options`` that are no arguments of ``Checkpointer``, and for a
+        directory in which another library keeps its checkpoints.
         """
         self.check_version(version)
+        check_options(options)
+        if not isinstance(state, Mapping | None):
+            raise UsageError(
+                f"the state is a dict from names to objects, got a {type(state).__qualname__}"
+            )
         taken = sorted(set(self.keys) & set(state or {}))
         if taken:
             raise UsageError(
                 f"state= has the keys {', '.join(taken)}, which are {self.whose} own: choose "
                 "other names"
             )
-        check_root(root)
+        check_root(root, self.never_beside)
         return dict(state or {})
 
     def check_version(self, version: str) -> None:
@@ -107,23 +122,46 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:2]))
 
 
-def check_root(root: str | os.PathLike[str]) -> None:
-    """Raises UsageError for a directory in which another library keeps its checkpoints."""
+def check_options(options: Iterable[str] | None) -> None:
+    """Raises UsageError for what is no argument of ``Checkpointer`` beside root and state."""
+    known = list(inspect.signature(Checkpointer).parameters)[2:]
+    for name in options or ():
+        if name not in known:
+            raise UsageError(
+                f"{name!r} is no option of a Checkpointer here: it has {', '.join(known)}"
+            )
+
+
+def check_root(root: str | os.PathLike[str], never_beside: Iterable[str] = ()) -> None:
+    """Raises UsageError for a directory in which another library keeps its checkpoints.
+
+    A root of Holdfast may have files of others in it, such as an exported model; but none of the
+    patterns ``never_beside``.
+    """
     where = normal_root(root)
     if is_bucket(where):
         return
     path = Path(where)
-    if (path / ROOT_FILE).is_file():  # one of ours, whatever else was put into it
-        return
-    whose = f"a file, {path.name}," if path.is_file() else None
-    if path.is_dir():
-        found = next((name for name in _FOREIGN if next(path.glob(name), None)), None)
-        whose = found and f"{found}, a file of {_FOREIGN[found]},"
-    if whose:
+    if path.is_file():
         raise UsageError(
-            f"{where} holds {whose} and is no root of Holdfast: name a directory of its own for "
-            "this run"
+            f"{where} holds a file, {path.name}, and is no root of Holdfast: name a directory of "
+            "its own for this run"
         )
+    is_ours = (path / ROOT_FILE).is_file()
+    patterns = never_beside if is_ours else _FOREIGN
+    found = next((name for name in patterns if any(path.glob(name))), None)
+    if found is None:
+        return
+    if is_ours:
+        raise UsageError(
+            f"{where} is a root of Holdfast and holds {found}, a file of {_FOREIGN[found]}: which "
+            "of the two the run goes on from would be a guess. Move the other's checkpoints out of "
+            "it, or name another directory for this run"
+        )
+    raise UsageError(
+        f"{where} holds {found}, a file of {_FOREIGN[found]}, and is no root of Holdfast: name a "
+        "directory of its own for this run"
+    )
 
 
 def restore_loop_first(

@@ -19,7 +19,13 @@ from torch import nn
 from holdfast.capture.handles import SaveHandle
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
-from holdfast.integrations.seam import Adapter, missing, one_or_all, restore_loop_first
+from holdfast.integrations.seam import (
+    Adapter,
+    check_options,
+    missing,
+    one_or_all,
+    restore_loop_first,
+)
 from holdfast.oneshot import load
 from holdfast.policy.when import Every, Keep
 from holdfast.state.modules import derived
@@ -40,7 +46,8 @@ except ImportError as error:
 
 _LOOP = "train_state"
 _KEYS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
-_ADAPTER = Adapter("torchtitan", "0.3", _KEYS, "torchtitan's")
+_OWN_FILES = ("step-*/.metadata", "step-*/model.safetensors.index.json")
+_ADAPTER = Adapter("torchtitan", "0.3", _KEYS, "torchtitan's", _OWN_FILES)
 #: Arguments of Checkpointer that the settings have under torchtitan's names.
 _SETTINGS = {
     "memory": "memory_interval",
@@ -99,6 +106,7 @@ class HoldfastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     f"holdfast_options has {taken[0]}, which is {_SETTINGS[taken[0]]} here: say it "
                     "there"
                 )
+            check_options(self.holdfast_options)
             if self.memory_interval < 0:
                 raise UsageError(
                     f"memory_interval={self.memory_interval}: give a number of steps, or 0"

@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from holdfast.integrations.trainer_logs import (
     log_entries,
     padded,
 )
+from holdfast.integrations.trainer_resume import read_resume
 from holdfast.integrations.unsaved import warn_of_unsaved
 from holdfast.state.rng import Rng
 
@@ -54,11 +55,6 @@ _LOOP = "trainer"
 _KEYS = (_LOOP, "model", "optimizer", "scheduler", "scaler", "rng")
 _ADAPTER = Adapter("transformers", "5.23", _KEYS, "the Trainer's")
 _RESUMED = "holdfast"
-#: Of which files the Trainer writes one, under FSDP too: without it another object is begun with.
-_FILES = {
-    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0/.metadata"),
-    "scheduler": ("scheduler.pt",),
-}
 
 
 class HoldfastMixin:
@@ -94,7 +90,7 @@ class HoldfastMixin:
         **kwargs: Any,
     ) -> None:
         _check_version(type(self))
-        more = _ADAPTER.check(transformers.__version__, holdfast, state)
+        more = _ADAPTER.check(transformers.__version__, holdfast, state, holdfast_options)
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
             raise UsageError(
@@ -117,7 +113,6 @@ class HoldfastMixin:
         self._hf_more = more
         self._hf_loop = _Loop(self)
         self._hf_restored: Restored | None = None
-        self._hf_wanted: str | None = None
         self.add_callback(_LoopCallback(self))
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
@@ -136,22 +131,14 @@ class HoldfastMixin:
                 "a search over hyperparameters trains many runs, and a root is one: search with "
                 "the Trainer itself, and train the best by this class"
             )
-        resume = resume_from_checkpoint
-        text = "" if resume is None or isinstance(resume, bool) else os.fspath(resume)
-        own_root, _, generation = text.rpartition("@")  # runs/x@1-39
-        is_ours = resume == self._hf_root or own_root == self._hf_root
-        self._hf_wanted = generation if is_ours and own_root else None
-        self._hf_must = resume is True or is_ours
-        self._hf_restored = None
-        foreign = text if not is_ours and os.path.isdir(text) else None
-        self._hf_gone = None if is_ours or foreign else text or None  # removed since the begin?
-        lacks = [what for what, names in _FILES.items() if foreign and not _has(foreign, names)]
-        if lacks:
+        if any(isinstance(one, HoldfastTrainerCallback) for one in self.callback_handler.callbacks):
             raise UsageError(
-                f"{foreign} has no {' and no '.join(lacks)}, as save_only_model=True leaves it: "
-                "the Trainer would begin with others in silence: load the model from there by "
-                "from_pretrained(), and begin a run"
+                "the Trainer saves by itself, and has a HoldfastTrainerCallback too: leave out the "
+                "callback, which is for Trainers without HoldfastMixin"
             )
+        self._hf_resume = read_resume(resume_from_checkpoint, self._hf_root)
+        self._hf_restored = None
+        foreign = self._hf_resume.foreign
         try:
             found = super().train(resume_from_checkpoint=foreign, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -179,14 +166,13 @@ class HoldfastMixin:
         loop.begin(num_update_steps_per_epoch, *found, is_stream=is_stream)
         self._hf_state: dict[str, Any] = {_LOOP: loop}
         self.checkpointer = Checkpointer(self._hf_root, self._hf_state, **self._hf_options)
+        resume = self._hf_resume
         restored = restore_loop_first(
-            self.checkpointer, _LOOP, self._hf_wanted, adapter="transformers"
+            self.checkpointer, _LOOP, resume.generation, adapter="transformers"
         )
         if restored is None:
-            if self._hf_must or self._hf_gone:
-                what = (
-                    f"there is no directory {self._hf_gone}" if self._hf_gone else "it asks for one"
-                )
+            if resume.must or resume.gone:
+                what = f"there is no directory {resume.gone}" if resume.gone else "it asks for one"
                 raise NotFound(
                     f"resume_from_checkpoint: {what}, and {self._hf_root} has no checkpoint: "
                     "leave it out to begin a run",
@@ -478,10 +464,6 @@ def _set_callback_states(trainer: Any, found: list[list[Any]]) -> None:
                 setattr(one, name, value)
 
 
-def _has(directory: str, names: Iterable[str]) -> bool:
-    return any(os.path.isfile(os.path.join(directory, name)) for name in names)
-
-
 def _over_text(root: str, step: int, max_steps: int) -> str:
     return (
         f"{root}: the run ended at step {step} of {max_steps}, by EarlyStoppingCallback or "
@@ -556,7 +538,7 @@ class HoldfastTrainerCallback(TrainerCallback):  # type: ignore[misc]
         state: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self._more = _ADAPTER.check(transformers.__version__, root, state)
+        self._more = _ADAPTER.check(transformers.__version__, root, state, options)
         self._root, self._options = root, options
 
     def on_train_begin(
