@@ -45,7 +45,6 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import divide_hosts
 from holdfast.keeper.parity.scheduler import ParityScheduler
-from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
 from holdfast.restore.planning.holdings import encode_choice
@@ -218,10 +217,7 @@ class Run:
         root, incarnations = cast(Any, self.root), cast(Any, NoIncarnations())
         self.executor.connect(root, incarnations)
         nothing: Any = None
-        parts = KeeperParts(
-            self.coordinator, files, self.ranks, self.beside, self.executor, incarnations, root
-        )
-        self.api = TrainerApi(parts, nothing, nothing)
+        self.api = TrainerApi(self.executor, nothing, nothing)
         self.step, self.first = 0, ""
         self.granted: dict[int, str] = {}
         """The attempt that each rank was granted a slot for."""
