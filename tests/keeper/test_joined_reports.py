@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -183,7 +183,7 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
         coordinator: Any = SimpleNamespace()
         nothing: Any = None
         registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
-        registry.dispatcher = Dispatcher()
+        registry.dispatcher = cast(Any, Dispatcher())
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
         for number in (1, 2):
@@ -229,7 +229,7 @@ def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again(
         coordinator: Any = SimpleNamespace()
         nothing: Any = None
         registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
-        registry.dispatcher = Dispatcher()
+        registry.dispatcher = cast(Any, Dispatcher())
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
         registry._handle(session, messages.TrainerConnected(line=1, pid=1, start=1))

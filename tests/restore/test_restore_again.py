@@ -19,7 +19,6 @@ from holdfast.geometry.layout import Layout
 from holdfast.restore import restore
 from holdfast.restore.cluster.open import open_recovery
 from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.planning.holdings import Recovery
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import open_stored, overview_of, stored
@@ -27,7 +26,7 @@ from holdfast.restore.restore import Restored, restore_first
 from holdfast.storage.base import Store
 from holdfast.storage.open import open_store
 from holdfast.world import World
-from support.peers.lost_hosts import Hosts
+from support.peers.lost_hosts import Hosts, origins
 from support.peers.peering import close_pullers
 
 ROOM = (64, 1100)
@@ -37,20 +36,6 @@ ROOM = (64, 1100)
 def closed() -> Iterator[None]:
     yield
     close_pullers()
-
-
-def told(recovery: Recovery) -> str:
-    """The origin of its images."""
-    if not recovery.sources:
-        return f"{recovery.candidate.generation} from storage"
-    decoded = [str(one.rank) for one in recovery.sources if one.decoding is not None]
-    stored = [str(one.rank) for one in recovery.sources if not one.hosts and one.decoding is None]
-    words = [f"{recovery.candidate.held} of {recovery.world} images from memory"]
-    if decoded:
-        words.append(f"of ranks {', '.join(decoded)} decoded from parity")
-    if stored:
-        words.append(f"of ranks {', '.join(stored)} from storage")
-    return f"{recovery.candidate.generation}: {', '.join(words)}"
 
 
 class Run:
@@ -87,7 +72,7 @@ class Run:
 
         def open_checkpoint(candidate: Candidate) -> Checkpoint:
             (recovery,) = (r for r in self.known.find().recoveries if r.candidate == candidate)
-            self.tried.append(told(recovery))
+            self.tried.append(origins(recovery))
             if not recovery.sources:
                 return open_stored(self.store, candidate, 0)
             return open_recovery(recovery, self.hosts.reach(here))

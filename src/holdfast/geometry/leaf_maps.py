@@ -173,10 +173,12 @@ class LocalPatch:
     """The box ``local`` of a rank's memory is ``box`` of ``leaf``.
 
     ``part`` is the index in ``held`` of the part it is in; ``local`` is counted as that part's
-    second box is. ``dims``: as in ``Patch``, for the dimensions of ``local``.
+    second box is. ``dims``: as in ``Patch``, for the dimensions of ``local``. ``leaf_shape``: the
+    shape of ``leaf``.
     """
 
     leaf: str
+    leaf_shape: Shape
     box: Box
     local: Box
     dims: tuple[int, ...]
@@ -199,7 +201,7 @@ def local_patches(seen: Seen, held: Held) -> list[LocalPatch]:
         for patch in near(box):
             if (cut := patch.cut(box)) is not None:
                 there = carried(cut.here, box, local, range(box.ndim))
-                found.append(LocalPatch(cut.leaf, cut.box, there, cut.dims, part))
+                found.append(LocalPatch(cut.leaf, cut.leaf_shape, cut.box, there, cut.dims, part))
     return found
 
 

@@ -34,7 +34,6 @@ from holdfast.keeper.cache_tier import REFUSED_S, CacheTier, look_for
 from holdfast.keeper.drain_queue import Drained, DrainQueue
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Persister
-from holdfast.keeper.shared_drain import OtherCaches
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
@@ -43,6 +42,7 @@ from holdfast.storage.open import follow, open_store
 
 if TYPE_CHECKING:  # it uses the root
     from holdfast.keeper.executor import Executor
+    from holdfast.keeper.hosts.follower_caches import FollowerCaches
 
 #: By how much two records of one start are apart at least.
 _LATER_S = 0.001
@@ -80,7 +80,7 @@ class RootAccess:
         """When a cache that could not be opened is tried again."""
         self._cache_refusal = ""
         """Why it could not be opened, as it was told last."""
-        self._others: OtherCaches | None = None
+        self._others: FollowerCaches | None = None
         self._is_shared = self._is_found = False
         """One of several hosts; what waits in the cache was told to the coordinator here."""
         self.drains = DrainQueue(
@@ -140,7 +140,7 @@ class RootAccess:
         async with self._opening:
             await self._open_cache()
 
-    def share_cache(self, others: OtherCaches | None, *, is_shared: bool) -> None:
+    def share_cache(self, others: FollowerCaches | None, *, is_shared: bool) -> None:
         """Set the part of this host's cache in the run: see ``CacheTier.share``."""
         self._others, self._is_shared, self._is_found = others, is_shared, False
         if self.cache is not None:

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.coordinator.actions import Action, StoreLayout
 from holdfast.coordinator.attempts import Attempt
@@ -40,31 +40,12 @@ from holdfast.protocol.image_plan import ImageSizes
 
 if TYPE_CHECKING:  # a run on one host does not need it
     from holdfast.keeper.parity.scheduler import ParityScheduler
+    from holdfast.keeper.trainer_api import TrainerApi
     from holdfast.transport.channel import SealedChannel
 
 
 #: Queue limit of one trainer's messages: a trainer sends a few per save.
 MOST_SAID = 4096
-
-
-class TrainerDispatcher(Protocol):
-    """Handles the messages of trainers, local and remote."""
-
-    async def handle(self, connection: TrainerConnection, seq: int, message: m.Message) -> None:
-        """Handle and answer one message."""
-        ...
-
-    def handle_joined(self, reports: Sequence[tuple[TrainerConnection, RankReport]]) -> None:
-        """Handle reports of several trainers of one host about one step or attempt."""
-        ...
-
-    def connected(self, connection: TrainerConnection) -> None:
-        """Handle a new connection."""
-        ...
-
-    def disconnected(self, connection: TrainerConnection) -> None:
-        """Handle a lost connection."""
-        ...
 
 
 class _Trainer:
@@ -126,7 +107,7 @@ class FollowerSession(HostSession):
 class FollowerRegistry:
     """All reachable followers of this incarnation. Lives on the keeper's loop."""
 
-    dispatcher: TrainerDispatcher
+    dispatcher: TrainerApi
     """Handles the trainers of other hosts."""
     handover: StateHandover
     """Stores what followers report."""
