@@ -35,7 +35,7 @@ from holdfast.geometry.layout import (
     table_hash,
     table_to_json,
 )
-from holdfast.keeper.connections import ForwardedConnection, Ranks
+from holdfast.keeper.connections import AdmissionCounters, ForwardedConnection, Ranks
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerSession, _Trainer
@@ -217,7 +217,7 @@ class Run:
         root, incarnations = cast(Any, self.root), cast(Any, NoIncarnations())
         self.executor.connect(root, incarnations)
         nothing: Any = None
-        self.api = TrainerApi(self.executor, nothing, nothing)
+        self.api = TrainerApi(self.executor, nothing, AdmissionCounters("h00000"))
         self.step, self.first = 0, ""
         self.granted: dict[int, str] = {}
         """The attempt that each rank was granted a slot for."""
