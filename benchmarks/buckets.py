@@ -259,9 +259,15 @@ def shown(found: Mapping[str, Any]) -> str:
                 ]
             )
     head = [
-        "server", "", "Holdfast, GB/s", "obstore, GB/s", "ratio", "Holdfast, processor s/GiB",
-        "obstore, processor s/GiB", "ratio",
-    ]  # fmt: skip
+        "server",
+        "",
+        "Holdfast, GB/s",
+        "obstore, GB/s",
+        "ratio",
+        "Holdfast, processor s/GiB",
+        "obstore, processor s/GiB",
+        "ratio",
+    ]
     parts = [markdown.table(head, rows)]
     if "checkpoints" in found:
         one = found["checkpoints"]

@@ -277,16 +277,20 @@ PANELS = (
     Panel("Slots", "none", _each("holdfast_slots", "state")),
     Panel("Shared memory", "bytes", _each("holdfast_arena_bytes", "use")),
     Panel("Trainers", "none", (("holdfast_trainers", "{{instance}}"),)),
-    Panel("Starts and losses of trainers", "none", (
-        ("sum(increase(holdfast_trainer_starts_total[$__rate_interval]))", "started"),
-        ("sum(increase(holdfast_trainers_lost_total[$__rate_interval]))", "lost"),
-    )),
-    Panel("Restores", "none", (
-        ("sum by (source) (holdfast_restores_total)", "{{source}}"),
-    )),
-    Panel("Restores, time of ranks", "s", (
-        ("sum by (phase) (increase(holdfast_restore_seconds_total[$__range]))", "{{phase}}"),
-    )),
+    Panel(
+        "Starts and losses of trainers",
+        "none",
+        (
+            ("sum(increase(holdfast_trainer_starts_total[$__rate_interval]))", "started"),
+            ("sum(increase(holdfast_trainers_lost_total[$__rate_interval]))", "lost"),
+        ),
+    ),
+    Panel("Restores", "none", (("sum by (source) (holdfast_restores_total)", "{{source}}"),)),
+    Panel(
+        "Restores, time of ranks",
+        "s",
+        (("sum by (phase) (increase(holdfast_restore_seconds_total[$__range]))", "{{phase}}"),),
+    ),
     Panel(
         "Resident memory",
         "bytes",
@@ -297,25 +301,27 @@ PANELS = (
         "percentunit",
         (("rate(holdfast_keeper_cpu_seconds_total[$__rate_interval])", "{{instance}}"),),
     ),
-    Panel("Pressure", "percentunit", (
-        ("holdfast_pressure_ratio", "{{resource}} of {{instance}}"),
-    )),
-    Panel("Trouble", "none", (
-        ("sum(increase(holdfast_damage_found_total[$__range]))", "damage"),
-        ("sum(increase(holdfast_sources_dropped_total[$__range]))", "sources dropped"),
-        ("sum(increase(holdfast_replicas_differ_total[$__range]))", "replicas differ"),
-        ("sum(increase(holdfast_refused_total[$__range]))", "refused"),
-        ("sum(increase(holdfast_loop_held_total[$__range]))", "keeper held"),
-        ("sum(increase(holdfast_warnings_total[$__range]))", "warnings"),
-        ("sum(increase(holdfast_events_dropped_total[$__range]))", "events dropped"),
-    )),
-    Panel("Keepers", "none", (
-        ("count by (version) (holdfast_build_info)", "{{version}}"),
-    )),
-    Panel("Uptime of keepers", "s", (
-        ("time() - holdfast_keeper_start_time_seconds", "{{instance}}"),
-    )),
-)  # fmt: skip
+    Panel(
+        "Pressure", "percentunit", (("holdfast_pressure_ratio", "{{resource}} of {{instance}}"),)
+    ),
+    Panel(
+        "Trouble",
+        "none",
+        (
+            ("sum(increase(holdfast_damage_found_total[$__range]))", "damage"),
+            ("sum(increase(holdfast_sources_dropped_total[$__range]))", "sources dropped"),
+            ("sum(increase(holdfast_replicas_differ_total[$__range]))", "replicas differ"),
+            ("sum(increase(holdfast_refused_total[$__range]))", "refused"),
+            ("sum(increase(holdfast_loop_held_total[$__range]))", "keeper held"),
+            ("sum(increase(holdfast_warnings_total[$__range]))", "warnings"),
+            ("sum(increase(holdfast_events_dropped_total[$__range]))", "events dropped"),
+        ),
+    ),
+    Panel("Keepers", "none", (("count by (version) (holdfast_build_info)", "{{version}}"),)),
+    Panel(
+        "Uptime of keepers", "s", (("time() - holdfast_keeper_start_time_seconds", "{{instance}}"),)
+    ),
+)
 
 
 def rules() -> str:

@@ -155,9 +155,12 @@ def _slot(lab: Lab, what: str, size_bytes: int, most_s: float) -> None:
     enqueue_s = statistics.median(one.enqueue_s for one in saves)
     lab.tell(f"{what}: grant", statistics.median(one.granted_s for one in saves) * 1e3, "ms")
     lab.tell(
-        f"{what}: enqueueing, scaled to 64 GB", enqueue_s * scale * 1e3, "ms",
-        at_most(ENQUEUE_64GB_S * 1e3), "the fence behind a save, less the grant",
-    )  # fmt: skip
+        f"{what}: enqueueing, scaled to 64 GB",
+        enqueue_s * scale * 1e3,
+        "ms",
+        at_most(ENQUEUE_64GB_S * 1e3),
+        "the fence behind a save, less the grant",
+    )
     lab.tell(f"{what}: the fence once all is enqueued", held_s * 1e3, "ms", at_most(FENCE_S * 1e3))
 
 
@@ -252,9 +255,12 @@ def first_saves(lab: Lab) -> None:
     held = [max(one.returned_s, one.fenced_s) for one in found]
     note = ", ".join(f"{one * 1e3:.1f}" for one in held) + " ms, one after the other"
     lab.tell(
-        "the first three saves hold longer than the fourth", (max(held[:3]) - held[3]) * 1e3, "ms",
-        at_most(FIRST_S * 1e3), note,
-    )  # fmt: skip
+        "the first three saves hold longer than the fourth",
+        (max(held[:3]) - held[3]) * 1e3,
+        "ms",
+        at_most(FIRST_S * 1e3),
+        note,
+    )
     target: Target | None = at_least(THROUGH_PIECES) if cores() >= PIECES_CORES else None
     pieces = found[0].rate / plain
     lab.tell("through staging pieces, of a plain copy", pieces, "", target, f"{cores()} cores")

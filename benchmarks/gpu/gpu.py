@@ -58,9 +58,10 @@ def main(arguments: Sequence[str]) -> int:
     found = findings.read(Path(options.resume)) if options.resume else []
     ended = findings.ended_sections(found)
     wanted = [
-        one for one in SECTIONS
+        one
+        for one in SECTIONS
         if one.name not in ended and (not options.only or one.name in options.only)
-    ]  # fmt: skip
+    ]
     kept = [one for one in found if one.section in ended]
     with _places(options.simulated):
         new = _run_all(wanted, options)

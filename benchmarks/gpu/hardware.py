@@ -66,8 +66,10 @@ def _said(words: list[str], timeout_s: float = 30.0) -> str:
 
 def _findings(document: str) -> list[str]:
     with suppress(ValueError, KeyError):
-        return [f"{one['severity']} {one['about']}: {one['text']}"
-                for one in json.loads(document)["findings"]]  # fmt: skip
+        return [
+            f"{one['severity']} {one['about']}: {one['text']}"
+            for one in json.loads(document)["findings"]
+        ]
     return ["unseen"]
 
 
@@ -201,8 +203,12 @@ def _body(lab: Lab, *words: str, **more: Any) -> str:
     options = ["--simulated"] if lab.is_simulated else []
     done = subprocess.run(
         [*command(*options), "--body", *words],
-        capture_output=True, text=True, check=False, timeout=max(5.0, lab.left_s()), **more,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=max(5.0, lab.left_s()),
+        **more,
+    )
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
     return lines[-1] if not done.returncode else f"ended with {done.returncode}: {lines[-1]}"
 
@@ -225,9 +231,12 @@ def memlock(lab: Lab) -> None:
         os.posix_fallocate(descriptor, 0, lab.size(_FORKED_BYTES))
         limits = (_LIMIT_BYTES, _LIMIT_BYTES)
         said = _body(
-            lab, "pin", str(path), str(lab.size(_FORKED_BYTES)),
+            lab,
+            "pin",
+            str(path),
+            str(lab.size(_FORKED_BYTES)),
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, limits),
-        )  # fmt: skip
+        )
     note = f"with a limit of {_LIMIT_BYTES >> 10} KiB"
     if os.geteuid() == 0:
         note += ", as root, whom the limit may not bind"

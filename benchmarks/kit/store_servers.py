@@ -40,12 +40,24 @@ def _seaweedfs(folder: Path) -> tuple[list[str], dict[str, str]] | None:
         return None
     s3, master, volume, filer = _ports(4)
     command = [
-        str(weed), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
-        f"-s3.port={s3}", f"-master.port={master}", f"-volume.port={volume}",
-        f"-filer.port={filer}", "-volume.max=80", "-master.volumeSizeLimitMB=1024",
-        f"-filer.localSocket={folder}/filer.sock", "-s3.iam=false", "-s3.port.iceberg=0",
-        "-s3.port.lance=0", "-master.telemetry=false",
-    ]  # fmt: skip
+        str(weed),
+        "server",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-s3",
+        f"-s3.port={s3}",
+        f"-master.port={master}",
+        f"-volume.port={volume}",
+        f"-filer.port={filer}",
+        "-volume.max=80",
+        "-master.volumeSizeLimitMB=1024",
+        f"-filer.localSocket={folder}/filer.sock",
+        "-s3.iam=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-master.telemetry=false",
+    ]
     return command, {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3}",
         "AWS_ACCESS_KEY_ID": "bench",

@@ -425,20 +425,26 @@ class Checkpointer:
         are of one moment. On several ranks a save is taken if all have made the same whole updates,
         and is skipped otherwise. After a step that raised, it raises UnsupportedState until that
         optimizer's next whole step, or a restore. In a loop without a torch optimizer the end of an
-        update is not known: save between two of them.
+        update is not known: save between two of them. That a save came to nothing its handle tells.
 
         ``step``: the number under which the state is saved. ``durable``: publish it in storage too.
         """
         self._check_usable()
         step, durable = step_number(step), claim("durable", durable)
         require_beyond(self._restored_step, step)
-        return self._in_turn(
-            lambda: self._save_or_decline(step, durable), lambda: self._defer_save(step, durable)
-        )
+        given = step, durable
+        try:
+            return self._in_turn(
+                partial(self._save_or_decline, *given), partial(self._defer_save, *given)
+            )
+        except SnapshotSkipped as error:  # another thread saves, and does not end that
+            return self._promised.decline(step, durable=durable, error=error)
 
     def _save_or_decline(self, step: int, durable: bool) -> SaveHandle:
         try:
             return self._save(step, durable=durable, exact=True)
+        except SnapshotSkipped as error:  # the capture of the save before has not ended
+            return self._promised.decline(step, durable=durable, error=error)
         except Exception as error:
             if not is_mistake(error):
                 self._saver.decline(step, durable, error)

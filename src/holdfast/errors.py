@@ -230,7 +230,10 @@ class SaveError(HoldfastError):
         "leaf": "the leaf that was changed too early; empty when no leaf is to blame"
     }
     cause = "See the classes below it."
-    remedy = "Go on training: the next save is taken. Checkpointer.step never raises it."
+    remedy = (
+        "Go on training: the next save is taken. Neither Checkpointer.step nor Checkpointer.save "
+        "raises it."
+    )
 
 
 class SnapshotSkipped(SaveError):

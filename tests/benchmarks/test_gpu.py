@@ -21,8 +21,18 @@ from support.project.code_blocks import PROJECT
 
 Bench = Callable[..., CompletedProcess[str]]
 FIELDS = (
-    "section", "name", "value", "unit", "target", "met", "note", "date", "device", "torch", "driver"
-)  # fmt: skip
+    "section",
+    "name",
+    "value",
+    "unit",
+    "target",
+    "met",
+    "note",
+    "date",
+    "device",
+    "torch",
+    "driver",
+)
 needs_simulated = pytest.mark.skipif(
     not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
     reason="the simulated device needs a C++ compiler",
@@ -72,9 +82,15 @@ def test_of_each_section_the_last_run_counts_and_a_line_cut_off_does_not(
         return str(findings.ending(section, how, "", about).line())
 
     said = [
-        value("a", 1), end("a", "out of time"), value("b", 2), end("b", "done"),
-        value("a", 3), value("a", 4), end("a", "unseen"), value("c", 5),
-    ]  # fmt: skip
+        value("a", 1),
+        end("a", "out of time"),
+        value("b", 2),
+        end("b", "done"),
+        value("a", 3),
+        value("a", 4),
+        end("a", "unseen"),
+        value("c", 5),
+    ]
     path = tmp_path / "found.jsonl"
     path.write_text("\n".join([*said, value("d", 6)[:-5]]))
     found = findings.read(path)
@@ -116,15 +132,22 @@ def test_a_section_that_fails_dies_or_hangs_keeps_what_it_found_and_stops_no_oth
     paths = [str(PROJECT), str(PROJECT / "src"), str(PROJECT / "tests")]
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SECTIONS_THAT_FAIL)],
-        capture_output=True, text=True, check=False,
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
+    )
     said = lines(ended.stdout)
     how = {one["section"]: one["value"] for one in said if one["name"] == "ended"}
     assert how == {
-        "found": "done", "raises": "failed", "dies": "failed", "hangs": "out of time",
-        "cannot": "unseen", "late": "out of time", "two": "unseen",
-    }, ended.stdout + ended.stderr  # fmt: skip
+        "found": "done",
+        "raises": "failed",
+        "dies": "failed",
+        "hangs": "out of time",
+        "cannot": "unseen",
+        "late": "out of time",
+        "two": "unseen",
+    }, ended.stdout + ended.stderr
     kept = [one["section"] for one in said if one["name"] == "one"]
     assert kept == ["found", "raises", "dies", "hangs"]
     assert all(tuple(one) == FIELDS for one in said)

@@ -55,17 +55,22 @@ def test_the_largest_mesh_is_told_once_with_its_names_and_again_when_it_changes(
     told = json.loads(done.stdout)
     meshes = [one and [one["names"], one["sizes"], one["ranks"]] for one in told]
     assert meshes == [
-        [["dp", "tp"], [2, 4], []], None,
+        [["dp", "tp"], [2, 4], []],
         None,
         None,
-        [["axis 0"], [8], []], None,
+        None,
+        [["axis 0"], [8], []],
         None,
         None,
-    ]  # fmt: skip
+        None,
+    ]
     first = told[0]
     assert (first["event"], first["incarnation"], first["step"], first["rank"]) == (
-        "MeshUsed", 3, 5, 0,
-    )  # fmt: skip
+        "MeshUsed",
+        3,
+        5,
+        0,
+    )
 
 
 def test_a_mesh_that_cannot_be_asked_does_not_stop_training(

@@ -102,9 +102,9 @@ def test_by_the_index_of_an_earlier_version_no_layout_is_taken_for_unnamed(
     world: World, store: ObjectStore
 ) -> None:
     found = overview(store)
-    leave_index(store, replace(found, manifests=tuple(
-        replace(one, layout="") for one in found.manifests
-    )))  # fmt: skip
+    leave_index(
+        store, replace(found, manifests=tuple(replace(one, layout="") for one in found.manifests))
+    )
     layouts = store.list("layouts")
     assert layouts and len(read_by(world, ["prune", ROOT, "--last", "30", "--yes"])) == COUNT
     assert store.list("layouts") == layouts and len(store.list("manifests")) == 30

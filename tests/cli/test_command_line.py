@@ -105,8 +105,9 @@ def test_a_full_disk_and_a_closed_stream_are_no_fault_of_ours(command: str, tmp_
     call = f"{sys.executable} -m holdfast.cli {command} {tell_sick_run(tmp_path)}"
     full = subprocess.run(f"{call} > /dev/full", shell=True, stderr=subprocess.PIPE, text=True)
     assert (full.returncode, full.stderr) == (
-        5, "holdfast: the output could not be written: No space left on device\n"
-    )  # fmt: skip
+        5,
+        "holdfast: the output could not be written: No space left on device\n",
+    )
     closed = subprocess.run(f"{call} >&-", shell=True, stderr=subprocess.PIPE, text=True)
     assert closed.returncode in (0, 11) and not closed.stderr
 

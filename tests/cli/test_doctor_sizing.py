@@ -42,9 +42,26 @@ def test_a_size_is_read_as_people_write_it(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GB", "-1GB", "1e9", "1,5GB", "40GBps", "0", "0.0GB", "0.1B", "iB", "5iB", "40XB",
-     "9" * 20, "1001PB", "nan", "١GB", "4" * 5000],
-)  # fmt: skip
+    [
+        "",
+        "GB",
+        "-1GB",
+        "1e9",
+        "1,5GB",
+        "40GBps",
+        "0",
+        "0.0GB",
+        "0.1B",
+        "iB",
+        "5iB",
+        "40XB",
+        "9" * 20,
+        "1001PB",
+        "nan",
+        "١GB",
+        "4" * 5000,
+    ],
+)
 def test_a_size_that_means_nothing_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"--for=.*such as 40GB") as caught:
         parse_size("--for", text)

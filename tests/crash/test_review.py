@@ -260,6 +260,46 @@ def test_a_close_that_raises_leaves_neither_line_nor_worker(
         os.kill(pid, signal.SIGTERM)
 
 
+def test_a_save_while_the_one_before_has_not_ended_comes_to_nothing_and_raises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with holdfast.Checkpointer(tmp_path, {"w": torch.zeros(4)}, storage=None) as checkpointer:
+        checkpointer.save(0).wait_captured(30)
+        usual = checkpointer._saver.timeouts
+        checkpointer._saver.timeouts = Timeouts(copy_s=0.1, durable_grant_s=0.1)
+        gate.shut()
+        checkpointer.save(1)
+        assert gate.reached.wait(30)
+        missed = checkpointer.save(2, durable=True)
+        with pytest.raises(holdfast.SnapshotSkipped, match="step 1 has not ended"):
+            missed.wait_durable(30)
+        gate.is_open.set()
+        checkpointer._saver.timeouts = usual
+        checkpointer.save(3)
+    with holdfast.open(tmp_path) as found:
+        assert found.step == 3, "the next save is durable in its place"
+
+
+def test_a_save_while_another_thread_saves_comes_to_nothing_and_raises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holdfast.Checkpointer(tmp_path, {"w": torch.zeros(4)}, storage=None) as checkpointer:
+        checkpointer.save(0).wait_captured(30)
+
+        def never(*_: Any) -> Any:
+            raise holdfast.SnapshotSkipped("the save of another thread has not ended")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer._saver.turns, "_alone", never)
+            missed = checkpointer.save(1, durable=True)
+        with pytest.raises(holdfast.SnapshotSkipped, match="another thread"):
+            missed.wait_durable(30)
+        checkpointer.save(2)
+    with holdfast.open(tmp_path) as found:
+        assert found.step == 2
+
+
 def _save_in_two_places(rank: int, world: int, base: Path) -> list[str]:
     return [_save_where_this_rank_sees_it(rank, world, base / name) for name in ("new", "copied")]
 

@@ -34,9 +34,19 @@ def load(where: Path, **options: Any) -> float:
 
 @pytest.mark.parametrize(
     "name",
-    ["step-7", "step_7", "step7", "checkpoint-7", "iter_0000007", "epoch_7", "epoch-7",
-     "global_step7", "7", "step-7/"],
-)  # fmt: skip
+    [
+        "step-7",
+        "step_7",
+        "step7",
+        "checkpoint-7",
+        "iter_0000007",
+        "epoch_7",
+        "epoch-7",
+        "global_step7",
+        "7",
+        "step-7/",
+    ],
+)
 def test_the_names_of_steps_are_steps(name: str) -> None:
     assert place_of(f"/runs/gpt/{name}")[:2] == ("/runs/gpt", 7)
 

@@ -12,11 +12,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 #: Methods of a process group, each with the name that older versions of torch have for it.
 _COLLECTIVES = {
-    "allreduce": "", "allreduce_coalesced": "", "broadcast": "", "barrier": "", "reduce": "",
-    "allgather": "", "gather": "", "scatter": "", "reduce_scatter": "", "alltoall": "",
-    "all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "alltoall_base", "send": "", "recv": "",
-}  # fmt: skip
+    "allreduce": "",
+    "allreduce_coalesced": "",
+    "broadcast": "",
+    "barrier": "",
+    "reduce": "",
+    "allgather": "",
+    "gather": "",
+    "scatter": "",
+    "reduce_scatter": "",
+    "alltoall": "",
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "send": "",
+    "recv": "",
+}
 _COALESCED = {
     "all_gather_single_coalesced": "all_gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single",

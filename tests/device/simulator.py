@@ -12,7 +12,6 @@ import importlib.util
 import os
 import random
 import shutil
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -32,7 +31,6 @@ PROFILES = {
     "all": (400, 4000, 4000),
 }
 DEVICES = 2
-KERNEL, DOWN, UP = range(3)
 
 
 class CannotBuild(Exception):
@@ -109,21 +107,19 @@ def _torch_sim(sim: Any) -> types.ModuleType:
     module._lazy_init = lambda: None
     module.device_count = lambda: DEVICES
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    module.current_device, module.set_device = sim.current_device, sim.set_device
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = torch.accelerator.set_device_index
     module.device = lambda device: torch.accelerator.device_index(_index(device))
     module.synchronize = torch.accelerator.synchronize
     module.Stream, module.Event = _stream, torch.Event
     module.stream = lambda stream: stream or nullcontext()
     module.current_stream = torch.accelerator.current_stream
     module.set_stream = torch.accelerator.set_stream
-    module.get_rng_state = lambda device=-1: torch.frombuffer(
-        bytearray(struct.pack("QQ", *sim.rng(_index(device)))), dtype=torch.uint8
-    )
-    module.set_rng_state = lambda state, device=-1: sim.set_rng(
-        _index(device), *struct.unpack("QQ", bytes(state.numpy()))
-    )
-    module.manual_seed = lambda seed: sim.set_rng(-1, seed, 0)
-    module.manual_seed_all = lambda seed: [sim.set_rng(n, seed, 0) for n in range(DEVICES)]
+    generator = torch.ops.sim.generator
+    module.get_rng_state = lambda device=-1: generator(_index(device)).get_state()
+    module.set_rng_state = lambda state, device=-1: generator(_index(device)).set_state(state)
+    module.manual_seed = lambda seed: generator(-1).manual_seed(seed)
+    module.manual_seed_all = lambda seed: [generator(n).manual_seed(seed) for n in range(DEVICES)]
     return module  # type: ignore[no-any-return]
 
 

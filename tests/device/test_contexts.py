@@ -22,9 +22,9 @@ INDEX = 1
 def second(sim: Any) -> Any:
     """The simulated device as a process on its second one uses it."""
     add_simulated_vendor(sim)
-    sim.set_device(INDEX)
+    torch.accelerator.set_device_index(INDEX)
     yield sim
-    sim.set_device(0)
+    torch.accelerator.set_device_index(0)
 
 
 def test_a_save_and_a_restore_make_contexts_on_the_device_of_the_state_alone(

@@ -45,7 +45,7 @@ def test_the_report_is_one_line_of_json_and_says_what_could_not_be_tried(
 
 
 def test_a_refusal_is_named_and_fails_nothing_that_follows(known: Any, tmp_path: Path) -> None:
-    known.refuse_registration(1, 1)
+    known.fail(registration=1, registrations=1)
     found = device_facts.pin(str(tmp_path), torch.device("sim", 0), 1 << 20)
     assert found["reason"] == "error 2 of its driver"
     assert torch.zeros(3, device="sim").add_(1).sum().item() == 3.0

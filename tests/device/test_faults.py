@@ -19,7 +19,7 @@ def test_after_an_error_every_call_fails_and_nothing_more_is_written(sim: Any) -
     memory, target = torch.zeros(100, device=SIM), torch.zeros(100, pin_memory=True)
     memory.add_(0)  # the first call of an operator takes long
     torch.accelerator.synchronize()
-    sim.fault_at(simulator.KERNEL, 3, False)
+    sim.fail(kernel=3)
     sim.sleep(0.3)  # until all is enqueued
     memory.add_(1)
     memory.add_(1)
@@ -46,7 +46,7 @@ def test_what_was_enqueued_before_an_error_never_lands_and_is_over_with_the_erro
     other.add_(0)
     torch.accelerator.synchronize()
     sim.strict(True)
-    sim.fault_at(simulator.KERNEL, 2, False)
+    sim.fail(kernel=2)
     with stream:
         sim.sleep(0.4)
         target.copy_(source, non_blocking=True)
@@ -65,7 +65,7 @@ def test_what_was_enqueued_before_an_error_never_lands_and_is_over_with_the_erro
 def test_a_device_that_hangs_answers_nothing_until_it_goes_on(sim: Any) -> None:
     source, target = torch.ones(4096, device=SIM), torch.zeros(4096, pin_memory=True)
     torch.accelerator.synchronize()
-    sim.fault_at(simulator.DOWN, 1, True)
+    sim.fail(down=1, hangs=1)
     target.copy_(source, non_blocking=True)
     waiting = threading.Thread(target=torch.accelerator.synchronize, args=("sim:0",))
     waiting.start()

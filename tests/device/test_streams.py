@@ -141,8 +141,8 @@ def test_a_context_is_made_by_work_and_by_choice_of_a_device_alone(sim: Any) -> 
     assert sim.contexts() == set()
     torch.zeros(4, device="sim:0")
     assert sim.contexts() == {0}
-    sim.set_device(1)
-    sim.maybe_set_device(0)
+    torch.accelerator.set_device_index(1)
+    torch._C._accelerator_maybeExchangeDevice(0)
     assert sim.contexts() == {0, 1}
 
 

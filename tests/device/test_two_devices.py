@@ -73,7 +73,8 @@ def test_a_copy_waits_for_no_device_that_copied_nothing_of_it(
         return LandingJob(segment, events, *rest, **how)
 
     monkeypatch.setattr(device_copies, "LandingJob", seen)
-    sim.refuse_registration(1, 100)  # into pieces: spans in place may be of both devices
+    # Into pieces: spans in place may be of both devices.
+    sim.fail(registration=1, registrations=100)
     two = TwoDevices([8 << 20, 8 << 20])  # two segments of each
     with holdfast.Checkpointer(tmp_path, two.state, storage=None) as ckpt:
         ckpt.save(0, durable=True).wait_durable(60)

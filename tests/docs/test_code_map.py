@@ -31,6 +31,16 @@ def test_the_code_map_is_what_the_captions_say() -> None:
     assert generator.PAGE.read_text() == generator.render(), "run `make docs`"
 
 
+def test_the_formatters_style_is_the_style() -> None:
+    written = [
+        path
+        for name in ("src", "tests", "benchmarks", "docs", "examples")
+        for path in (PROJECT / name).rglob("*.py")
+    ]
+    mark = re.compile(r"#\s*fmt: (skip|off)")
+    assert written and not [path for path in written if mark.search(path.read_text())]
+
+
 def test_every_file_has_a_caption() -> None:
     assert not [path for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))]
 

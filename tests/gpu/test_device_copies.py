@@ -99,7 +99,7 @@ def test_training_goes_on_bit_for_bit_whatever_the_driver_pins(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, refused: int | None
 ) -> None:
     if device == "sim" and refused:
-        sys.modules["simdev"].refuse_registration(refused, 1 << 30)
+        sys.modules["simdev"].fail(registration=refused, registrations=1 << 30)
     # Three pieces with the optimizer; the simulated device copies on the host.
     piece_bytes, wide = (MIB, 256) if device == "sim" else (8 * MIB, 2048)
     monkeypatch.setattr("holdfast.capture.copier.PIECE_BYTES", piece_bytes)

@@ -29,7 +29,6 @@ from support.runs.mishaps import listening
 pytestmark = pytest.mark.gpu
 
 WIDTH, LAYERS, STEPS = 200, 3, 4
-KERNEL, DOWN = 0, 1
 
 
 def build(device: str) -> dict[str, Any]:
@@ -54,16 +53,16 @@ def truths() -> list[list[torch.Tensor]]:
 
 
 def break_device(sim: Any, chance: random.Random) -> None:
-    sim.fault_at(chance.choice([KERNEL, DOWN]), chance.randrange(1, 30), False)
+    sim.fail(**{chance.choice(["kernel", "down"]): chance.randrange(1, 30)})
 
 
 def hang_device(sim: Any, chance: random.Random) -> None:
-    sim.fault_at(chance.choice([KERNEL, DOWN]), chance.randrange(1, 30), True)
+    sim.fail(**{chance.choice(["kernel", "down"]): chance.randrange(1, 30)}, hangs=1)
     threading.Timer(chance.random(), sim.recover).start()
 
 
 def fill_device(sim: Any, chance: random.Random) -> None:
-    sim.out_of_memory_at(chance.randrange(1, 40))
+    sim.fail(allocation=chance.randrange(1, 40))
 
 
 def fork(sim: Any, chance: random.Random) -> None:
@@ -81,9 +80,9 @@ def nothing(sim: Any, chance: random.Random) -> None:
 @contextmanager
 def refusing(sim: Any, fault: str, chance: random.Random) -> Iterator[None]:
     if fault == "refused":
-        sim.refuse_registration(1, 1000)
+        sim.fail(registration=1, registrations=1000)
     elif fault == "half refused":
-        sim.refuse_registration(chance.randrange(1, 6), 1000)
+        sim.fail(registration=chance.randrange(1, 6), registrations=1000)
     yield
 
 
@@ -156,8 +155,7 @@ def test_where_nothing_can_be_pinned_saves_and_restores_are_right_and_it_is_said
     if device != "sim":
         pytest.skip("a real device pins what it is asked for")
     simdev: Any = sys.modules["simdev"]
-    simdev.refuse_registration(1, 1000)
-    simdev.pin_nothing()
+    simdev.fail(registration=1, registrations=1000, pinning=1)
     monkeypatch.setattr(staging, "pieces", staging.StagingPieces())
     monkeypatch.setattr(devices, "_refused", [])
     state, again = build(device), build(device)

@@ -77,7 +77,7 @@ def test_an_allocation_that_is_refused_costs_no_save(
 ) -> None:
     if device != "sim":
         pytest.skip("no allocation of a real device is refused on demand")
-    save_and_load(tmp_path, device, build, lambda simdev: simdev.out_of_memory_at(refused))
+    save_and_load(tmp_path, device, build, lambda simdev: simdev.fail(allocation=refused))
 
 
 @pytest.mark.one_seed
@@ -97,4 +97,4 @@ def test_a_device_that_is_full_is_saved(
         pytest.skip("the memory of a real device is not limited here")
     used = torch.accelerator.memory_allocated
 
-    save_and_load(tmp_path, device, build, lambda simdev: simdev.limit(0, used() + room_bytes))
+    save_and_load(tmp_path, device, build, lambda simdev: simdev.fail(limit=used() + room_bytes))

@@ -17,6 +17,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataPar
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, set_seed
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import holdfast
@@ -124,6 +125,24 @@ class Noise:
         self.count = found["count"]
 
 
+def make_model(accelerator: Accelerator, plugins: dict[str, Any]) -> nn.Module:
+    """The model; as shards by a help, as accelerate takes no plugin of FSDP on a CPU."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 8))
+    if OPTIONS.get("fsdp"):
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugins["fsdp_plugin"]
+    if OPTIONS.get("fsdp") == 1:  # by hand: accelerate names torch another device than its own
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    return model
+
+
+def require_shards(model: nn.Module) -> None:
+    """Sees that the help still helps."""
+    if OPTIONS.get("fsdp"):
+        kinds = FSDPModule, FullyShardedDataParallel
+        assert any(isinstance(one, kinds) for one in model.modules())
+
+
 def main() -> None:
     if OPTIONS.get("reseeded"):  # another seed after a kill
         set_seed(1 if Path(f"{ROOT}.died").exists() else 0)
@@ -147,7 +166,7 @@ def main() -> None:
         ),
         **plugins,
     )
-    model: Any = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.GELU(), nn.Linear(32, 8))
+    model: Any = make_model(accelerator, plugins)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
     loader: Any = make_loader()
@@ -156,6 +175,7 @@ def main() -> None:
     model, optimizer, schedule, loader, held_out = accelerator.prepare(
         model, optimizer, schedule, loader, held_out
     )
+    require_shards(model)
     registered = Noise()
     accelerator.register_for_checkpointing(registered)
     ckpt = attach(

@@ -168,6 +168,7 @@ class Counted(torch.utils.data.Dataset[int]):
 def test_a_million_samples_are_passed_over_in_a_second(shuffle: bool) -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
 
+    from holdfast.integrations.orders import tensor_of
     from holdfast.integrations.seam import LoaderPlace
 
     def make() -> tuple[Any, LoaderPlace, Counted]:
@@ -190,7 +191,7 @@ def test_a_million_samples_are_passed_over_in_a_second(shuffle: bool) -> None:
     assert len(batches) == 2 and data.read == [index for batch in batches for index in batch]
     order = list(range(10**6))
     if shuffle:
-        torch.set_rng_state(saved["generators"]["torch"])
+        torch.set_rng_state(tensor_of(saved["generators"]["torch"]))
         torch.empty((), dtype=torch.int64).random_()  # the seed of workers comes first
         order = list(again.base_dataloader.batch_sampler.sampler)
     assert data.read == order[-8:]

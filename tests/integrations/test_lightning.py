@@ -260,8 +260,6 @@ def test_mistakes_with_a_trainer_are_named(tmp_path: Path, monkeypatch: pytest.M
 def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from importlib.metadata import entry_points
-
     from holdfast.integrations import lightning_limits
     from holdfast.integrations.lightning import callbacks
 
@@ -277,6 +275,32 @@ def test_a_trainer_has_the_callback_by_itself_only_if_a_root_is_set(
         lightning_limits.take_environment(second)
     found = entry_points(group="lightning.pytorch.callbacks_factory")
     assert [one.load() for one in found if one.name == "holdfast"] == [callbacks]
+
+
+@needs_it
+def test_the_counters_of_the_loops_are_those_that_their_state_dict_has() -> None:
+    from dataclasses import dataclass
+
+    import lightning
+    from lightning.pytorch.loops.progress import _BaseProgress
+
+    from holdfast.format import values as codec
+    from holdfast.integrations.lightning import _loops_state, _read_loops
+
+    @dataclass
+    class Mine(_BaseProgress):  # type: ignore[misc]
+        seen: Any = None
+
+    fit = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    fit.epoch_progress.current.processed, fit.epoch_loop.batch_progress.is_last_batch = 7, True
+    fit.epoch_loop.mine = Mine({3: (1, 2)})
+    before = fit.state_dict()
+    saved = codec.decode(codec.encode(_loops_state(fit)))
+    assert _read_loops(saved) == before
+    assert _read_loops(before) == before  # as earlier versions kept them
+    fit.epoch_progress.current.processed, fit.epoch_loop.mine.seen = 0, None
+    fit.load_state_dict(_read_loops(saved))
+    assert fit.state_dict() == before
 
 
 @needs_it
@@ -340,16 +364,17 @@ def test_a_fabric_that_nothing_saves_says_so_once_where_the_environment_names_a_
     from lightning.fabric import Fabric
     from torch import nn
 
-    from holdfast.integrations.lightning import fabric_callbacks, fabric_checkpointer
+    from holdfast.integrations.lightning import FabricWatch, fabric_callbacks, fabric_checkpointer
 
     entries = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["entry-points"]
     module, _, name = entries["lightning.fabric.callbacks_factory"]["holdfast"].partition(":")
     assert getattr(import_module(module), name) is fabric_callbacks
     assert fabric_callbacks() == []
     monkeypatch.setenv("HOLDFAST_ROOT", str(tmp_path / "a"))
-    is_installed = entry_points(group="lightning.fabric.callbacks_factory", name="holdfast")
-    own = [] if is_installed else fabric_callbacks()  # Fabric takes those installed by itself
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=own)
+    is_installed = bool(entry_points(group="lightning.fabric.callbacks_factory"))
+    given = [] if is_installed else fabric_callbacks()  # an installed Holdfast is asked by Fabric
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=given)
+    assert sum(isinstance(one, FabricWatch) for one in fabric._callbacks) == 1
     plain = nn.Linear(2, 2)
     model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     told: list[str] = []

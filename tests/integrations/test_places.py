@@ -5,6 +5,7 @@ an unbroken run draws.
 from __future__ import annotations
 
 import random
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from holdfast.integrations.seam import LoaderPlace
 from holdfast.state.rng import Rng
 
 SAMPLES, BATCH, LAST = 20, 4, 3
+NUMPY: Any = np.random  # its types leave out how a generator of another kind is put into it
 BEGIN = Rng().state_dict()
 
 
@@ -91,6 +93,37 @@ def test_random_samples_go_on_as_if_nothing_had_been(sources: str, runs_ahead: b
     settle()
     again = train(give(loader))
     assert list(again) == unbroken[LAST:]
+    place.release()
+
+
+@pytest.mark.parametrize("last", range(1, SAMPLES // BATCH))
+def test_the_only_batch_of_an_epoch_that_draws_goes_on_as_if_nothing_had_been(last: int) -> None:
+    """Generators are looked at around each batch: none before it says that this one will draw."""
+
+    class Once(Noisy):
+        def __getitem__(self, index: int) -> float:
+            return super().__getitem__(index) if index == 3 else float(index)
+
+    def begin(settle: Callable[[], None]) -> tuple[Any, LoaderPlace]:
+        loader: Any = DataLoader(Once("python numpy"), batch_size=BATCH, shuffle=True)
+        return loader, LoaderPlace(loader, settle, runs_ahead=True)
+
+    def draw(batches: Any) -> Iterator[Any]:
+        """As a step with dropout by Python and numpy, so that a later state is another one."""
+        return ((each, random.random(), np.random.randn()) for each in train(batches))
+
+    Rng().load_state_dict(BEGIN)
+    loader, place = begin(lambda: None)
+    unbroken = []
+    for number, each in enumerate(draw(one_ahead(loader)), start=1):
+        unbroken.append(each)
+        if number == last:
+            saved, generators = place.save(last), Rng().state_dict()
+    random.seed(5)
+    loader, place = begin(lambda: Rng().load_state_dict(generators))
+    place.set(saved)
+    Rng().load_state_dict(generators)
+    assert list(draw(one_ahead(loader))) == unbroken[last:]
     place.release()
 
 
@@ -168,15 +201,18 @@ def test_generators_of_a_place_are_few_values_and_those_of_the_first_versions_ar
     state = order_state(loader)
     assert [len(state["python"]), len(state["own"][0])] == [3, 3]
     many = (state["torch"], state["python"][1], state["numpy"][1], state["own"][0][1])
-    assert all(isinstance(one, bytes) for one in many)
+    assert [type(one) for one in many] == [str, str, str, bytes]
     plain = {**process_state(), "own": [sampler.own.getstate()], "seeds": []}
+    in_bytes = {**state, "torch": b64decode(state["torch"])}
+    for name in ("python", "numpy"):
+        in_bytes[name] = [b64decode(one) if n == 1 else one for n, one in enumerate(state[name])]
     drawn = []
-    for each in (state, plain, {**plain, "own": [[3, list(plain["own"][0][1]), None]]}):
+    for each in (state, in_bytes, plain, {**plain, "own": [[3, list(plain["own"][0][1]), None]]}):
         set_process_generators(each)
         set_own_generators(loader, each)
         assert sampler.own.getstate() == plain["own"][0]
         drawn.append((random.random(), np.random.random(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0] == drawn[1] == drawn[2] == drawn[3]
 
 
 @pytest.mark.parametrize("draws", [np.random.random, np.random.randn, random.random, torch.rand])
@@ -193,14 +229,65 @@ def test_a_number_that_is_drawn_is_seen(draws: Callable[..., Any], *, holds_back
     assert is_process_at(state)
 
 
-def test_where_numpy_is_not_as_it_was_known_its_own_state_says_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def _numpy_as_before() -> Iterator[None]:
+    source = NUMPY.get_bit_generator()
+    yield
+    NUMPY.set_bit_generator(source)
+
+
+KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
+
+
+@pytest.mark.usefixtures("_numpy_as_before")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draws", [np.random.random, np.random.randn, np.random.bytes])
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_a_number_of_another_generator_of_numpy_is_seen(
+    kind: Any, draws: Callable[..., Any], *, holds_back: bool
 ) -> None:
-    monkeypatch.delattr(np.random, "get_bit_generator")
+    NUMPY.set_bit_generator(kind(3))
+    if holds_back:
+        np.random.randn()
     state = process_state()
     assert is_process_at(state)
-    np.random.random()
+    drawn = draws(1)
     assert not is_process_at(state)
+    set_process_generators(packed(state))
+    assert is_process_at(state)
+    assert draws(1) == drawn
+
+
+@pytest.mark.usefixtures("_numpy_as_before")
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_samples_of_another_generator_of_numpy_go_on(kind: Any) -> None:
+    NUMPY.set_bit_generator(kind(3))
+    loader, place = make("numpy", lambda: None, runs_ahead=True)
+    unbroken = []
+    for number, each in enumerate(train(one_ahead(loader)), start=1):
+        unbroken.append(each)
+        if number == LAST:
+            saved, generators = place.save(LAST), Rng().state_dict()
+
+    def settle() -> None:
+        Rng().load_state_dict(generators)
+
+    NUMPY.set_bit_generator(kind(5))
+    loader, place = make("numpy", settle, runs_ahead=True)
+    place.set(saved)
+    settle()
+    assert list(train(one_ahead(loader))) == unbroken[LAST:]
+    place.release()
+
+
+def test_a_loaders_own_generator_of_numpy_may_be_of_another_kind() -> None:
+    sampler: Any = torch.utils.data.RandomSampler(range(SAMPLES))
+    sampler.own = np.random.RandomState(np.random.PCG64(3))
+    loader = DataLoader(Noisy(""), batch_size=BATCH, sampler=sampler)
+    sampler.own.randn()
+    state, expected = order_state(loader), sampler.own.randn(2).tolist()
+    set_own_generators(loader, state)
+    assert sampler.own.randn(2).tolist() == expected
 
 
 class Choosing:

@@ -380,6 +380,6 @@ def test_a_list_that_names_another_often_is_walked_once() -> None:
         inside = [inside, inside, (inside,)]
     circle: Any = {"a": inside}
     circle["b"] = Record("Namespace", {"me": circle, "again": [circle]})
-    file = TorchFile("f", "f", Pickled(circle, (), 0), {}, True)
+    file = TorchFile("f", "f", "f", Pickled(circle, (), 0), {}, True)
     found = Tree(file).value()
     assert found["b"].fields["me"] is found and found["a"][0] is found["a"][1]

@@ -19,9 +19,11 @@ async def resume(hosts: tuple[Any, ...]) -> tuple[list[object], FollowerCaches]:
     """
     told: list[object] = []
     caches = FollowerCaches(
-        cast(Any, SimpleNamespace(away=lambda: ["b"])), cast(Any, None), lambda: None,
+        cast(Any, SimpleNamespace(away=lambda: ["b"])),
+        cast(Any, None),
+        lambda: None,
         lambda *_: None,
-    )  # fmt: skip
+    )
 
     async def open_root() -> None:
         told.append("open")

@@ -73,9 +73,15 @@ def test_what_a_run_started_from_of_another_root_keeps_nothing_of_its_own_work(
     tell_start(told, 2, 100.0, RANKS)
     for rank, host in RANKS.items():
         restored = of(
-            events.Restored, 2, rank, step=900, source="storage", parent_incarnation=1,
-            elapsed_s=1.0, origin="start_from",
-        )  # fmt: skip
+            events.Restored,
+            2,
+            rank,
+            step=900,
+            source="storage",
+            parent_incarnation=1,
+            elapsed_s=1.0,
+            origin="start_from",
+        )
         told(restored, 101.0, host)
     tell_save(told, 2, 901, 110.0, RANKS)
     report = read_report(told.write())

@@ -260,8 +260,9 @@ def test_a_host_that_has_more_bytes_is_told_from_a_slow_one(tmp_path: Path) -> N
     heavy = {"size_bytes": {4: 3_000_000, 5: 3_000_000}, "copy_s": {4: 0.6, 5: 0.6}}
     found = of_run(tmp_path, HOST_OF, **heavy)
     assert {(one.place, one.cause, one.phase) for one in found} == {
-        ("rank 4 on c", "bytes", "copy_s"), ("rank 5 on c", "bytes", "copy_s"),
-    }  # fmt: skip
+        ("rank 4 on c", "bytes", "copy_s"),
+        ("rank 5 on c", "bytes", "copy_s"),
+    }
 
 
 @pytest.mark.parametrize(("own_s", "is_named"), [(0.060, True), (0.044, True), (0.037, False)])

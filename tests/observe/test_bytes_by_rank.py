@@ -23,9 +23,15 @@ def test_the_bytes_of_a_rank_are_those_that_it_recorded(is_rolled_up: bool, tmp_
     for step in range(4):
         copy_s = {rank: 0.2 + rank / 100 for rank in RANKS}
         tell_save(
-            told, 1, step, 20.0 + 10 * step, RANKS, size_bytes=sizes, copy_s=copy_s,
+            told,
+            1,
+            step,
+            20.0 + 10 * step,
+            RANKS,
+            size_bytes=sizes,
+            copy_s=copy_s,
             durable=step == 3,
-        )  # fmt: skip
+        )
     root = told.write()
     if is_rolled_up:
         roll_up_all(root)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
+from holdfast.observe import ring_drain
 from holdfast.observe.event_files import EventFile
 from holdfast.observe.event_ring import (
     LONG_AREA,
@@ -33,6 +34,7 @@ from holdfast.observe.event_ring import (
 from holdfast.observe.records import RecordReader
 from holdfast.observe.ring_drain import RingDrain, end_ring_alone
 from holdfast.observe.ring_records import SCHEMA, Moment, pack_long, read_moment, unpack
+from holdfast.protocol.arena import process_start
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
 
@@ -503,3 +505,17 @@ def test_a_record_behind_a_head_that_went_back_is_waited_for(arena: Path, tmp_pa
     assert not mapped(ring).is_drained()
     drain.poll()
     assert steps(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_process_that_has_the_number_of_a_writer_is_not_taken_for_it(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = make_ring(arena)
+    for start, is_known in ((process_start(os.getpid()), True), (5, False)):
+        monkeypatch.setattr(ring_drain, "process_start", lambda pid, start=start: start)
+        drain = make_drain(tmp_path)
+        drain.poll()
+        (one,) = drain._rings.values()
+        assert (one.writer >= 0) == is_known
+        drain.close()
+    assert ring.writer

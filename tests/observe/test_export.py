@@ -45,9 +45,17 @@ def run(tmp_path: Path) -> Path:
     ]
     for rank, host in enumerate("ab"):
         restored = events.Restored(
-            incarnation=2, step=3, rank=rank, source="memory", elapsed_s=0.5, size_bytes=9,
-            saved_world=2, world=2, parent_incarnation=1, read_bytes=9,
-        )  # fmt: skip
+            incarnation=2,
+            step=3,
+            rank=rank,
+            source="memory",
+            elapsed_s=0.5,
+            size_bytes=9,
+            saved_world=2,
+            world=2,
+            parent_incarnation=1,
+            read_bytes=9,
+        )
         lines.append(told(restored, 200.8 + rank / 10, host))
     for rank in (-1, 0, 1):
         missed = events.SnapshotMissed(
@@ -82,8 +90,10 @@ def test_lines_are_the_records_as_they_were_read(
     assert len(rows) == len(read)
     for row, (event, head) in zip(rows, read, strict=True):
         assert (row["event"], row["step"], row["rank"]) == (
-            type(event).__name__, event.step, event.rank,
-        )  # fmt: skip
+            type(event).__name__,
+            event.step,
+            event.rank,
+        )
         assert (row["time_s"], row["by_host"]) == (head.time_s, head.by_host)
     capsysbinary.readouterr()
     assert main(["events", str(run), "--kind", "Restored", "--kind", "TrainerLost"]) == 0
@@ -262,8 +272,11 @@ def test_a_receiver_gets_a_trace_of_each_save_and_recovery_over_all_hosts(
 
 @pytest.mark.usefixtures("otel")
 def test_a_recovery_begins_with_the_first_death(run: Path) -> None:
-    spans = [s for s in telemetry_of(read_spans(run, RecordChoice()))
-             if s.trace_id == trace_id_of("run-7", "recovery", 2)]  # fmt: skip
+    spans = [
+        s
+        for s in telemetry_of(read_spans(run, RecordChoice()))
+        if s.trace_id == trace_id_of("run-7", "recovery", 2)
+    ]
     assert [s.name for s in spans] == ["recovery", "down", "restore", "restore"]
     assert spans[0].start_ns == spans[1].start_ns == round((WALL_S + 110) * 1e9)
     assert spans[1].end_ns == round((WALL_S + 200) * 1e9)

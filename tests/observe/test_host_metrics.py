@@ -85,10 +85,11 @@ def test_outcomes_are_counted_as_the_keeper_tells_them_and_not_by_every_rank_aga
     captured = events.SnapshotCaptured(incarnation=2, step=7, elapsed_s=0.5, world=4)
     missed = [events.SnapshotMissed(step=8, rank=rank, reason="late") for rank in (-1, 0, 1)]
     differ = [
-        events.ReplicasDiffer(rank=rank, leaf="w", box="", ranks=(1,), replicas=2,
-                              is_known_which=False)
+        events.ReplicasDiffer(
+            rank=rank, leaf="w", box="", ranks=(1,), replicas=2, is_known_which=False
+        )
         for rank in (-1, 0, 1)
-    ]  # fmt: skip
+    ]
     found = values_of(captured, *missed, *differ)
     assert found["holdfast_generations", "captured"] == 1
     assert found["holdfast_generations", "missed"] == 1

@@ -95,8 +95,19 @@ def test_a_recovery_begins_with_the_death_before_it() -> None:
     host.hear(told(second, 130.0))
     restored: dict[str, Any] = {"source": "memory", "size_bytes": 1, "saved_world": 2, "world": 2}
     for rank in (0, 1):
-        host.hear(told(events.Restored(incarnation=2, rank=rank, step=4, elapsed_s=2.0,
-                                       parent_incarnation=1, **restored), 133.0))  # fmt: skip
+        host.hear(
+            told(
+                events.Restored(
+                    incarnation=2,
+                    rank=rank,
+                    step=4,
+                    elapsed_s=2.0,
+                    parent_incarnation=1,
+                    **restored,
+                ),
+                133.0,
+            )
+        )
     host.look(SETTLED_S + 1)
     ((root, *others),) = host.sent
     assert root.name == "recovery" and not root.parent
@@ -297,9 +308,13 @@ def test_the_keeper_of_a_real_run_sends_its_saves(tmp_path: Path, arena_dir: Pat
         from support.peers.peering import wait_for
 
         def spans() -> list[Any]:
-            return [span for body in list(bodies)
-                    for resource in ExportTraceServiceRequest.FromString(body).resource_spans
-                    for scope in resource.scope_spans for span in scope.spans]  # fmt: skip
+            return [
+                span
+                for body in list(bodies)
+                for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+                for scope in resource.scope_spans
+                for span in scope.spans
+            ]
 
         # The keeper ends after the trainer has, and sends what it has.
         wait_for(lambda: sum(s.name == "persist" for s in spans()) >= 3, "spans", 40)

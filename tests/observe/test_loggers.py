@@ -40,9 +40,16 @@ def held(step: int, incarnation: int) -> events.SaveReturned:
 
 def restored(step: int, incarnation: int) -> events.Restored:
     return events.Restored(
-        incarnation=incarnation, step=step, rank=0, source="memory", elapsed_s=0.5, size_bytes=7,
-        saved_world=1, world=1, parent_incarnation=incarnation - 1,
-    )  # fmt: skip
+        incarnation=incarnation,
+        step=step,
+        rank=0,
+        source="memory",
+        elapsed_s=0.5,
+        size_bytes=7,
+        saved_world=1,
+        world=1,
+        parent_incarnation=incarnation - 1,
+    )
 
 
 #: step -> the value that is left after two fall-backs
@@ -97,8 +104,9 @@ def test_wandb_keeps_all_on_an_axis_of_its_own(
     until_s = time.monotonic() + 20
     while len(rows := history_of(path)) < 15 and time.monotonic() < until_s:
         time.sleep(0.1)  # its service writes the file behind the run's end
-    seen = [(row["holdfast/step"], row["holdfast/held_s"]) for row in rows
-            if "holdfast/held_s" in row]  # fmt: skip
+    seen = [
+        (row["holdfast/step"], row["holdfast/held_s"]) for row in rows if "holdfast/held_s" in row
+    ]
     wanted = [(s, n + s / 100) for n, (steps, _) in enumerate(STARTS, 1) for s in steps]
     assert seen == wanted, "none is dropped for its smaller step"
 

@@ -100,8 +100,10 @@ def test_the_page_draws_the_mesh_with_the_slow_ranks_darkest(
     assert "copying over the mesh, tp to the right; darkest 870 ms" in Page(text).seen
     drawn = text[text.index('class="map map-copy_s rows-mesh"') :]
     drawn = drawn[: drawn.index("</svg>")]
-    cells = {name: float(shade) for shade, name in
-             re.findall(r'fill-opacity="([\d.]+)"><title>(dp \d, tp \d), rank', drawn)}  # fmt: skip
+    cells = {
+        name: float(shade)
+        for shade, name in re.findall(r'fill-opacity="([\d.]+)"><title>(dp \d, tp \d), rank', drawn)
+    }
     assert len(cells) == 8
     assert {name for name, shade in cells.items() if shade > 0.9} == {"dp 1, tp 3", "dp 0, tp 3"}
 

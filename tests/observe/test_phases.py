@@ -74,8 +74,9 @@ def test_the_page_has_a_map_of_every_phase(run: Path, tmp_path: Path) -> None:
 
 
 def test_traces_and_metrics_have_every_phase(run: Path) -> None:
-    found = {span.name: span for span in read_spans(run, RecordChoice()).every_span()
-             if span.step == 2}  # fmt: skip
+    found = {
+        span.name: span for span in read_spans(run, RecordChoice()).every_span() if span.step == 2
+    }
     metrics = HostMetrics("1")
     for path in sorted((run / "events").iterdir()):
         for line in path.read_bytes().splitlines():

@@ -67,44 +67,65 @@ ALERTS: dict[str, tuple[dict[str, str], int, int]] = {
     "HoldfastNothingCaptured": (stale("captured"), 90, 150),
     "HoldfastNothingDurable": (stale("durable"), 90, 150),
     "HoldfastSavesMissed": (
-        counts("holdfast_generations_total", 'outcome="missed"'), 50, 120,
+        counts("holdfast_generations_total", 'outcome="missed"'),
+        50,
+        120,
     ),
     "HoldfastNotProtected": (
-        counts("holdfast_generations_total", 'outcome="not_protected"'), 50, 120,
+        counts("holdfast_generations_total", 'outcome="not_protected"'),
+        50,
+        120,
     ),
     "HoldfastStorageFails": (
-        counts("holdfast_generations_total", 'outcome="not_durable"'), 50, 120,
+        counts("holdfast_generations_total", 'outcome="not_durable"'),
+        50,
+        120,
     ),
     "HoldfastStorageBehind": (
-        counts("holdfast_storage_queue_age_seconds", values="5x30 700x30 0x60"), 50, 80,
+        counts("holdfast_storage_queue_age_seconds", values="5x30 700x30 0x60"),
+        50,
+        80,
     ),
     "HoldfastStorageSlower": (
-        {WRITE: "0+1x600 601+3x120 964+1x300", DURABLE: "0+100x1000"}, 700, 900,
+        {WRITE: "0+1x600 601+3x120 964+1x300", DURABLE: "0+100x1000"},
+        700,
+        900,
     ),
     "HoldfastTrainerLost": (counts("holdfast_trainers_lost_total"), 50, 120),
     "HoldfastNoTrainers": (counts("holdfast_trainers", values="1x30 0x30 1x60"), 50, 80),
     "HoldfastRestartLoop": (
-        counts("holdfast_incarnation", values="1x30 2+1x8 10x120"), 39, 120,
+        counts("holdfast_incarnation", values="1x30 2+1x8 10x120"),
+        39,
+        120,
     ),
     "HoldfastKeeperRestarts": (
-        counts("holdfast_keeper_start_time_seconds", values="1x30 2x5 3x120"), 40, 120,
+        counts("holdfast_keeper_start_time_seconds", values="1x30 2x5 3x120"),
+        40,
+        120,
     ),
     "HoldfastDamage": (counts("holdfast_damage_found_total", 'outcome="repaired"'), 50, 170),
     "HoldfastSourceDropped": (counts("holdfast_sources_dropped_total"), 50, 170),
     "HoldfastReplicasDiffer": (counts("holdfast_replicas_differ_total"), 50, 170),
     "HoldfastMemoryFull": (
         counts("holdfast_arena_bytes", 'use="free"', "500x30 1x30 500x60")
-        | counts("holdfast_arena_bytes", 'use="slots"', "500x30 999x30 500x60"), 50, 80,
+        | counts("holdfast_arena_bytes", 'use="slots"', "500x30 999x30 500x60"),
+        50,
+        80,
     ),
-    "HoldfastRefused": (counts("holdfast_refused_total", 'door="peers"', "0x30 9+9x30 279x90"),
-                        50, 120),
+    "HoldfastRefused": (
+        counts("holdfast_refused_total", 'door="peers"', "0x30 9+9x30 279x90"),
+        50,
+        120,
+    ),
     "HoldfastKeeperHeld": (counts("holdfast_loop_held_total", "", "0x30 9+9x30 279x90"), 50, 120),
     "HoldfastEventsDropped": (counts("holdfast_events_dropped_total"), 50, 170),
     "HoldfastPressure": (
-        counts("holdfast_pressure_ratio", 'resource="io"', "0.1x30 0.9x60 0.1x60"), 70, 120,
+        counts("holdfast_pressure_ratio", 'resource="io"', "0.1x30 0.9x60 0.1x60"),
+        70,
+        120,
     ),
     "HoldfastWarned": (counts("holdfast_warnings_total"), 50, 120),
-}  # fmt: skip
+}
 
 
 def tool(name: str) -> str:

@@ -207,8 +207,12 @@ def test_a_restore_is_from_as_far_away_as_that_of_the_farthest_rank(tmp_path: Pa
     told = Told(tmp_path)
     ranks = {0: "a", 1: "b", 2: "c"}
     tell_start(told, 1, 10.0, ranks)
-    for number, origins in ((2, ("memory",) * 3), (3, ("memory", "peers", "memory")),
-                            (4, ("decoded",) * 3), (5, ("",) * 3)):  # fmt: skip
+    for number, origins in (
+        (2, ("memory",) * 3),
+        (3, ("memory", "peers", "memory")),
+        (4, ("decoded",) * 3),
+        (5, ("",) * 3),
+    ):
         tell_start(told, number, 100.0 * number, ranks)
         for (rank, host), origin in zip(ranks.items(), origins, strict=True):
             source = "memory" if origin else "storage"
@@ -217,8 +221,11 @@ def test_a_restore_is_from_as_far_away_as_that_of_the_farthest_rank(tmp_path: Pa
             told(restored, 100.0 * number + 20, host)
     report = read_report(told.write())
     assert [each.sources for each in report.restores] == [
-        ("memory",), ("memory", "peers"), ("decoded",), ("storage",),
-    ]  # fmt: skip
+        ("memory",),
+        ("memory", "peers"),
+        ("decoded",),
+        ("storage",),
+    ]
     assert report.ledger is not None
     assert report.ledger.restore_s == {"memory": 4, "peers": 6, "decoded": 8, "storage": 10}
     assert report.ledger.seconds["restore"] == 28.0

@@ -173,8 +173,13 @@ def test_who_does_not_see_the_drawings_has_their_figures(tmp_path: Path) -> None
     written = text[text.index('<div class="map map-write_s rows-rank">') :]
     rows = re.findall(r"<tr>(.*?)</tr>", written[: written.index("</table>")])
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows[1:]]
-    values = [s for save in report.saves if "write_s" in save.phases
-              for rank, s in save.phases["write_s"].slowest if rank == 3]  # fmt: skip
+    values = [
+        s
+        for save in report.saves
+        if "write_s" in save.phases
+        for rank, s in save.phases["write_s"].slowest
+        if rank == 3
+    ]
     mean, largest = map(seconds_text, (statistics.fmean(values), max(values)))
     assert cells[0][:5] == ["rank 3", "b", str(len(values)), mean, largest]
 
@@ -199,8 +204,13 @@ def test_the_heat_map_opens_with_the_phase_that_is_slow_and_says_its_figures(
     assert checked == ("write_s", "writing"), "rank 3 of b writes slowly"
     (drawn,) = re.findall(r'<div class="map map-write_s rows-rank">.*?<svg.*?>(.*?)</svg>', text)
     words = re.findall(r"<text [^>]*>([^<]+)</text>", drawn)
-    values = [s for save in report.saves if "write_s" in save.phases
-              for rank, s in save.phases["write_s"].slowest if rank == 3]  # fmt: skip
+    values = [
+        s
+        for save in report.saves
+        if "write_s" in save.phases
+        for rank, s in save.phases["write_s"].slowest
+        if rank == 3
+    ]
     assert words[
         words.index("rank 3 on b") + 1
     ] == f"{seconds_text(statistics.fmean(values))}, " + ("1.00 MB")

@@ -38,10 +38,14 @@ def restored_run(root: Path, slow: dict[int, float] | None = None, **times: floa
     for rank, host in RANKS.items():
         read_s = (slow or {}).get(rank, 2.0)
         fields: dict[str, Any] = {
-            "elapsed_s": 10.0, "read_s": read_s, "verify_s": 1.0, "plan_s": 1.0,
-            "inventory_s": 1.0 if rank == 0 else 0.0, "copy_s": 0.001,
+            "elapsed_s": 10.0,
+            "read_s": read_s,
+            "verify_s": 1.0,
+            "plan_s": 1.0,
+            "inventory_s": 1.0 if rank == 0 else 0.0,
+            "copy_s": 0.001,
             "meet_s": 7.9 - read_s - (rank == 0),
-        }  # fmt: skip
+        }
         of_save = {"source": "storage", "step": 9, "parent_incarnation": 1, "size_bytes": 8}
         told(of(events.Restored, 2, rank, **of_save, **(fields | times)), 131.0, host)
     return told.write()
@@ -78,9 +82,12 @@ def test_every_view_says_where_the_time_of_a_restore_went(tmp_path: Path) -> Non
         if span.name == "restore" and span.rank == 2
     )
     assert {one.name: one.length_s for one in span.inner} == {
-        "restore_plan": 1.0, "restore_read": 7.0, "restore_verify": 1.0, "restore_copy": 0.001,
+        "restore_plan": 1.0,
+        "restore_read": 7.0,
+        "restore_verify": 1.0,
+        "restore_copy": 0.001,
         "restore_meet": pytest.approx(0.9),
-    }  # fmt: skip
+    }
     assert all(span.start_s <= one.start_s and one.end_s <= span.end_s for one in span.inner)
     run = LiveRun()
     for event, head in FileTails(root).read():
@@ -118,8 +125,17 @@ def test_a_host_is_named_in_its_own_start_only(tmp_path: Path) -> None:
 
 
 def test_the_line_of_the_log_says_what_took_longest() -> None:
-    event = of(events.Restored, 2, step=9, source="storage", elapsed_s=10.0, read_s=7.0,
-               verify_s=2.0, plan_s=0.5, set_s=0.4)  # fmt: skip
+    event = of(
+        events.Restored,
+        2,
+        step=9,
+        source="storage",
+        elapsed_s=10.0,
+        read_s=7.0,
+        verify_s=2.0,
+        plan_s=0.5,
+        set_s=0.4,
+    )
     assert phrase_of(event).endswith("ranks: read 7.00 s, verify 2.00 s, plan 500 ms")
 
 

@@ -43,13 +43,24 @@ def host_saves(host: int, steps: range, chance: random.Random) -> list[SaveRollu
         of = [(ranks[0], ranks[-1])]
         saves.append(
             SaveRollup(
-                1 + (step > 6), step, phases, {"copy_s": PhaseValues(some, [1.5] * len(some))},
-                calls, [(0, at_s + 1)] if chance.random() < 0.7 else [], chance.random(),
-                asked_bytes=chance.randrange(1 << 40), image_bytes=7, images=8, written=kind,
-                ring_bytes=chance.randrange(9), asked_durable=kind > 3, asked=of, copied=of,
+                1 + (step > 6),
+                step,
+                phases,
+                {"copy_s": PhaseValues(some, [1.5] * len(some))},
+                calls,
+                [(0, at_s + 1)] if chance.random() < 0.7 else [],
+                chance.random(),
+                asked_bytes=chance.randrange(1 << 40),
+                image_bytes=7,
+                images=8,
+                written=kind,
+                ring_bytes=chance.randrange(9),
+                asked_durable=kind > 3,
+                asked=of,
+                copied=of,
                 stored=of[: kind % 2],
             )
-        )  # fmt: skip
+        )
     return saves
 
 

@@ -92,10 +92,17 @@ def tell_run(root: Path, ranks: dict[int, str], saves: int = 12) -> Path:
                 told(done, at_s + 8, host)
         for host in ("a", "b"):
             sample = of(
-                events.HostSampled, 2, -1, host=host, queued_s=step / 10, free_bytes=1000 - step,
-                cpu_pressure=0.1, io_pressure=0.4 if host == "b" else -1.0, keeper_bytes=step,
+                events.HostSampled,
+                2,
+                -1,
+                host=host,
+                queued_s=step / 10,
+                free_bytes=1000 - step,
+                cpu_pressure=0.1,
+                io_pressure=0.4 if host == "b" else -1.0,
+                keeper_bytes=step,
                 doing={"training": 1 + step} if step % 2 else {"evaluation": 1},
-            )  # fmt: skip
+            )
             told(sample, at_s + 5, host)
     for rank, host in ranks.items():
         told(of(events.RunEnded, 2, rank, outcome="closed"), 80.0 + 20 * saves, host)
@@ -248,9 +255,17 @@ def test_what_ranks_have_not_done_is_in_roll_ups(tmp_path: Path) -> None:
     tell_start(told, 1, 10.0, RANKS)
     for rank, host in RANKS.items():
         returned = of(
-            events.SaveReturned, 1, rank, step=3, held_s=0.1, describe_s=0.0, volatile_s=0.0,
-            wait_previous_s=0.0, size_bytes=10, durable=True,
-        )  # fmt: skip
+            events.SaveReturned,
+            1,
+            rank,
+            step=3,
+            held_s=0.1,
+            describe_s=0.0,
+            volatile_s=0.0,
+            wait_previous_s=0.0,
+            size_bytes=10,
+            durable=True,
+        )
         told(returned, 20.0, host)
         if rank != 4:
             copied = of(

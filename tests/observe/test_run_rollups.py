@@ -90,9 +90,16 @@ def tell_many_hosts(root: Path) -> Path:
         told(returned, 20.21 + 10 * step, "h39")
     for at in range(40):
         compared = of(
-            events.ClocksCompared, 1, -1, host="h39", other="h00", other_boot="b",
-            ahead_s=ahead_s["h39"] - ahead_s["h00"], error_s=0.001, round_trip_s=0.002 + at / 1e5,
-        )  # fmt: skip
+            events.ClocksCompared,
+            1,
+            -1,
+            host="h39",
+            other="h00",
+            other_boot="b",
+            ahead_s=ahead_s["h39"] - ahead_s["h00"],
+            error_s=0.001,
+            round_trip_s=0.002 + at / 1e5,
+        )
         told(compared, 15.0 + at, "h39")
     return told.write()
 
@@ -402,8 +409,14 @@ def test_what_is_of_another_version_is_not_given_up(
     heads = [read_head(path) for _, path in joined_files(root / "events")]
     start = json.loads(data)["start"]
     trail = f"{foreign.name.partition('.')[0]}.jsonl"
-    parts = [part for head in heads for one in head.trails if one.trail == trail
-             for part in one.parts if part.file == json.loads(data)["file"]]  # fmt: skip
+    parts = [
+        part
+        for head in heads
+        for one in head.trails
+        if one.trail == trail
+        for part in one.parts
+        if part.file == json.loads(data)["file"]
+    ]
     assert parts and start not in [part.start for part in parts]
 
 

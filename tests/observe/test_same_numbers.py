@@ -167,8 +167,10 @@ def test_every_view_counts_the_same_generations(
 ) -> None:
     states = [save["state"] for save in document["saves"]]
     assert {name: states.count(name) for name in set(states)} == {
-        "durable": 16, "captured": 4, "missed": 2,
-    }  # fmt: skip
+        "durable": 16,
+        "captured": 4,
+        "missed": 2,
+    }
     keeper = metrics_of(run)[0].values()[0]
     assert keeper["holdfast_generations", "durable"] == 16
     assert keeper["holdfast_generations", "captured"] == 20, "of all that were captured"

@@ -31,10 +31,20 @@ STARTS = 5
 
 def restored(number: int, rank: int, step: int, at_s: float, **fields: Any) -> events.AnyEvent:
     return of(
-        events.Restored, number, rank, step=step, parent_incarnation=number - 1, elapsed_s=at_s,
-        size_bytes=1000 + rank, read_bytes=rank, received_bytes=2 * rank, world=80, saved_world=80,
-        read_s=0.1 + rank / 100, **fields,
-    )  # fmt: skip
+        events.Restored,
+        number,
+        rank,
+        step=step,
+        parent_incarnation=number - 1,
+        elapsed_s=at_s,
+        size_bytes=1000 + rank,
+        read_bytes=rank,
+        received_bytes=2 * rank,
+        world=80,
+        saved_world=80,
+        read_s=0.1 + rank / 100,
+        **fields,
+    )
 
 
 def tell_many_starts(root: Path) -> Path:

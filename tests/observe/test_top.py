@@ -202,16 +202,35 @@ def test_after_going_back_further_than_it_knows_it_shows_what_it_went_back_to(so
     told_: list[AnyEvent] = []
     for step in range(200):
         of: dict[str, Any] = {"incarnation": 1, "step": step}
-        told_.append(events.SaveReturned(**of, rank=1, held_s=0.0, describe_s=0.0, volatile_s=0.0,
-                                         wait_previous_s=0.0, leaves=1, size_bytes=1,
-                                         durable=True))  # fmt: skip
+        told_.append(
+            events.SaveReturned(
+                **of,
+                rank=1,
+                held_s=0.0,
+                describe_s=0.0,
+                volatile_s=0.0,
+                wait_previous_s=0.0,
+                leaves=1,
+                size_bytes=1,
+                durable=True,
+            )
+        )
         told_.append(events.SnapshotCaptured(**of, elapsed_s=0, world=2))
         told_.append(events.SnapshotProtected(**of, survives="", elapsed_s=0.0))
         told_.append(events.CheckpointPublished(**of, elapsed_s=0, size_bytes=1, images=1))
     told_.append(
-        events.Restored(incarnation=2, rank=0, step=9, parent_incarnation=1, source=source,
-                        elapsed_s=1.0, size_bytes=1, world=2, saved_world=2)
-    )  # fmt: skip
+        events.Restored(
+            incarnation=2,
+            rank=0,
+            step=9,
+            parent_incarnation=1,
+            source=source,
+            elapsed_s=1.0,
+            size_bytes=1,
+            world=2,
+            saved_world=2,
+        )
+    )
     run = state_of(*told_)
     reached = {state: (at.incarnation, at.step) for state, at in run.reached.items()}
     known = {"captured": (1, 9)} | ({"durable": (1, 9)} if source == "storage" else {})
@@ -230,9 +249,18 @@ def test_what_a_run_started_from_of_another_root_is_nothing_that_it_has(
     parent: int, origin: str
 ) -> None:
     """Its start has a smaller number than that of this run, too; older versions wrote no origin."""
-    other = events.Restored(incarnation=2, rank=0, step=1000, parent_incarnation=parent,
-                            source="storage", elapsed_s=1.0, size_bytes=1, world=2,
-                            saved_world=2, origin=origin)  # fmt: skip
+    other = events.Restored(
+        incarnation=2,
+        rank=0,
+        step=1000,
+        parent_incarnation=parent,
+        source="storage",
+        elapsed_s=1.0,
+        size_bytes=1,
+        world=2,
+        saved_world=2,
+        origin=origin,
+    )
     assert state_of(other).reached == {}
     mine = events.CheckpointPublished(incarnation=2, step=1001, elapsed_s=0, size_bytes=1, images=1)
     assert state_of(other, mine).reached["durable"].step == 1001
@@ -302,8 +330,10 @@ def test_after_a_start_on_fewer_hosts_it_shows_those_that_are_left_and_their_ran
 
 def test_rates_slow_ranks_and_the_save_under_way() -> None:
     run, mine = LiveRun(), {"incarnation": 1, "step": 3}
-    run.take(events.SnapshotCaptured(incarnation=1, step=2, elapsed_s=0, world=4),
-             RecordHead(time_s=WALL_S))  # fmt: skip
+    run.take(
+        events.SnapshotCaptured(incarnation=1, step=2, elapsed_s=0, world=4),
+        RecordHead(time_s=WALL_S),
+    )
     for rank in range(4):
         copied = events.ImageCaptured(
             **mine, rank=rank, elapsed_s=1, copy_s=4.0 if rank == 2 else 1.0, size_bytes=1

@@ -117,9 +117,14 @@ def test_spans_begin_as_long_before_their_record_as_they_took(run: Path) -> None
 
 def test_inner_phases_never_end_behind_the_outer_one() -> None:
     told = events.SaveReturned(
-        held_s=1.0, describe_s=0.8, volatile_s=0.9, wait_previous_s=0.0,
-        leaves=1, size_bytes=1, durable=False,
-    )  # fmt: skip
+        held_s=1.0,
+        describe_s=0.8,
+        volatile_s=0.9,
+        wait_previous_s=0.0,
+        leaves=1,
+        size_bytes=1,
+        durable=False,
+    )
     (span,) = spans_of([(told, RecordHead(time_s=10.0))]).spans
     assert [s.end_s <= span.end_s for s in span.inner] == [True, True]
 
@@ -210,8 +215,11 @@ def decoded(path: Path) -> Any:
 
 def test_the_decoded_slices_are_the_spans_and_nest(run: Path, trace: Path) -> None:
     read = decoded(trace)
-    names = {p.track_descriptor.uuid: p.track_descriptor for p in read.packet
-             if p.HasField("track_descriptor")}  # fmt: skip
+    names = {
+        p.track_descriptor.uuid: p.track_descriptor
+        for p in read.packet
+        if p.HasField("track_descriptor")
+    }
     open_: dict[int, list[tuple[str, int]]] = defaultdict(list)
     slices = Counter[tuple[str, int, int]]()
     last_ns = 0

@@ -19,7 +19,7 @@ from holdfast.persist import commit, pins
 from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
-from holdfast.storage import objects
+from holdfast.storage import lease_lock, objects
 from holdfast.storage.base import settle_s
 from holdfast.storage.lease_lock import ONE_WRITER, LeaseTimes, ObjectLease, _parsed
 from holdfast.storage.objects import ObjectStore
@@ -218,6 +218,23 @@ def test_who_locks_a_root_after_a_silent_holder_is_not_alone_until_nothing_of_it
     world.now_s += 60
     with opened().lock("writer", "last") as lease:
         assert isinstance(lease, ObjectLease) and lease.is_alone
+
+
+@pytest.mark.promise
+def test_who_locks_a_root_after_killed_holders_is_alone_unless_one_before_them_was_silent(
+    opened: Callable[[], ObjectStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = list[bool]()
+    monkeypatch.setattr(lease_lock, "is_dead", lambda _: killed[-1])
+    is_alone = []
+    for was_killed in (True, True, True, False, True, True):
+        store = opened()
+        lease = store.lock("writer", "holder")
+        assert isinstance(lease, ObjectLease)
+        is_alone.append(lease.is_alone)
+        silent(store)
+        killed.append(was_killed)
+    assert is_alone == [True, True, True, True, False, False]
 
 
 @pytest.mark.promise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,20 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.state.rng import seeds_of
+from holdfast.errors import StateMismatch
+from holdfast.format import values as codec
+from holdfast.state.rng import numpy_state, seeds_of
+
+NUMPY: Any = np.random  # its types leave out how a generator of another kind is put into it
+KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
 
 
 @pytest.fixture(autouse=True)
 def _generators_as_before() -> Iterator[None]:
     rng = holdfast.Rng()
-    before = rng.state_dict()
+    source, before = NUMPY.get_bit_generator(), rng.state_dict()
     yield
+    NUMPY.set_bit_generator(source)
     rng.load_state_dict(before)
 
 
@@ -39,6 +45,91 @@ def test_generators_go_on_where_they_were() -> None:
 def _derived(saved: dict[str, Any], rank: int) -> Any:
     holdfast.Rng().derive(saved, rank)
     return _draws()
+
+
+def _as_read(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = codec.decode(
+        codec.from_bytes(codec.to_bytes(codec.encode(state)), "a test")
+    )
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_generator_that_numpy_was_given_goes_on_where_it_was(kind: Any) -> None:
+    rng = holdfast.Rng()
+    NUMPY.set_bit_generator(kind(3))
+    np.random.randn(3)  # an odd count: a number is held back for the next call
+    np.random.randint(2**31, dtype=np.int32)  # and, of 64 bits that were drawn, 32
+    saved = _as_read(rng.state_dict())
+    expected = np.random.randn(4), np.random.randint(2**31, size=3, dtype=np.int32), _draws()
+    NUMPY.set_bit_generator(kind(9))
+    np.random.randn()
+    rng.load_state_dict(saved)
+    found = np.random.randn(4), np.random.randint(2**31, size=3, dtype=np.int32), _draws()
+    assert codec.encode(found) == codec.encode(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_rank_seeds_the_generator_that_numpy_was_given(kind: Any) -> None:
+    rng = holdfast.Rng()
+    NUMPY.set_bit_generator(kind(3))
+    saved, found = rng.state_dict(), []
+    for drawn, rank in ((1, 7), (2, 7), (2, 8)):
+        np.random.randn(drawn)
+        rng.derive(saved, rank)
+        found.append(np.random.randn(3).tolist())
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(("saved", "now"), [("MT19937", "PCG64"), ("PCG64", "MT19937")])
+def test_a_generator_of_numpy_of_another_kind_is_refused_by_name(saved: str, now: str) -> None:
+    NUMPY.set_bit_generator(getattr(np.random, saved)(3))
+    state = holdfast.Rng().state_dict()
+    NUMPY.set_bit_generator(getattr(np.random, now)(3))
+    with pytest.raises(StateMismatch, match=f"was a {saved} when it was saved, now it is a {now}"):
+        holdfast.Rng().load_state_dict(state)
+
+
+BEGIN = random.Random(4).getstate()
+MOVES: list[tuple[str, Callable[[], Any]]] = [
+    ("nothing", lambda: None),
+    ("a word", random.random),
+    ("bits", lambda: random.getrandbits(1)),
+    ("the second of two", lambda: random.gauss(0, 1)),
+    ("a seed", lambda: random.seed(4)),
+    ("back", lambda: random.setstate(BEGIN)),
+    ("a word of numpy", np.random.random),
+    ("the second of two of numpy", np.random.randn),
+    ("what numpy remembers of a distribution", lambda: np.random.binomial(40, 0.5)),
+    ("a seed of numpy", lambda: np.random.seed(4)),
+    ("numpy's held back", lambda: _change_numpy(3, 1)),
+    ("numpy's whether", lambda: _change_numpy(3, 0)),
+    ("numpy's number", lambda: _change_numpy(4, 0.25)),
+    ("another of numpy's kind", lambda: NUMPY.set_bit_generator(np.random.MT19937(4))),
+    ("another kind of numpy", lambda: NUMPY.set_bit_generator(np.random.PCG64(4))),
+]
+
+
+def _change_numpy(at: int, value: float) -> None:
+    state = numpy_state()
+    if isinstance(state, tuple):
+        np.random.set_state((*state[:at], value, *state[at + 1 :]))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("seed", range(5))
+def test_the_state_is_that_of_the_generator_whatever_has_been_done_to_it(seed: int) -> None:
+    order = random.Random(seed)
+    for _ in range(200):
+        name, move = order.choice(MOVES)
+        move()
+        expected: Any = np.random.get_state(legacy=False)
+        found: Any = numpy_state()
+        if not isinstance(found, dict):
+            kind, keys, place, has_gauss, gauss = found
+            found = {"bit_generator": kind, "state": {"key": keys, "pos": place}}
+            found |= {"has_gauss": has_gauss, "gauss": gauss}
+        assert codec.encode(found) == codec.encode(expected), name
 
 
 def test_a_new_rank_draws_the_same_at_every_restore_and_other_numbers_than_any_rank() -> None:

@@ -16,7 +16,7 @@ from holdfast.errors import AlreadyPublished, RootBusy, StorageError, UsageError
 from holdfast.storage import open as roots
 from holdfast.storage import tokens
 from holdfast.storage.azure_account import account
-from holdfast.storage.base import heads
+from holdfast.storage.base import ImageSink, heads
 from holdfast.storage.bucket import Bucket, Outcome
 from holdfast.storage.google import GoogleBucket
 from holdfast.storage.objects import ObjectStore
@@ -209,38 +209,44 @@ def test_of_an_image_whose_last_answers_are_lost_all_or_nothing_is_there(
     assert number > 2
 
 
+def _finish_amid(sink: ImageSink, faults: Faults, fault: str, number: int) -> tuple[bool, bool]:
+    """Finishes an image whose changes meet the fault from the ``number``-th request on: returns
+    whether it is told finished, and whether there was such a request.
+    """
+    before = len(faults.log)
+
+    def chosen(kind: str, key: str) -> str:
+        is_read = kind.startswith(("GET", "HEAD"))
+        return fault if len(faults.log) - before >= number and not is_read else ""
+
+    faults.of = chosen
+    try:
+        sink.finish()
+        is_done = True
+    except StorageError:
+        is_done = False
+    sent, faults.of = len(faults.log) - before, lambda kind, key: ""
+    return is_done, sent >= number
+
+
 @pytest.mark.promise
 @pytest.mark.parametrize("fault", ["lost", "dropped"])
 def test_an_image_that_takes_anothers_place_is_not_told_finished_unless_it_has(
     store: ObjectStore, faults: Faults, fault: str
 ) -> None:
-    old, new, number = content(), content(1), 1
-    while True:
+    old, new, number, is_met = content(), content(1), 0, True
+    while is_met:
+        number += 1
         path = f"steps/{number}/image"
         first = store.create(path, SIZE)
         fill(first, old)
         first.finish()
         sink = store.create(path, SIZE, aside=f"aside/{number}")
         fill(sink, new)
-        before = len(faults.log)
-
-        def chosen(kind: str, key: str, number: int = number, before: int = before) -> str:
-            is_read = kind.startswith(("GET", "HEAD"))
-            return fault if len(faults.log) - before >= number and not is_read else ""
-
-        faults.of = chosen
-        try:
-            sink.finish()
-            is_done = True
-        except StorageError:
-            is_done = False
-        sent, faults.of = len(faults.log) - before, lambda kind, key: ""
+        is_done, is_met = _finish_amid(sink, faults, fault, number)
         there = store.read(path)
         assert there == new if is_done else there in (old, new)
         assert store.read(f"aside/{number}") == old
-        if sent < number:
-            break
-        number += 1
 
 
 @pytest.mark.promise
@@ -248,32 +254,18 @@ def test_an_image_that_takes_anothers_place_is_not_told_finished_unless_it_has(
 def test_an_image_is_not_told_finished_because_anothers_came_to_its_place(
     store: ObjectStore, faults: Faults, fault: str
 ) -> None:
-    other, own, number = content(), content(1), 1
-    while True:
+    other, own, number, is_met = content(), content(1), 0, True
+    while is_met:
+        number += 1
         path = f"steps/{number}/image"
         sink = store.create(path, SIZE)
         fill(sink, own)
         first = store.create(path, SIZE)
         fill(first, other)
         first.finish()
-        before = len(faults.log)
-
-        def chosen(kind: str, key: str, number: int = number, before: int = before) -> str:
-            is_read = kind.startswith(("GET", "HEAD"))
-            return fault if len(faults.log) - before >= number and not is_read else ""
-
-        faults.of = chosen
-        try:
-            sink.finish()
-            is_done = True
-        except StorageError:
-            is_done = False
-        sent, faults.of = len(faults.log) - before, lambda kind, key: ""
+        is_done, is_met = _finish_amid(sink, faults, fault, number)
         there = store.read(path)
         assert there == own if is_done else there in (other, own)
-        if sent < number:
-            break
-        number += 1
 
 
 # Conditions.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import threading
 import uuid
 
 import pytest
 
 from holdfast.cli.doctor import root as doctor_root
 from holdfast.cli.doctor.root import probe_storage
+from holdfast.storage import racers
 from holdfast.storage.racers import RaceReport, race
+from support.servers.bucket_model import World, model_store
 from support.servers.object_servers import BUCKET, ObjectServer, object_store, use
 
 
@@ -33,6 +38,23 @@ def test_a_deep_look_of_doctor_races_and_judges(
     monkeypatch.setattr(doctor_root, "race_in_bucket", lambda _: RaceReport((1, 0), (1, 1)))
     found = probe_storage(root, deep=True)
     assert not found.fault and len(found.kept) == len(probe_storage(root).kept) + 2
+
+
+@pytest.mark.parametrize("fault", ["lost", "busy"])
+def test_a_racer_whose_answer_was_lost_is_told_by_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    world = World()
+    store = model_store(world, monkeypatch)
+    monkeypatch.setattr(racers, "open_bucket", lambda *_, **__: store.bucket)
+    faults = itertools.cycle([fault, ""])  # of each write the first try, not the second
+    world.fault = lambda kind, key: next(faults) if kind == "PUT" else ""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    racers._race((store.bucket.name, store.url, "root/"), 0, 3, threading.Barrier(1), theirs)
+    assert ours.recv() == ([True] * 3, [True] * 3)
+    world.fault, world.before = lambda kind, key: "", lambda: world.keep("root/0", b"another's")
+    racers._race((store.bucket.name, store.url, "root/"), 0, 1, threading.Barrier(1), theirs)
+    assert ours.recv() == ([False], [True]), "another has created it"
 
 
 @pytest.mark.slow

@@ -222,9 +222,11 @@ def test_a_renewal_counts_from_when_the_object_changed_and_not_from_when_it_was_
         watched, taken = world.tag(lease.key), [False]
 
         def take(
-            world: World = world, key: str = lease.key, watched: str = watched,
+            world: World = world,
+            key: str = lease.key,
+            watched: str = watched,
             taken: list[bool] = taken,
-        ) -> None:  # fmt: skip
+        ) -> None:
             said = {**json.loads(world.objects[key]), "owner": "second", "nonce": "other"}
             if_match, data = {"if-match": watched}, json.dumps(said).encode()
             taken[0] = world.answer("PUT", key, {}, if_match, data).is_done

@@ -6,6 +6,7 @@ data where these are a stream, and in itself.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import random
 import struct
@@ -17,6 +18,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from holdfast.errors import UsageError
+from holdfast.format import values as codec
+from holdfast.state.rng import numpy_state, plain_numpy_state, set_numpy_state
 
 
 def order_state(loader: Any) -> dict[str, Any]:
@@ -32,18 +35,21 @@ def process_state() -> dict[str, Any]:
     """Returns the states of the process's generators, as plain values."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
-        found["numpy"] = _of_numpy(sys.modules["numpy"].random)
+        found["numpy"] = numpy_state()
     return found
 
 
 def packed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what ``process_state`` returned with bytes in place of numbers and of a tensor, which
-    a save encodes in a fifth of the time.
+    """Returns what ``process_state`` returned with text in place of numbers and of a tensor: each
+    save of an epoch has it, and text is encoded already.
     """
-    found = {"torch": bytes_of(state["torch"]), "python": _pack(state["python"])}
+    version, numbers, gauss = _pack(state["python"])
+    found = {"torch": text_of(state["torch"]), "python": (version, _text(numbers), gauss)}
     if "numpy" in state:
-        kind, keys, *rest = state["numpy"]
-        found["numpy"] = (kind, keys.tobytes(), *rest)
+        found["numpy"] = state["numpy"]
+        if isinstance(found["numpy"], tuple):
+            kind, keys, *rest = found["numpy"]
+            found["numpy"] = (kind, _text(keys.tobytes()), *rest)
     return found
 
 
@@ -58,28 +64,30 @@ def is_process_at(state: Mapping[str, Any]) -> bool:
     return "numpy" not in state or _is_numpy_at(state["numpy"])
 
 
-def _is_numpy_at(state: tuple[Any, ...]) -> bool:
-    _, keys, position, has_gauss, _ = state
-    source = getattr(sys.modules["numpy"].random, "get_bit_generator", lambda: None)()
-    if source is not None and not has_gauss:
-        # A number that is held back comes with a move: without one its words say all, and numpy's
-        # own way to them takes a hundred times as long.
-        words = keys.tobytes() + struct.pack("=i", position)
-        return bool(ctypes.string_at(source.ctypes.state_address, len(words)) == words)
-    now = _of_numpy(sys.modules["numpy"].random)
-    return now[2:] == state[2:] and bool((now[1] == keys).all())
+def _is_numpy_at(state: Any) -> bool:
+    if isinstance(state, tuple) and not state[3]:
+        kinds: Any = sys.modules["numpy"].random
+        source: Any = getattr(kinds, "get_bit_generator", lambda: None)()
+        if type(source) is kinds.MT19937:
+            # A number that is held back comes with a move: without one its words say all, and
+            # numpy's own way to them takes a hundred times as long.
+            words = state[1].tobytes() + struct.pack("=i", state[2])
+            return bool(ctypes.string_at(source.ctypes.state_address, len(words)) == words)
+    return bool(codec.encode(numpy_state()) == codec.encode(state))
 
 
 def set_process_generators(state: Mapping[str, Any]) -> None:
-    """Sets torch's, Python's and numpy's generators; the first versions kept no bytes."""
+    """Sets torch's, Python's and numpy's generators; earlier versions kept bytes, or numbers."""
     torch.set_rng_state(tensor_of(state["torch"]))
     random.setstate(_unpacked(state["python"]))
     if "numpy" in state and "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        kind, keys, *rest = state["numpy"]
-        if isinstance(keys, bytes):
-            keys = numpy.frombuffer(keys, dtype=numpy.uint32)
-        numpy.random.set_state((kind, keys, *rest))
+        found = state["numpy"]
+        if not isinstance(found, dict):
+            kind, keys, *rest = found
+            if isinstance(keys, str | bytes):
+                keys = sys.modules["numpy"].frombuffer(_bytes(keys), dtype="uint32")
+            found = (kind, keys, *rest)
+        set_numpy_state(found)
 
 
 def set_own_generators(loader: Any, state: Mapping[str, Any]) -> None:
@@ -144,7 +152,7 @@ def _state_of(generator: Any) -> Any:
         return _pack(generator.getstate())
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
-    return _of_numpy(generator)
+    return plain_numpy_state(generator.get_state(legacy=False))
 
 
 def _set_state(generator: Any, state: Any) -> None:
@@ -158,22 +166,25 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _of_numpy(source: Any) -> tuple[Any, ...]:
-    kind, keys, position, has_gauss, gauss = source.get_state()
-    return kind, keys, int(position), int(has_gauss), float(gauss)
-
-
-def bytes_of(state: torch.Tensor) -> bytes:
-    """Returns the state of a generator of torch as bytes."""
-    return bytes(state.numpy())
+def text_of(state: torch.Tensor) -> str:
+    """Returns the state of a generator of torch as text."""
+    return _text(state.numpy())
 
 
 def tensor_of(state: Any) -> torch.Tensor:
-    """Returns what ``bytes_of`` was given; the first versions kept a tensor."""
-    if isinstance(state, bytes):
-        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    """Returns what ``text_of`` was given; earlier versions kept bytes, and the first a tensor."""
+    if isinstance(state, str | bytes):
+        return torch.frombuffer(bytearray(_bytes(state)), dtype=torch.uint8)
     found: torch.Tensor = state.cpu()
     return found
+
+
+def _text(data: Any) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return base64.b64decode(text, validate=True) if isinstance(text, str) else text
 
 
 def _pack(state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -184,6 +195,7 @@ def _pack(state: tuple[Any, ...]) -> tuple[Any, ...]:
 def _unpacked(state: Any) -> tuple[Any, ...]:
     """Returns a state of Python's generator; the first versions kept its numbers one by one."""
     version, numbers, gauss = state
-    if isinstance(numbers, bytes):
+    if isinstance(numbers, str | bytes):
+        numbers = _bytes(numbers)
         numbers = struct.unpack(f"<{len(numbers) // 4}I", numbers)
     return version, tuple(numbers), gauss

@@ -21,7 +21,7 @@ import torch
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import NotFound, UsageError
 from holdfast.events import warn
-from holdfast.integrations.orders import bytes_of, tensor_of
+from holdfast.integrations.orders import tensor_of, text_of
 from holdfast.integrations.seam import Adapter, missing, restore_loop_first
 from holdfast.integrations.trainer_logs import (
     counts_of_trl,
@@ -250,7 +250,7 @@ class HoldfastMixin:
                 torch.set_rng_state(tensor_of(loop.generator))
             else:
                 restored.rewind()
-        loop.generator = bytes_of(torch.get_rng_state())
+        loop.generator = text_of(torch.get_rng_state())
         return super()._run_epoch(**given)  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +289,7 @@ class _Loop:
         """The step of the last evaluation."""
         self._saved: dict[str, Any] = {}
         self._forget_log()
-        self.generator: Any = bytes_of(torch.get_rng_state())
+        self.generator: Any = text_of(torch.get_rng_state())
         """The state of torch's generator at the begin of the epoch."""
 
     def begin(self, updates_an_epoch: int, epoch: int, batches: int, *, is_stream: bool) -> None:

@@ -22,7 +22,7 @@ from holdfast.interop.arrange import MODEL
 from holdfast.interop.deepspeed_experts import DATA_FIRST, ExpertRanks, experts_in
 from holdfast.interop.deepspeed_files import TagFiles, named_options
 from holdfast.interop.deepspeed_frozen import add_frozen
-from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups
+from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups, require_trained
 from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
 from holdfast.interop.master_copies import is_master_of
@@ -175,8 +175,12 @@ class _Checkpoint:
         """What the files of the model and its layers have of it: copies of 16 bits, perhaps."""
         masters = {name for group in shapes for name in group}
         if self._is_staged:
-            wanted = [*masters, *chain(*(one.get("buffer_names") or () for one in trees))]
-            return layers_in(self._files.names, self._files.tree, wanted, self._notes)
+            buffers = {*chain(*(one.get("buffer_names") or () for one in trees))}
+            found = layers_in(
+                self._files.names, self._files.tree, {*masters, *buffers}, self._notes
+            )
+            require_trained(found.keys() - buffers, trees)
+            return found
         modules = [dict(_module_of(one)) for one in trees]
         if self._is_partitioned:
             for rank, module in enumerate(modules):

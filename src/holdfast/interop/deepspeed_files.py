@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from holdfast.errors import ForeignFormatError
 from holdfast.geometry.box import ITEMSIZE, flat_boxes
+from holdfast.interop.deepspeed_tags import is_of_another_rank
 from holdfast.interop.foreign import StoredBox
 from holdfast.interop.pickle_records import TensorRef
 from holdfast.interop.source_files import SourceFiles
@@ -51,7 +52,15 @@ class TagFiles:
     def open(self, name: str) -> TorchFile:
         """A ``torch.save`` file."""
         if name not in self._opened:
-            self._opened[name] = open_torch_file(self.files, self._tag + name)
+            opened = open_torch_file(self.files, self._tag + name)
+            other = f"{opened.written_as}.pt"
+            if is_of_another_rank(name.rpartition("/")[2], other):
+                raise self.error(
+                    name,
+                    f"it was written as {other}: files were renamed, or put in each other's place. "
+                    "Give each its own name",
+                )
+            self._opened[name] = opened
         return self._opened[name]
 
     def value(self, name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import UsageError
@@ -46,6 +46,25 @@ def layers_in(
         listed = ", ".join(map(str, gaps[:8]))
         notes.append(f"there is no file of the layers {listed}: what has no tensors has none")
     return found
+
+
+def require_trained(parameters: Collection[str], stages: Iterable[Mapping[str, Any]]) -> None:
+    """UsageError where the optimizers of the stages have more parameters than the layers."""
+    optimizers = [one.get("optimizer") for one in stages]
+    groups = [one.get("param_groups") for one in optimizers if isinstance(one, dict)]
+    numbers = [
+        group.get("params")
+        for one in groups
+        if isinstance(one, list)
+        for group in one
+        if isinstance(group, dict)
+    ]
+    trained = sum(len(one) for one in numbers if isinstance(one, list))
+    if len(parameters) < trained:
+        raise UsageError(
+            f"the optimizers of this pipeline have {trained} parameters, and the files of its "
+            f"layers {len(parameters)}: the file of a layer is missing"
+        )
 
 
 def merged_groups(stages: Sequence[Shapes]) -> Shapes:

@@ -61,6 +61,24 @@ def find_tag(files: SourceFiles) -> str | None:
     return found[0] if found else None
 
 
+def is_of_another_rank(name: str, other: str) -> bool:
+    """True for the names of two ranks', experts' or layers' files, or of two kinds of files; the
+    same beside what stands before the numbers of a rank is one.
+    """
+    patterns = (OPTIMIZER, MODEL, EXPERT, EXPERT_OPTIMIZER, LAYER)
+    matches = [(one.fullmatch(name), one.fullmatch(other)) for one in patterns]
+    if not any(theirs for _, theirs in matches):
+        return False
+    return not any(
+        own and theirs and [*map(_number, own.groups())] == [*map(_number, theirs.groups())]
+        for own, theirs in matches
+    )
+
+
+def _number(digits: str | None) -> int:
+    return -1 if digits is None else int(digits)
+
+
 def other_tags(files: SourceFiles, tag: str) -> list[str]:
     """The folders of checkpoints that are not in the one to read, without "/" at their ends."""
     return [one.rstrip("/") for one in _tags(files) if not one.startswith(tag)]

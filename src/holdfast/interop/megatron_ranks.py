@@ -171,6 +171,38 @@ class _RankFiles:
                     raise self._files.error(
                         name, f"its {key} is {shown(other)}, that of {self._first} {shown(one)}"
                     )
+        self._refuse_misplaced()
+
+    def _refuse_misplaced(self) -> None:
+        """Holds the rank that wrote a file against its place: tensor-parallel ranks follow each
+        other, and stages are in the order of their ranks. Megatron's converter writes all files in
+        one process: then it is only seen that none is another's copy.
+        """
+        writers = {name: self._arguments(name).get("rank") for name in self._names.values()}
+        if len(writers) > 1 and len({*writers.values()}) == 1:
+            self._refuse_copies()
+            return
+        before = dict[int, int]()
+        for (rank, stage), name in self._names.items():
+            writer = writers[name]
+            if type(writer) is not int:
+                continue
+            if writer % self._tensor != rank or writer <= before.get(rank, -1):
+                raise self._files.error(
+                    name,
+                    f"its args are those of rank {writer}, which can't be tensor-parallel rank "
+                    f"{rank} of stage {stage}: files were renamed, or put in each other's place",
+                )
+            before[rank] = writer
+
+    def _refuse_copies(self) -> None:
+        found: dict[tuple[tuple[str, int, int], ...], str] = {}
+        for name in self._names.values():
+            opened = self._files.open(name)
+            stored = sorted((key, one.size_bytes, one.crc) for key, one in opened.storages.items())
+            other = found.setdefault(tuple(stored), name)
+            if opened.has_sums and other != name:
+                raise self._files.error(name, f"it has the tensors of {other}: it is a copy of it")
 
     # ── the model ────────────────────────────────────────────────────────────────────────
 

@@ -25,10 +25,14 @@ _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """An opened file: the value of its pickle, and the entry of each storage."""
+    """An opened file: the value of its pickle, and the entry of each storage.
+
+    ``written_as``: the name that its writer gave it, without the ending; "archive" if it gave none.
+    """
 
     name: str
     where: str
+    written_as: str
     pickled: Pickled
     storages: dict[str, ZipEntry]
     has_sums: bool
@@ -96,7 +100,7 @@ def open_torch_file(
         for entry, found in zipped.entries.items()
         if entry.startswith(prefix)
     }
-    return TorchFile(name, where, pickled, storages, zipped.has_sums)
+    return TorchFile(name, where, top[:-1], pickled, storages, zipped.has_sums)
 
 
 def _refuse_others(first: bytes, where: str, begin: int) -> None:

@@ -87,8 +87,9 @@ class LiveFindings:
             self._next_s = before_s + max(EVERY_S, _PART * took_s)
         lines = []
         for some, more in findings_by_cause(self.found):
-            lines += [f"{one.severity} {one.cause}: {one.evidence}{_since(one, now_s)}"
-                      for one in some]  # fmt: skip
+            lines += [
+                f"{one.severity} {one.cause}: {one.evidence}{_since(one, now_s)}" for one in some
+            ]
             lines += [more] if more else []
         is_silent = any(one.cause == "no_sign_of_life" for one in self.found)
         troubles = findings_of(run, now_s)

@@ -50,8 +50,11 @@ def time_text(restore: Restore, hosts: Mapping[int, str]) -> str:
     """Formats ``reading 11.0 s (rank 5 on c, median 2.10 s), ...; ranks waited 9.00 s for others``:
     of each phase the rank that was in it for longest, the longest first.
     """
-    found = [(spread.largest_s, name, spread) for name, spread in restore.phases.items()
-             if name in _WORK and spread.largest_s >= _SHOWN_PART * restore.elapsed_s]  # fmt: skip
+    found = [
+        (spread.largest_s, name, spread)
+        for name, spread in restore.phases.items()
+        if name in _WORK and spread.largest_s >= _SHOWN_PART * restore.elapsed_s
+    ]
     parts = [_phase_text(name, spread, hosts) for _, name, spread in sorted(found, reverse=True)]
     waiting = restore.phases.get(_WAITING)
     if waiting is not None and waiting.median_s >= _SHOWN_PART * restore.elapsed_s:

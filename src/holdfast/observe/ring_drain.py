@@ -73,10 +73,13 @@ class _OpenRing:
         self.stalled_s: dict[Area, float] = {}
         self.polls = 0
         self.writer, self.ended_s = -1, 0.0
-        with suppress(OSError, AttributeError):
+        try:
             self.writer = os.pidfd_open(owner.pid) if owner.start else -1
-            if process_start(owner.pid) != owner.start:  # another's number, or gone already
-                self.close_writer()
+            is_its = process_start(owner.pid) == owner.start  # no other process has its number
+        except (OSError, AttributeError):
+            is_its = False
+        if not is_its:
+            self.close_writer()
 
     def close(self, *, unlock: bool = True) -> None:
         self.ring.close(unlock=unlock)

@@ -407,17 +407,29 @@ class _JoinedStart:
         always = np.isin(clocks, list(self._always))
         of_saves = map(
             self._by_save,
-            (clocks[self._of], lone[self._of], always[self._of], self._common_s,
-             self._moments, self._counts[1]),
-        )  # fmt: skip
+            (
+                clocks[self._of],
+                lone[self._of],
+                always[self._of],
+                self._common_s,
+                self._moments,
+                self._counts[1],
+            ),
+        )
         for parts, *own in zip(self._parts, *of_saves, strict=True):
             _add_calls(np, parts.calls, *own)
 
 
 def _add_calls(
-    np: Any, calls: SaveCalls, clocks: Any, lone: Any, always: Any, common_s: Any, own_s: Any,
+    np: Any,
+    calls: SaveCalls,
+    clocks: Any,
+    lone: Any,
+    always: Any,
+    common_s: Any,
+    own_s: Any,
     last_by: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Adds those of one save: for each host its clock, the moments by the common clock and by its
     own, and who called last.
     """

@@ -69,8 +69,9 @@ def find_stuck(report: Report, now_s: float | None) -> tuple[Save, float] | None
     if is_over:
         return None
     durable = [at for at, save in enumerate(saves) if save.state == "durable"]
-    usual_s = statistics.median([save.durable_s or 0.0 for save in report.saves
-                                 if save.state == "durable"] or [0.0])  # fmt: skip
+    usual_s = statistics.median(
+        [save.durable_s or 0.0 for save in report.saves if save.state == "durable"] or [0.0]
+    )
     for save in saves[durable[-1] + 1 if durable else 0 :]:
         is_under_way = save.state in ("captured", "protected", "unfinished")
         if save.asked_durable and is_under_way and save.time_s is not None:
@@ -94,6 +95,8 @@ def lacking_text(report: Report, save: Save) -> str:
 def ranks_text_of(report: Report, ranks: Sequence[int]) -> str:
     """Formats ``rank 3 on b, rank 4 on c and more``."""
     host_of = report.hosts_at(report.saves[-1].incarnation) if report.saves else {}
-    named = [f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
-             for rank in ranks[:_NAMED_RANKS]]  # fmt: skip
+    named = [
+        f"rank {rank} on {host_of[rank]}" if rank in host_of else f"rank {rank}"
+        for rank in ranks[:_NAMED_RANKS]
+    ]
     return ", ".join(named) + (" and more" if len(ranks) > _NAMED_RANKS else "")

@@ -83,11 +83,17 @@ def telemetry_of(found: RunSpans) -> Iterator[TelemetrySpan]:
 
 def _before(incarnation: int, instants: Iterable[Instant]) -> Iterator[tuple[str, Instant, float]]:
     """Yields the time without trainers before a start, if its beginning and end were recorded."""
-    lost = [one for one in instants if isinstance(one.event, events.TrainerLost)
-            and one.event.incarnation < incarnation]  # fmt: skip
+    lost = [
+        one
+        for one in instants
+        if isinstance(one.event, events.TrainerLost) and one.event.incarnation < incarnation
+    ]
     newest = max((one.event.incarnation for one in lost), default=0)
-    began = [one for one in instants if isinstance(one.event, events.RunStarted)
-             and one.event.incarnation == incarnation]  # fmt: skip
+    began = [
+        one
+        for one in instants
+        if isinstance(one.event, events.RunStarted) and one.event.incarnation == incarnation
+    ]
     first = next((one for one in lost if one.event.incarnation == newest), None)
     if first is not None and began and began[0].time_s > first.time_s:
         yield "down", first, began[0].time_s
@@ -103,11 +109,17 @@ def _trace(
     own = _span_id(trace, name, "")
     earlier = [
         TelemetrySpan(
-            trace, _span_id(trace, what, one.host), own, what, one.host,
-            _ns(one.time_s), _ns(end_s), {},
+            trace,
+            _span_id(trace, what, one.host),
+            own,
+            what,
+            one.host,
+            _ns(one.time_s),
+            _ns(end_s),
+            {},
         )
         for what, one, end_s in before
-    ]  # fmt: skip
+    ]
     start_ns = min([_ns(span.start_s) for span in spans] + [one.start_ns for one in earlier])
     end_ns = max(_ns(span.end_s) for span in spans)
     yield TelemetrySpan(trace, own, 0, name, spans[0].host, start_ns, end_ns, facts)

@@ -166,8 +166,10 @@ def _hosts(run: LiveRun, room: int) -> list[str]:
     """Returns the hosts with the longest queues and the most pressure, as many as there is room."""
     if not run.hosts or room < 2:
         return []
-    lines = [f"{'host':<15}{'ranks':>6}{'memory':>10}{'free shm':>10}{'queue':>10}{'for':>10}"
-             f"{'fsync':>9}{'io':>6}"]  # fmt: skip
+    lines = [
+        f"{'host':<15}{'ranks':>6}{'memory':>10}{'free shm':>10}{'queue':>10}{'for':>10}"
+        f"{'fsync':>9}{'io':>6}"
+    ]
     worst = sorted(run.hosts.values(), key=lambda h: (-h.queued_s, -h.io_pressure, h.host))
     return lines + [_host(each) for each in worst[: room - 1]]
 

@@ -23,6 +23,7 @@ from holdfast.accelerator.generators import (
     seed_generators,
     set_generator_states,
 )
+from holdfast.errors import StateMismatch
 from holdfast.format import values as codec
 from holdfast.format.checksum import checksum
 
@@ -52,8 +53,7 @@ class Rng:
             "torch": bytes(torch.get_rng_state().numpy()),
         }
         if "numpy" in sys.modules:
-            kind, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
-            state["numpy"] = (kind, keys, int(position), int(has_gauss), float(gauss))
+            state["numpy"] = numpy_state()
         if found := generator_states():
             kind = accelerator_type()
             state[kind] = [bytes(one.numpy()) for one in found]
@@ -72,9 +72,7 @@ class Rng:
         random.setstate(state["python"])
         torch.set_rng_state(_byte_tensor(state["torch"]))
         if "numpy" in state:
-            import numpy as np
-
-            np.random.set_state(state["numpy"])
+            set_numpy_state(state["numpy"])
         kind = accelerator_type()
         saved = [_byte_tensor(one) for one in state.get(kind, ())]
         set_generator_states(saved, state.get(kind + _IN_USE))
@@ -88,7 +86,52 @@ class Rng:
         if kind := accelerator_type():
             seed_generators(seeds[kind])
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seeds["numpy"])
+            source = sys.modules["numpy"].random
+            source.seed(seeds["numpy"])
+            if not isinstance(now := numpy_state(), tuple):
+                # Of these, a seed leaves the number that is held back for the next call.
+                source.set_state({**now, "has_gauss": 0, "gauss": 0.0})
+
+
+# ── states as plain values ───────────────────────────────────────────────────────────────────────
+
+
+def numpy_state() -> Any:
+    """Returns the state of numpy's generator as plain values: a tuple of MT19937, which it has from
+    the start, and a dict of one that ``numpy.random.set_bit_generator`` was given.
+    """
+    return plain_numpy_state(sys.modules["numpy"].random.get_state(legacy=False))
+
+
+def plain_numpy_state(state: dict[str, Any]) -> Any:
+    """Returns a state that numpy gave as a dict as plain values, as ``numpy_state`` does."""
+    plain = {**state, "has_gauss": int(state["has_gauss"]), "gauss": float(state["gauss"])}
+    if state["bit_generator"] != "MT19937":
+        return plain
+    return (
+        "MT19937",
+        state["state"]["key"],
+        int(state["state"]["pos"]),
+        plain["has_gauss"],
+        plain["gauss"],
+    )
+
+
+def set_numpy_state(state: Any) -> None:
+    """Sets numpy's generator to what ``numpy_state`` returned.
+
+    Raises StateMismatch where numpy has a generator of another kind.
+    """
+    import numpy as np
+
+    saved = state["bit_generator"] if isinstance(state, dict) else state[0]
+    now = np.random.get_state(legacy=False)["bit_generator"]
+    if saved != now:
+        raise StateMismatch(
+            f"numpy's generator was a {saved} when it was saved, now it is a {now}: call "
+            f"numpy.random.set_bit_generator(numpy.random.{saved}()) before the restore"
+        )
+    np.random.set_state(state)
 
 
 def seeds_of(state: dict[str, Any], rank: int) -> dict[str, int]:

@@ -49,8 +49,15 @@ _ADVICE = {
     "403": f"{_RIGHT}.",
 }
 #: Answers of 409 that do not change by another try.
-_FINAL = frozenset({"BlobImmutableDueToPolicy", "ContainerBeingDeleted", "SnapshotsPresent",
-                    "InvalidBlobType", "AccountIsDisabled"})  # fmt: skip
+_FINAL = frozenset(
+    {
+        "BlobImmutableDueToPolicy",
+        "ContainerBeingDeleted",
+        "SnapshotsPresent",
+        "InvalidBlobType",
+        "AccountIsDisabled",
+    }
+)
 #: What 412 says of a condition, and not of a lease on the blob; "": a head has none.
 _CONDITIONS = frozenset({"", "ConditionNotMet", "TargetConditionNotMet"})
 _CRC64, _MD5 = "x-ms-content-crc64", "content-md5"
@@ -74,8 +81,9 @@ class AzureContainer(Bucket):
         self.reach_advice = (
             f"look whether AZURE_STORAGE_ACCOUNT is right, and {self.server} can be reached"
         )
-        self._has_crc64 = server.host.endswith((".core.windows.net", ".core.chinacloudapi.cn",
-                                                ".core.usgovcloudapi.net"))  # fmt: skip
+        self._has_crc64 = server.host.endswith(
+            (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net")
+        )
 
     def _signed(
         self,

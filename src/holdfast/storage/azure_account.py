@@ -37,9 +37,18 @@ _LOGIN = "https://login.microsoftonline.com"
 _ASSERTION = "urn:ietf:params:oauth:client-assertion-type:jwt-bearer"
 #: What of a request is signed beside its x-ms- headers, in this order.
 _SIGNED = (
-    "content-encoding", "content-language", "content-length", "content-md5", "content-type",
-    "date", "if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range",
-)  # fmt: skip
+    "content-encoding",
+    "content-language",
+    "content-length",
+    "content-md5",
+    "content-type",
+    "date",
+    "if-modified-since",
+    "if-match",
+    "if-none-match",
+    "if-unmodified-since",
+    "range",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,15 @@ class ObjectLease:
     """A lease that is held until ``release``, or lost. A forked child does not have it."""
 
     def __init__(
-        self, bucket: Bucket, key: str, name: str, said: _Written, etag: str, begun_s: float,
+        self,
+        bucket: Bucket,
+        key: str,
+        name: str,
+        said: _Written,
+        etag: str,
+        begun_s: float,
         times: LeaseTimes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._bucket, self.key, self.name = bucket, key, name
         self._said, self._etag, self._renewed_s = said, etag, begun_s
         self._times = times
@@ -369,7 +375,9 @@ def take_lease(bucket: Bucket, key: str, name: str, owner: str, times: LeaseTime
         if there.has_ended or there.is_by_hand or is_over:
             watched, begun_s, was_there = "", _now_s(), True
             silent_s = quiet_s(found)
-            is_alone = there.has_ended and there.pending_s <= silent_s
+            # One that was killed after others that were, too: none goes on with what they began.
+            are_killed = there.is_alone and bool(there.nonce)
+            is_alone = there.has_ended and (are_killed or there.pending_s <= silent_s)
             known = there.announced is not None and len(there.announced) < _MOST_HOLDERS
             announced = (*(there.announced or ()), said.nonce) if known else None
             pending_s = there.left_s(silent_s, bucket.settle_s)

@@ -114,13 +114,24 @@ def _race(
         for turn in range(rounds):
             key = f"{prefix}{turn}"
             gate.wait(_ROUND_S)
-            created.append(bucket.put(key, [b"%d" % number], if_none=True).is_done)
+            created.append(_has_won(bucket, key, b"%d" % number))
             gate.wait(_ROUND_S)
             tag = bucket.head(key).header("etag")
             gate.wait(_ROUND_S)
-            replaced.append(bucket.put(key, [b"r%d" % number], if_match=tag or '"0"').is_done)
+            replaced.append(_has_won(bucket, key, b"r%d" % number, tag or '"0"'))
     except (HoldfastError, BrokenBarrierError) as error:
         gate.abort()
         told.send(str(error))
         return
     told.send((created, replaced))
+
+
+def _has_won(bucket: Bucket, key: str, data: bytes, tag: str = "") -> bool:
+    """Creates the object, or replaces what has the tag. Where its answer was lost, or a second try
+    finds the first, what is there tells if that had its effect.
+    """
+    outcome = bucket.put(key, [data], if_none=not tag, if_match=tag)
+    if outcome.is_done or (outcome.status and outcome.is_first_try):
+        return outcome.is_done
+    found = bucket.get(key)
+    return found.is_done and found.body == data

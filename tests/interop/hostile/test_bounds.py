@@ -65,23 +65,52 @@ PAIRS = b"".join(text(b"%x" % n) + b"N\x86" for n in range(20_000))
 CASES = {
     "sizes that double": P + doubled() + name("torch", "Size") + b"h\x28\x85R.",
     "a type of storage that doubles": P
-    + text(b"storage") + doubled() + b"(" + text(b"0") + b"NK\1tQ.",
+    + text(b"storage")
+    + doubled()
+    + b"("
+    + text(b"0")
+    + b"NK\1tQ.",
     "deep lists as sizes": P + name("torch", "Size") + b"]" * 20_000 + b"a" * 19_999 + b"\x85R.",
-    "a tensor of a class in itself": P + FROM_TYPE + name("torch", "Tensor") + b"q\x010h\0"
-    + b"h\0h\1" * 5000 + b")" + b"\x87" * 5000 + b"R.",
-    "a complex number of 1000 bytes": P + name("builtins", "complex") + b"\x8b"
-    + struct.pack("<i", 1000) + b"\x7f" * 1000 + b"\x85R.",
+    "a tensor of a class in itself": P
+    + FROM_TYPE
+    + name("torch", "Tensor")
+    + b"q\x010h\0"
+    + b"h\0h\1" * 5000
+    + b")"
+    + b"\x87" * 5000
+    + b"R.",
+    "a complex number of 1000 bytes": P
+    + name("builtins", "complex")
+    + b"\x8b"
+    + struct.pack("<i", 1000)
+    + b"\x7f" * 1000
+    + b"\x85R.",
     "half of a pair of surrogates": P + b"}" + text(b"\xed\xa0\x80") + b"K\1s.",
     "a key of 64^4 parts": nested_key(),
     "tuples of one hash": tuples_of_one_hash(40_000),
-    "one list of pairs for many": P + b"(" + PAIRS + b"l\x85q\0"
-    + name("collections", "OrderedDict") + b"q\1(" + b"h\1h\0R" * 1000 + b"t.",
-    "a long path": P + name("pathlib", "PosixPath") + text(b"a" * 2_000_000) + b"q\x000("
-    + b"h\0" * 999 + b"tR.",
-    "bytes of one text": P + text(b"a" * 4_000_000) + b"q\0" + name("_codecs", "encode")
-    + b"q\1(" + b"h\1h\0\x85R" * 1000 + b"t.",
+    "one list of pairs for many": P
+    + b"("
+    + PAIRS
+    + b"l\x85q\0"
+    + name("collections", "OrderedDict")
+    + b"q\1("
+    + b"h\1h\0R" * 1000
+    + b"t.",
+    "a long path": P
+    + name("pathlib", "PosixPath")
+    + text(b"a" * 2_000_000)
+    + b"q\x000("
+    + b"h\0" * 999
+    + b"tR.",
+    "bytes of one text": P
+    + text(b"a" * 4_000_000)
+    + b"q\0"
+    + name("_codecs", "encode")
+    + b"q\1("
+    + b"h\1h\0\x85R" * 1000
+    + b"t.",
     "a memo with gaps": P + b"Nr\xff\xff\xff\x7f.",
-}  # fmt: skip
+}
 SCRIPT = """
 import resource, sys, time
 from holdfast.errors import ForeignFormatError

@@ -28,7 +28,7 @@ def limited_memory(device: str, room_bytes: int) -> Iterator[None]:
     """Leaves the device this many bytes beyond what is allocated now."""
     if device == "sim":
         simdev: Any = sys.modules["simdev"]
-        simdev.limit(0, torch.accelerator.memory_allocated() + room_bytes)
+        simdev.fail(limit=torch.accelerator.memory_allocated() + room_bytes)
         try:
             yield
         finally:

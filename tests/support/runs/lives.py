@@ -272,8 +272,13 @@ def _train(rank: int, life: Life) -> None:
     journal.write("start", world=life.world, pid=os.getpid())
     restored = checkpointer.restore()
     if restored:
-        journal.write("restored", step=restored.step, parent=restored.generation,
-                      source=restored.source, elapsed_s=restored.elapsed_s)  # fmt: skip
+        journal.write(
+            "restored",
+            step=restored.step,
+            parent=restored.generation,
+            source=restored.source,
+            elapsed_s=restored.elapsed_s,
+        )
     first = restored.step + 1 if restored else 0
     wrong = wrong_elements(model, state, restored.step) if restored else []
     source, handle = restored.source if restored else "", None

@@ -177,12 +177,25 @@ def seaweedfs(folder: Path) -> ObjectServer:
         f'"credentials": [{{"accessKey": "{ACCESS_KEY}", "secretKey": "{SECRET_KEY}"}}]}}]}}'
     )
     command = [
-        str(weed), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3",
-        f"-s3.port={s3}", f"-s3.config={config}", f"-master.port={master}",
-        f"-volume.port={volume}", f"-filer.port={filer}", "-master.volumeSizeLimitMB=256",
-        "-volume.max=80", "-filer.localSocket=" + str(folder / "filer.sock"),
-        "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
-    ]  # fmt: skip
+        str(weed),
+        "server",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-s3",
+        f"-s3.port={s3}",
+        f"-s3.config={config}",
+        f"-master.port={master}",
+        f"-volume.port={volume}",
+        f"-filer.port={filer}",
+        "-master.volumeSizeLimitMB=256",
+        "-volume.max=80",
+        "-filer.localSocket=" + str(folder / "filer.sock"),
+        "-s3.iam=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-master.telemetry=false",
+    ]
     return ObjectServer("SeaweedFS", command, s3, folder)
 
 

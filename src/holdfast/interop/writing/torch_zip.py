@@ -194,9 +194,24 @@ def _directory(entries: Sequence[_Entry], start: int) -> bytes:
         extra = struct.pack("<HH", 1, len(long)) + long if long else b""
         size, packed, header = (min(value, _LONG) for value in values)
         found += _CENTRAL.pack(
-            b"PK\1\2", _VERSION, _VERSION, _UTF8, 0, 0, _1980, entry.crc, packed, size,
-            len(entry.name), len(extra), 0, 0, 0, 0, header,
-        )  # fmt: skip
+            b"PK\1\2",
+            _VERSION,
+            _VERSION,
+            _UTF8,
+            0,
+            0,
+            _1980,
+            entry.crc,
+            packed,
+            size,
+            len(entry.name),
+            len(extra),
+            0,
+            0,
+            0,
+            0,
+            header,
+        )
         found += entry.name + extra
     size, count = len(found), len(entries)
     if count >= _MANY or start >= _LONG or size >= _LONG:
