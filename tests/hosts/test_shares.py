@@ -57,7 +57,7 @@ class Mind:
         nothing_here = SimpleNamespace(images=lambda *_: {}, begin=lambda _: None)
         self.executor: Any = Executor.__new__(Executor)
         vars(self.executor).update(
-            _memory=SimpleNamespace(layout=lambda _: b""),
+            memory=SimpleNamespace(layout=lambda _: b""),
             _jobs={},
             followers=self.hands,
             agent=SimpleNamespace(writes=nothing_here, report=None),
