@@ -25,7 +25,7 @@ from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheOrder
 from holdfast.keeper.hosts.clock_exchange import ClockExchange, TellTime
 from holdfast.keeper.hosts.facts import Fact, ToFollower
-from holdfast.keeper.hosts.handover import answer_handover, describe
+from holdfast.keeper.hosts.handover import answer_handover
 from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.parity.worker import stored_shards
 from holdfast.keeper.rank_relay import JoinedReports, ReportJoiner
@@ -133,12 +133,11 @@ class Follower:
         self._agent.serve(
             lambda fact: line.send(messages.pack(fact)), self._writers.get, self._trainers.get
         )
-        slots, attempts = self._memory.discovered()
         line.send(
             messages.pack(
                 messages.HostInventory(
                     arena=str(self._memory.directory),
-                    slots=describe(slots, attempts),
+                    slots=tuple(self._memory.stored()),
                     next_number=self._memory.next_number,
                     port=self._agent.published.port,
                     shards=stored_shards(self._agent.parity),

@@ -23,13 +23,14 @@ from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slo
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import warn
 from holdfast.keeper import message_limits as limits
+from holdfast.keeper.arena_files import discover
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
 from holdfast.keeper.hosts.clock_exchange import AskTime, tell_time
 from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ignore
-from holdfast.keeper.hosts.handover import StateHandover, from_inventory
+from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import decode_reports
 from holdfast.keeper.hosts.open_files import allow_open_files
 from holdfast.keeper.image_writer import PersistJob
@@ -346,7 +347,7 @@ class FollowerRegistry:
             self._lose(self._by_host[host])  # its connection broke unnoticed
         follower = self._by_host[host] = FollowerSession(host, line, inventory.arena)
         follower.port = inventory.port
-        slots, attempts = from_inventory(host, inventory.slots)
+        slots, attempts = discover(inventory.slots, host)
         self._coordinator.attach(host, slots, attempts, inventory.next_number)
         self._coordinator.durability.add(inventory.order)
         follower.send(messages.RecordOrder(order=self._coordinator.durability.order))

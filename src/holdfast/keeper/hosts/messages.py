@@ -18,22 +18,7 @@ from holdfast.format.manifest import AttemptId, ImageId, ImageRef
 from holdfast.keeper.hosts import cache_messages, clock_exchange  # noqa: F401 (messages, too)
 from holdfast.keeper.hosts.facts import Column, Fact, ToCoordinator, ToFollower
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import SlotRecord
-
-
-class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot as its keeper discovered it, with the metadata of its image."""
-
-    number: int
-    capacity_bytes: int
-    state: str
-    attempt_id: AttemptId
-    image: ImageId
-    writer_pid: int = 0
-    writer_start: int = 0
-    is_ring: bool = False
-    ring_bytes: int = 0
-    nonce: str = ""
+from holdfast.protocol.arena import SlotRecord, StoredSlot
 
 
 class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +37,7 @@ class HostInventory(ToCoordinator, frozen=True, kw_only=True):
     """First message of a follower: the content of its memory."""
 
     arena: str
-    slots: tuple[SlotInventory, ...]
+    slots: tuple[StoredSlot, ...]
     next_number: int
     shards: tuple[ParityShards, ...] = ()
     incarnations: tuple[int, ...] = ()
