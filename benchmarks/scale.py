@@ -19,12 +19,12 @@ from typing import Any, cast
 
 from benchmarks.kit import markdown
 from benchmarks.kit.options import Parser
-from holdfast.coordinator.actions import StartPersist
+from holdfast.coordinator.actions import AllocateSlots, StartPersist
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.requests import HostJoiner, HostReports, RankReport
-from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
+from holdfast.coordinator.slots import Slot, SlotWriter, number_of, slot_id_of
 from holdfast.format.manifest import AttemptId, ImageId, ImageRef, Incarnation
 from holdfast.geometry.layout import (
     Instance,
@@ -276,8 +276,8 @@ class Run:
                     self.obey(host, order)
 
     def obey(self, host: int, order: object) -> None:
-        if isinstance(order, messages.CreateSlot):
-            self.say(host, messages.SlotCreated(slot=order.slot))
+        if isinstance(order, AllocateSlots):
+            self.say(host, messages.SlotCreated(slot=number_of(order.slot)))
         elif isinstance(order, messages.SizeImages):
             planned = messages.ImagesPlanned(
                 layout=order.layout, sizes=dict.fromkeys(order.ranks, (4096, 1 << 20))

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.catalogue import image_path
+from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
 from holdfast.coordinator.requests import HostJoiner, RankReport
+from holdfast.coordinator.slots import number_of
 from holdfast.errors import PeerError
 from holdfast.format.image import ImagePlan, image_bytes
 from holdfast.format.manifest import ImageId, ImageRef
@@ -192,11 +194,12 @@ class PlayedHost:
                     deflated = deflate(self.fleet.layouts[hash_])
                     self.send(messages.LayoutReply(hash=hash_, deflated=deflated))
                 self.attached.set()
-            case messages.CreateSlot(slot=number, capacity_bytes=capacity_bytes):
+            case AllocateSlots(slot, capacity_bytes):
+                number = number_of(slot)
                 self.slots[number] = StoredSlot(number, capacity_bytes)
                 self.send(messages.SlotCreated(slot=number))
-            case messages.DeleteSlot(slot=number):
-                self.slots.pop(number, None)
+            case RemoveSlot(slot):
+                self.slots.pop(number_of(slot), None)
             case messages.RecordLayout():
                 self._record_layout(fact)
             case messages.SizeImages():

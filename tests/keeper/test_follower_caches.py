@@ -19,8 +19,8 @@ from holdfast.keeper.hosts.cache_messages import (
     TellCached,
     deflate_manifest,
 )
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.follower_caches import FollowerCaches
+from holdfast.protocol.facts import Fact
 from holdfast.storage.memory import MemoryStore
 from support.checkpoints.keeper_roots import save_steps
 from support.coordinator.coordinators import Keeper

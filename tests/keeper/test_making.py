@@ -15,11 +15,11 @@ from holdfast.coordinator.actions import AllocateSlots
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile
+from holdfast.protocol.facts import Fact
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S, of
 from support.runs.keepers import IMAGE_BYTES, X, arena_of, ask, begin, capture, connect, end, hear
 

@@ -35,7 +35,6 @@ from holdfast.keeper.connections import Ranks
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.follower_caches import FollowerCaches
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
@@ -45,6 +44,7 @@ from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
+from holdfast.protocol.image_plan import RingNeed
 from holdfast.protocol.replica_events import difference_events
 
 
@@ -119,8 +119,8 @@ class Executor:
             match action:
                 case SendMessage(message, rank):
                     self.ranks.send(message, rank)
-                case AllocateSlots() | AllocateRings() | RemoveSlot():
-                    self._change_memory(action)
+                case AllocateSlots(slot) | AllocateRings((RingNeed(slot), *_)) | RemoveSlot(slot):
+                    self.followers.send_to_host(host_of(slot), action)
                 case StoreLayout() | AgreeLayout() | PlanImages():
                     self._use_layout(action)
                 case StartPersist(attempt):
@@ -141,21 +141,6 @@ class Executor:
             self._recorded = coordinator.nonce, order
             self.memory.store_order(coordinator.incarnation, coordinator.nonce, order)
             self.followers.broadcast(messages.RecordOrder(order=order))
-
-    def _change_memory(self, action: AllocateSlots | AllocateRings | RemoveSlot) -> None:
-        order: Fact
-        match action:
-            case AllocateSlots(slot, capacity_bytes, leave_bytes):
-                order = messages.CreateSlot(
-                    slot=number_of(slot), capacity_bytes=capacity_bytes, leave_bytes=leave_bytes
-                )
-            case AllocateRings(needs):
-                slot = needs[0].slot
-                rings = tuple((number_of(n.slot), n.head_bytes, n.data_bytes) for n in needs)
-                order = messages.CreateRings(needs=rings)
-            case RemoveSlot(slot):
-                order = messages.DeleteSlot(slot=number_of(slot))
-        self.followers.send_to_host(host_of(slot), order)
 
     def _abort_job(self, attempt_id: str) -> None:
         if attempt_id in self._jobs:

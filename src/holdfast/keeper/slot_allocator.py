@@ -18,9 +18,9 @@ from holdfast.errors import ArenaError
 from holdfast.events import warn
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
 from holdfast.protocol.arena import SlotFile
+from holdfast.protocol.facts import Fact, Report, ignore
 from holdfast.protocol.image_plan import RingNeed
 
 _AT_ONCE = 2

@@ -34,8 +34,8 @@ from holdfast.keeper.hosts.cache_messages import (
     deflate_manifest,
     inflate_manifest,
 )
-from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
+from holdfast.protocol.facts import Fact, Report, ignore
 from holdfast.transport.resources import NO_GENERATION
 from holdfast.transport.wire.http import CACHE, cache_path
 

@@ -24,12 +24,12 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheOrder
 from holdfast.keeper.hosts.clock_exchange import ClockExchange, TellTime
-from holdfast.keeper.hosts.facts import Fact, ToFollower
 from holdfast.keeper.hosts.handover import answer_handover
 from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.parity.worker import stored_shards
 from holdfast.keeper.rank_relay import JoinedReports, ReportJoiner
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Fact, ToFollower
 from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 

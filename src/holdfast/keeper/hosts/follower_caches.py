@@ -23,12 +23,12 @@ from holdfast.keeper.hosts.cache_messages import (
     deflate_manifest,
     inflate_manifest,
 )
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry, HostSession
 from holdfast.keeper.hosts.messages import CancelWrite
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.keeper.shared_drain import NOWHERE
+from holdfast.protocol.facts import Fact
 
 #: A manifest is published at once, or its host hangs.
 _PUBLISH_S = 120.0

@@ -29,7 +29,6 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
 from holdfast.keeper.hosts.clock_exchange import AskTime, tell_time
-from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ignore
 from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import decode_reports
 from holdfast.keeper.hosts.open_files import allow_open_files
@@ -37,6 +36,7 @@ from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Fact, ToCoordinator, ignore
 from holdfast.protocol.image_plan import ImageSizes
 
 if TYPE_CHECKING:  # a run on one host does not need it

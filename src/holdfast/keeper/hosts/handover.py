@@ -16,9 +16,9 @@ from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.incarnations import Incarnations
 from holdfast.keeper.jobs import Background
+from holdfast.protocol.facts import Fact
 
 
 class StateHandover:

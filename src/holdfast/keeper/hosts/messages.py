@@ -13,12 +13,13 @@ from typing import TypeVar
 
 import msgspec
 
+from holdfast.coordinator import actions  # noqa: F401 (orders, too)
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId, ImageRef
 from holdfast.keeper.hosts import cache_messages, clock_exchange  # noqa: F401 (messages, too)
-from holdfast.keeper.hosts.facts import Column, Fact, ToCoordinator, ToFollower
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord, StoredSlot
+from holdfast.protocol.facts import Column, Fact, ToCoordinator, ToFollower
 
 
 class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,26 +233,6 @@ class HangUp(ToFollower, frozen=True, kw_only=True):
     """Orders to close a trainer's connection."""
 
     line: int
-
-
-class CreateSlot(ToFollower, frozen=True, kw_only=True):
-    """Orders a slot to be created, with this much memory left free."""
-
-    slot: int
-    capacity_bytes: int
-    leave_bytes: int
-
-
-class CreateRings(ToFollower, frozen=True, kw_only=True):
-    """Orders rings to be created: (slot, header bytes, data bytes) of each."""
-
-    needs: tuple[tuple[int, int, int], ...]
-
-
-class DeleteSlot(ToFollower, frozen=True, kw_only=True):
-    """Orders a slot's memory to be freed."""
-
-    slot: int
 
 
 class GrantSlots(ToFollower, frozen=True, kw_only=True, tag="grant"):

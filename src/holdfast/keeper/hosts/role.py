@@ -16,8 +16,8 @@ from holdfast.errors import Fenced, KeeperError, UsageError
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import AdmissionCounters
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.hosts.facts import Fact, ignore
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Fact, ignore
 
 if TYPE_CHECKING:
     from holdfast.keeper.hosts.follower import Follower
