@@ -277,7 +277,9 @@ class Run:
 
     def obey(self, host: int, order: object) -> None:
         if isinstance(order, AllocateSlots):
-            self.say(host, messages.SlotCreated(slot=number_of(order.slot)))
+            self.say(
+                host, messages.SlotsCreated(made={number_of(order.slot): (order.capacity_bytes, 0)})
+            )
         elif isinstance(order, messages.SizeImages):
             planned = messages.ImagesPlanned(
                 layout=order.layout, sizes=dict.fromkeys(order.ranks, (4096, 1 << 20))

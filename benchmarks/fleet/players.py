@@ -197,7 +197,7 @@ class PlayedHost:
             case AllocateSlots(slot, capacity_bytes):
                 number = number_of(slot)
                 self.slots[number] = StoredSlot(number, capacity_bytes)
-                self.send(messages.SlotCreated(slot=number))
+                self.send(messages.SlotsCreated(made={number: (capacity_bytes, 0)}))
             case RemoveSlot(slot):
                 self.slots.pop(number_of(slot), None)
             case messages.RecordLayout():

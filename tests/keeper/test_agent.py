@@ -83,7 +83,7 @@ def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere
 
         order(AllocateSlots(3, PAGE_BYTES))
         await until(lambda: bool(told))
-        assert told.pop() == messages.SlotCreated(slot=3)
+        assert told.pop() == messages.SlotsCreated(made={3: (PAGE_BYTES, 0)})
         order(grant())
         (granted,) = trainer.heard
         assert isinstance(granted, m.Grant) and granted.attempt == "a"
@@ -138,6 +138,6 @@ def test_memory_made_for_a_coordinator_that_decides_no_more_is_given_back(
         assert agent._memory.files == {}
         agent.do(AllocateSlots(4, PAGE_BYTES))
         await until(lambda: bool(told))
-        assert told == [messages.SlotCreated(slot=4)]
+        assert told == [messages.SlotsCreated(made={4: (PAGE_BYTES, 0)})]
 
     asyncio.run(play())

@@ -96,8 +96,8 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
         maker = SlotAllocator(memory, Background())
 
         def report(fact: Fact) -> None:
-            assert isinstance(fact, messages.SlotCreated)
-            coordinator.lifecycle.allocated(fact.slot)
+            assert isinstance(fact, messages.SlotsCreated)
+            coordinator.lifecycle.slots_made(fact.made)
             made.set()
 
         maker.serve(report, coordinator.lifecycle.is_awaited)
@@ -136,8 +136,8 @@ def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
         maker = SlotAllocator(memory, Background())
 
         def report(fact: Fact) -> None:
-            assert isinstance(fact, messages.SlotFailed)
-            coordinator.lifecycle.allocation_failed(fact.slot, fact.reason)
+            assert isinstance(fact, messages.SlotsFailed)
+            coordinator.lifecycle.slots_not_made(fact.slots, fact.reason)
             told.set()
 
         maker.serve(report, coordinator.lifecycle.is_awaited)

@@ -525,27 +525,19 @@ class FollowerRegistry:
     def _memory_changed(self, session: HostSession, fact: Fact) -> list[Action]:
         coordinator, host = self._coordinator, session.host
         match fact:
-            case messages.RingsCreated(made=made):
+            case messages.SlotsCreated(made=made):
                 if self._are_made(host, list(made)):
-                    return coordinator.lifecycle.rings_made(
-                        {slot_id_of(host, number): size for number, size in made.items()}
-                    )
-            case messages.RingsFailed(slots=numbers, reason=reason):
+                    sizes = {slot_id_of(host, number): size for number, size in made.items()}
+                    return coordinator.lifecycle.slots_made(sizes)
+            case messages.SlotsFailed(slots=numbers, reason=reason):
                 if self._are_made(host, numbers):
                     ids = [slot_id_of(host, number) for number in numbers]
-                    return coordinator.lifecycle.rings_not_made(ids, session.where + reason)
+                    return coordinator.lifecycle.slots_not_made(ids, session.where + reason)
             case messages.WriterGone(slot=number, attempt=attempt):
                 slot = coordinator.slots.get(slot_id_of(host, number))
                 session.watched.pop(slot_id_of(host, number), None)
                 if slot is not None and slot.attempt == attempt:
                     return coordinator.lifecycle.writer_gone(slot.id)
-            case messages.SlotCreated(slot=number):
-                if self._are_made(host, [number]):
-                    return coordinator.lifecycle.allocated(slot_id_of(host, number))
-            case messages.SlotFailed(slot=number, reason=reason):
-                if self._are_made(host, [number]):
-                    slot_id = slot_id_of(host, number)
-                    return coordinator.lifecycle.allocation_failed(slot_id, session.where + reason)
         return []
 
     def _are_made(self, host: int, numbers: Sequence[int]) -> bool:

@@ -97,27 +97,14 @@ class TrainerGone(ToCoordinator, frozen=True, kw_only=True):
     line: int
 
 
-class SlotCreated(ToCoordinator, frozen=True, kw_only=True):
-    """A slot was created."""
-
-    slot: int
-
-
-class SlotFailed(ToCoordinator, frozen=True, kw_only=True):
-    """A slot could not be created: not enough memory."""
-
-    slot: int
-    reason: str
-
-
-class RingsCreated(ToCoordinator, frozen=True, kw_only=True):
-    """Rings were created: (capacity, ring bytes) by slot."""
+class SlotsCreated(ToCoordinator, frozen=True, kw_only=True):
+    """A slot was created, or the rings of one order: (capacity, ring bytes) by slot."""
 
     made: dict[int, tuple[int, int]]
 
 
-class RingsFailed(ToCoordinator, frozen=True, kw_only=True):
-    """Rings could not be created: not enough memory."""
+class SlotsFailed(ToCoordinator, frozen=True, kw_only=True):
+    """A slot, or the rings of one order, could not be created: not enough memory."""
 
     slots: tuple[int, ...]
     reason: str
