@@ -46,7 +46,9 @@ from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import divide_hosts
 from holdfast.keeper.parity.scheduler import ParityScheduler
 from holdfast.keeper.trainer_api import TrainerApi
+from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import ImageSizes
 from holdfast.restore.planning.holdings import encode_choice
 from holdfast.restore.planning.selection import Inventories
 from holdfast.transport.wire.frame_seals import FrameMac
@@ -281,10 +283,8 @@ class Run:
                 host, messages.SlotsCreated(made={number_of(order.slot): (order.capacity_bytes, 0)})
             )
         elif isinstance(order, messages.SizeImages):
-            planned = messages.ImagesPlanned(
-                layout=order.layout, sizes=dict.fromkeys(order.ranks, (4096, 1 << 20))
-            )
-            self.say(host, planned)
+            sizes = ImageSizes(dict.fromkeys(order.ranks, (4096, 1 << 20)))
+            self.say(host, messages.ImagesPlanned(layout=order.layout, sizes=sizes))
         elif isinstance(order, messages.RecordLayout):
             known = self.layouts.setdefault(host, set())
             if order.hash not in known:
@@ -318,12 +318,11 @@ class Run:
     def write(self, host: int, order: messages.WriteImage) -> None:
         """A host has written its images."""
         for each in order.images:
-            stored = ImageRef(
-                path="", rank=each.image.rank, size_bytes=1, header_xxh3=X, table_xxh3=X
+            stored = StoredPart(
+                ImageRef(path="", rank=each.image.rank, size_bytes=1, header_xxh3=X, table_xxh3=X)
             )
-            self.told(
-                "stored", host, messages.ImageWritten(directory=order.directory, image=stored)
-            )
+            written = messages.ImageWritten(directory=order.directory, stored=stored)
+            self.told("stored", host, written)
         self.told("stored", host, messages.WriteEnded(directory=order.directory, reason=""))
 
     def say(self, host: int, fact: messages.Fact) -> None:

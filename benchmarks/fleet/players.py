@@ -17,7 +17,7 @@ import msgspec
 from holdfast.catalogue import image_path
 from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
 from holdfast.coordinator.requests import HostJoiner, RankReport
-from holdfast.coordinator.slots import number_of
+from holdfast.coordinator.slots import SlotWriter, number_of
 from holdfast.errors import PeerError
 from holdfast.format.image import ImagePlan, image_bytes
 from holdfast.format.manifest import ImageId, ImageRef
@@ -25,8 +25,10 @@ from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.follower import pauses
 from holdfast.keeper.hosts.host_reports import encode_reports
+from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord, StoredSlot, process_start
+from holdfast.protocol.image_plan import ImageSizes
 from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 
@@ -137,9 +139,8 @@ class PlayedHost:
         """All ranks take their places."""
         fleet, process = self.fleet, os.getpid()
         for number, rank in enumerate(self.ranks):
-            self.send(
-                messages.TrainerConnected(line=number, pid=process, start=process_start(process))
-            )
+            writer = SlotWriter(process, process_start(process))
+            self.send(messages.TrainerConnected(line=number, process=writer))
             join = m.Join(
                 incarnation=fleet.incarnation,
                 nonce=fleet.nonce,
@@ -228,7 +229,7 @@ class PlayedHost:
         if fact.layout not in self.layouts:
             self._waiting_plan = fact
             return
-        sizes = dict.fromkeys(fact.ranks, SIZES)
+        sizes = ImageSizes(dict.fromkeys(fact.ranks, SIZES))
         self.send(messages.ImagesPlanned(layout=fact.layout, sizes=sizes))
 
     def _set(self, number: int, record: SlotRecord, image: ImageId) -> None:
@@ -273,7 +274,7 @@ class PlayedHost:
                 header_xxh3=image.header_xxh3 or X,
                 table_xxh3=image.table_xxh3 or X,
             )
-            self.send(messages.ImageWritten(directory=fact.directory, image=stored))
+            self.send(messages.ImageWritten(directory=fact.directory, stored=StoredPart(stored)))
         self.send(messages.WriteEnded(directory=fact.directory, reason=""))
 
     def _protect(self, fact: messages.ToFollower) -> None:

@@ -97,17 +97,17 @@ def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere
         agent.sealed(OF, [(3, image)], is_ring=False)
         assert job.images[0].header_xxh3 == "1" * 16
         agent.writes.end(job)
-        order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start))
+        order(messages.WatchWriter(slot=3, attempt="a", writer=ME))
         agent.tick()
         assert told == []  # it may write still
         order(grant())
         assert not agent._watched  # nor is a slot watched for an earlier attempt
-        order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start + 1))
+        order(messages.WatchWriter(slot=3, attempt="a", writer=ME._replace(start=ME.start + 1)))
         agent.tick()
         assert told.pop() == messages.WriterGone(slot=3, attempt="a")
         order(messages.SizeImages(layout="unknown", ranks=(0,)))
         planned = told.pop()
-        assert isinstance(planned, messages.ImagesPlanned) and "unknown" in planned.reason
+        assert isinstance(planned, messages.ImagesPlanned) and "unknown" in planned.sizes.reason
         order(RemoveSlot(3))
         assert not agent._memory.slot_path(3).exists()
 

@@ -162,7 +162,8 @@ class HostAgent:
         try:
             data = self._memory.layout(fact.layout)
         except HoldfastError as error:
-            self._report_sizes(fact.layout, ImageSizes({}, self._layout_error or str(error)))
+            unknown = ImageSizes({}, self._layout_error or str(error))
+            self.report(messages.ImagesPlanned(layout=fact.layout, sizes=unknown))
         else:
             self.plan_images(fact.layout, data, fact.ranks)
 
@@ -170,21 +171,16 @@ class HostAgent:
         """Plan the images of these ranks off the loop, and report their sizes."""
 
         async def plan() -> None:
-            self._report_sizes(hash_, await self._background.plan_images(layout, ranks))
+            sizes = await self._background.plan_images(layout, ranks)
+            self.report(messages.ImagesPlanned(layout=hash_, sizes=sizes))
 
         self._background.spawn(plan())
-
-    def _report_sizes(self, hash_: str, sizes: ImageSizes) -> None:
-        planned = messages.ImagesPlanned(
-            layout=hash_, sizes=sizes.by_rank, reason=sizes.reason, is_passing=sizes.is_passing
-        )
-        self.report(planned)
 
     def tick(self) -> None:
         """Report watched slots that nobody can write to any more."""
         for slot, each in list(self._watched.items()):
             is_sealed = self._memory.is_sealed(slot, each.attempt)
-            if is_sealed or (each.pid and not is_running(each.pid, each.start)):
+            if is_sealed or (each.writer.pid and not is_running(*each.writer)):
                 del self._watched[slot]
                 self.report(messages.WriterGone(slot=slot, attempt=each.attempt))
 
@@ -299,9 +295,7 @@ class WriteService:
             tell(
                 messages.ImageWritten(
                     directory=job.directory,
-                    image=stored.image,
-                    part=stored.part,
-                    is_reused=stored.is_reused,
+                    stored=stored,
                     values=b"" if image.rank else shown_values(image),
                 )
             )

@@ -233,10 +233,7 @@ class Follower:
             raise Fenced(self.fenced) if self.fenced else self._out_of_reach()
         if connection.number not in self._trainers:
             self._trainers[connection.number] = connection
-            process = connection.process
-            came = messages.TrainerConnected(
-                line=connection.number, pid=process.pid, start=process.start
-            )
+            came = messages.TrainerConnected(line=connection.number, process=connection.process)
             line.send(messages.pack(came))
         if isinstance(message, m.Join):
             connection.rank = message.rank

@@ -34,10 +34,8 @@ from holdfast.keeper.hosts.host_reports import decode_reports
 from holdfast.keeper.hosts.open_files import allow_open_files
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
-from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
 from holdfast.protocol.facts import Fact, ToCoordinator, ignore
-from holdfast.protocol.image_plan import ImageSizes
 
 if TYPE_CHECKING:  # a run on one host does not need it
     from holdfast.keeper.parity.scheduler import ParityScheduler
@@ -220,15 +218,8 @@ class FollowerRegistry:
         host = self._session(host_of(slot.id))
         if host is not None and host.watched.get(slot.id) != slot.attempt:
             host.watched[slot.id] = slot.attempt
-            writer = slot.writer or SlotWriter(0, 0)
-            host.send(
-                messages.WatchWriter(
-                    slot=number_of(slot.id),
-                    attempt=slot.attempt,
-                    pid=writer.pid,
-                    start=writer.start,
-                )
-            )
+            number, writer = number_of(slot.id), slot.writer or SlotWriter(0, 0)
+            host.send(messages.WatchWriter(slot=number, attempt=slot.attempt, writer=writer))
 
     @property
     def are_stopping(self) -> bool:
@@ -441,8 +432,8 @@ class FollowerRegistry:
             case messages.LayoutFailed(hash=hash_, reason=reason):
                 why = host.where + reason
                 self._carry_out(coordinator.lifecycle.layout_not_stored(hash_, why, host.host))
-            case messages.ImagesPlanned(layout=layout, sizes=by_rank, is_passing=is_passing):
-                sizes = ImageSizes(by_rank, fact.reason and host.where + fact.reason, is_passing)
+            case messages.ImagesPlanned(layout=layout, sizes=sizes):
+                sizes = sizes._replace(reason=sizes.reason and host.where + sizes.reason)
                 self._carry_out(coordinator.images_planned(layout, sizes, time.monotonic()))
 
     def _handle_trainer(
@@ -452,8 +443,8 @@ class FollowerRegistry:
     ) -> None:
         trainer = follower.trainers.get(fact.line)
         match fact:
-            case messages.TrainerConnected(line=number, pid=pid, start=start) if trainer is None:
-                connection = ForwardedConnection(follower.line, number, SlotWriter(pid, start))
+            case messages.TrainerConnected(line=number, process=process) if trainer is None:
+                connection = ForwardedConnection(follower.line, number, process)
                 follower.trainers[number] = _Trainer(connection)
                 self.dispatcher.connected(connection)
             case messages.TrainerMessage(body=body) if trainer is not None:
@@ -508,8 +499,7 @@ class FollowerRegistry:
             case messages.ImageWritten(directory=directory):
                 share = session.shares.get(directory)
                 if share is not None:
-                    stored = StoredPart(fact.image, fact.part, fact.is_reused)
-                    share.receive(stored, fact.values)
+                    share.receive(fact.stored, fact.values)
             case messages.WriteEnded(directory=directory, reason=reason, is_lost=is_lost):
                 share = session.shares.pop(directory, None)
                 if share is not None:

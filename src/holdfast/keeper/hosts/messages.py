@@ -14,12 +14,15 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.coordinator import actions  # noqa: F401 (orders, too)
+from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import FormatError
-from holdfast.format.manifest import AttemptId, ImageId, ImageRef
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.hosts import cache_messages, clock_exchange  # noqa: F401 (messages, too)
+from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord, StoredSlot
 from holdfast.protocol.facts import Column, Fact, ToCoordinator, ToFollower
+from holdfast.protocol.image_plan import ImageSizes
 
 
 class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +56,7 @@ class TrainerConnected(ToCoordinator, frozen=True, kw_only=True):
     """A trainer connected; the follower has verified its process."""
 
     line: int
-    pid: int
-    start: int
+    process: SlotWriter
 
 
 class TrainerMessage(ToCoordinator, frozen=True, kw_only=True):
@@ -118,12 +120,10 @@ class WriterGone(ToCoordinator, frozen=True, kw_only=True):
 
 
 class ImagesPlanned(ToCoordinator, frozen=True, kw_only=True):
-    """The sizes of this host's images, see ``image_plan.ImageSizes``."""
+    """The sizes of this host's images, or why they are not known."""
 
     layout: str
-    sizes: dict[int, tuple[int, int]]
-    reason: str = ""
-    is_passing: bool = True
+    sizes: ImageSizes
 
 
 class LayoutMissing(ToCoordinator, frozen=True, kw_only=True):
@@ -143,9 +143,7 @@ class ImageWritten(ToCoordinator, frozen=True, kw_only=True):
     """One image is durable, and equal to what was sealed."""
 
     directory: str
-    image: ImageRef
-    part: ImageRef | None = None
-    is_reused: bool = False
+    stored: StoredPart
     values: bytes = b""
     """Values of the image, if it is that of rank 0."""
 
@@ -306,8 +304,7 @@ class WatchWriter(ToFollower, frozen=True, kw_only=True):
 
     slot: int
     attempt: str
-    pid: int
-    start: int
+    writer: SlotWriter
 
 
 class StopAllowed(ToFollower, frozen=True, kw_only=True):
