@@ -19,12 +19,12 @@ from typing import Any, cast
 
 from benchmarks.kit import markdown
 from benchmarks.kit.options import Parser
-from holdfast.coordinator.actions import StartPersist
+from holdfast.coordinator.actions import AllocateSlots, StartPersist
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.requests import HostJoiner, HostReports, RankReport
-from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
+from holdfast.coordinator.slots import Slot, SlotWriter, number_of, slot_id_of
 from holdfast.format.manifest import AttemptId, ImageId, ImageRef, Incarnation
 from holdfast.geometry.layout import (
     Instance,
@@ -35,7 +35,7 @@ from holdfast.geometry.layout import (
     table_hash,
     table_to_json,
 )
-from holdfast.keeper.connections import ForwardedConnection, Ranks
+from holdfast.keeper.connections import AdmissionCounters, ForwardedConnection, Ranks
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerSession, _Trainer
@@ -45,9 +45,10 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import divide_hosts
 from holdfast.keeper.parity.scheduler import ParityScheduler
-from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.trainer_api import TrainerApi
+from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import ImageSizes
 from holdfast.restore.planning.holdings import encode_choice
 from holdfast.restore.planning.selection import Inventories
 from holdfast.transport.wire.frame_seals import FrameMac
@@ -218,10 +219,7 @@ class Run:
         root, incarnations = cast(Any, self.root), cast(Any, NoIncarnations())
         self.executor.connect(root, incarnations)
         nothing: Any = None
-        parts = KeeperParts(
-            self.coordinator, files, self.ranks, self.beside, self.executor, incarnations, root
-        )
-        self.api = TrainerApi(parts, nothing, nothing)
+        self.api = TrainerApi(self.executor, nothing, AdmissionCounters("h00000"))
         self.step, self.first = 0, ""
         self.granted: dict[int, str] = {}
         """The attempt that each rank was granted a slot for."""
@@ -280,13 +278,13 @@ class Run:
                     self.obey(host, order)
 
     def obey(self, host: int, order: object) -> None:
-        if isinstance(order, messages.CreateSlot):
-            self.say(host, messages.SlotCreated(slot=order.slot))
-        elif isinstance(order, messages.SizeImages):
-            planned = messages.ImagesPlanned(
-                layout=order.layout, sizes=dict.fromkeys(order.ranks, (4096, 1 << 20))
+        if isinstance(order, AllocateSlots):
+            self.say(
+                host, messages.SlotsCreated(made={number_of(order.slot): (order.capacity_bytes, 0)})
             )
-            self.say(host, planned)
+        elif isinstance(order, messages.SizeImages):
+            sizes = ImageSizes(dict.fromkeys(order.ranks, (4096, 1 << 20)))
+            self.say(host, messages.ImagesPlanned(layout=order.layout, sizes=sizes))
         elif isinstance(order, messages.RecordLayout):
             known = self.layouts.setdefault(host, set())
             if order.hash not in known:
@@ -320,12 +318,11 @@ class Run:
     def write(self, host: int, order: messages.WriteImage) -> None:
         """A host has written its images."""
         for each in order.images:
-            stored = ImageRef(
-                path="", rank=each.image.rank, size_bytes=1, header_xxh3=X, table_xxh3=X
+            stored = StoredPart(
+                ImageRef(path="", rank=each.image.rank, size_bytes=1, header_xxh3=X, table_xxh3=X)
             )
-            self.told(
-                "stored", host, messages.ImageWritten(directory=order.directory, image=stored)
-            )
+            written = messages.ImageWritten(directory=order.directory, stored=stored)
+            self.told("stored", host, written)
         self.told("stored", host, messages.WriteEnded(directory=order.directory, reason=""))
 
     def say(self, host: int, fact: messages.Fact) -> None:

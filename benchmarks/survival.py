@@ -6,16 +6,18 @@ into docs/operations/choosing-parity.md, between the two comments there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.kit import results
 from benchmarks.kit.options import Parser
 from holdfast.parity.planning.groups import GROUP_SIZE, GroupHost, divide
 from holdfast.parity.planning.survival import (
     Sizes,
+    check_times,
+    host_count,
     loss_over,
-    simulated,
-    simulated_loss_over,
     survival,
 )
 
@@ -59,6 +61,60 @@ OVER_TIME = [
 ]
 HOST_DAYS, HORIZON_DAYS = 256, 30
 MINUTES_A_DAY = 24 * 60
+
+
+def simulated_loss_over(
+    groups: Sizes, *, rate: float, repair: float, horizon: float, trials: int, seed: int
+) -> float:
+    """Return the share of ``trials`` simulated runs that lose a group, as in ``loss_over``."""
+    check_times(rate, repair, horizon)
+    group_of, draw = _group_of(groups), random.Random(seed)
+    return (
+        sum(_is_overcome(groups, group_of, draw, rate, repair, horizon) for _ in range(trials))
+        / trials
+    )
+
+
+def _is_overcome(
+    groups: Sizes,
+    group_of: list[int],
+    draw: random.Random,
+    rate: float,
+    repair: float,
+    horizon: float,
+) -> bool:
+    now = draw.expovariate(rate)
+    while now < horizon:
+        lost, next_one = 1, draw.expovariate(rate)
+        while next_one < repair:
+            lost, next_one = lost + 1, next_one + draw.expovariate(rate)
+        if lost > len(group_of):
+            return True
+        hit = draw.sample(range(len(group_of)), lost)
+        if not _survives(groups, (group_of[host] for host in hit)):
+            return True
+        now += repair + draw.expovariate(rate)
+    return False
+
+
+def simulated(groups: Sizes, lost: int, *, trials: int, seed: int) -> float:
+    """Return the share of ``trials`` random losses of ``lost`` hosts that are survived."""
+    hosts, draw = host_count(groups, lost), random.Random(seed)
+    group_of = _group_of(groups)
+    survived = sum(
+        _survives(groups, (group_of[host] for host in draw.sample(range(hosts), lost)))
+        for _ in range(trials)
+    )
+    return survived / trials
+
+
+def _survives(groups: Sizes, hit: Iterable[int]) -> bool:
+    return all(count <= groups[group][1] for group, count in Counter(hit).items())
+
+
+def _group_of(groups: Sizes) -> list[int]:
+    """Return the group number of each host."""
+    return [number for number, (size, _) in enumerate(groups) for _ in range(size)]
 
 
 def sizes_of(hosts: int, layout: str) -> Sizes:

@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from holdfast.catalogue import image_path
+from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
 from holdfast.coordinator.requests import HostJoiner, RankReport
+from holdfast.coordinator.slots import SlotWriter, number_of
 from holdfast.errors import PeerError
 from holdfast.format.image import ImagePlan, image_bytes
-from holdfast.format.manifest import AttemptId, ImageId, ImageRef
+from holdfast.format.manifest import ImageId, ImageRef
 from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.follower import pauses
 from holdfast.keeper.hosts.host_reports import encode_reports
+from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import process_start
+from holdfast.protocol.arena import SlotRecord, StoredSlot, process_start
+from holdfast.protocol.image_plan import ImageSizes
 from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 
@@ -45,7 +49,7 @@ class PlayedHost:
         self.fleet, self.name, self.count, self.domain = fleet, name, ranks, domain
         self.attached, self.joined = asyncio.Event(), asyncio.Event()
         self.calls = 0
-        self.slots: dict[int, messages.SlotInventory] = {}
+        self.slots: dict[int, StoredSlot] = {}
         self.shards: dict[int, messages.ParityShards] = {}
         self.line: SealedChannel | None = None
         self._task: asyncio.Task[None] | None = None
@@ -135,9 +139,8 @@ class PlayedHost:
         """All ranks take their places."""
         fleet, process = self.fleet, os.getpid()
         for number, rank in enumerate(self.ranks):
-            self.send(
-                messages.TrainerConnected(line=number, pid=process, start=process_start(process))
-            )
+            writer = SlotWriter(process, process_start(process))
+            self.send(messages.TrainerConnected(line=number, process=writer))
             join = m.Join(
                 incarnation=fleet.incarnation,
                 nonce=fleet.nonce,
@@ -192,11 +195,12 @@ class PlayedHost:
                     deflated = deflate(self.fleet.layouts[hash_])
                     self.send(messages.LayoutReply(hash=hash_, deflated=deflated))
                 self.attached.set()
-            case messages.CreateSlot(slot=number, capacity_bytes=capacity_bytes):
-                self._set(number, "free", AttemptId(0, -1, "", 0, ""), capacity_bytes)
-                self.send(messages.SlotCreated(slot=number))
-            case messages.DeleteSlot(slot=number):
-                self.slots.pop(number, None)
+            case AllocateSlots(slot, capacity_bytes):
+                number = number_of(slot)
+                self.slots[number] = StoredSlot(number, capacity_bytes)
+                self.send(messages.SlotsCreated(made={number: (capacity_bytes, 0)}))
+            case RemoveSlot(slot):
+                self.slots.pop(number_of(slot), None)
             case messages.RecordLayout():
                 self._record_layout(fact)
             case messages.SizeImages():
@@ -225,19 +229,20 @@ class PlayedHost:
         if fact.layout not in self.layouts:
             self._waiting_plan = fact
             return
-        sizes = dict.fromkeys(fact.ranks, SIZES)
+        sizes = ImageSizes(dict.fromkeys(fact.ranks, SIZES))
         self.send(messages.ImagesPlanned(layout=fact.layout, sizes=sizes))
 
-    def _set(self, number: int, state: str, id_: AttemptId, capacity_bytes: int = 0) -> None:
-        before = self.slots.get(number)
-        self.slots[number] = messages.SlotInventory(
-            number=number,
-            capacity_bytes=capacity_bytes or (before.capacity_bytes if before else 0),
-            state=state,
-            attempt_id=id_,
-            image=ImageId(-1, 0, "", ""),
+    def _set(self, number: int, record: SlotRecord, image: ImageId) -> None:
+        sealed = msgspec.structs.replace(
+            record,
+            state="captured",
             nonce=self.fleet.nonce,
+            rank=image.rank,
+            image_bytes=image.image_bytes,
+            header_xxh3=image.header_xxh3,
+            table_xxh3=image.table_xxh3,
         )
+        self.slots[number] = msgspec.structs.replace(self.slots[number], record=sealed)
 
     def _capture(self, fact: messages.GrantSlots) -> None:
         """All ranks copy at once, and say so."""
@@ -246,8 +251,7 @@ class PlayedHost:
         reports: list[RankReport] = []
         for rank, slot in zip(fact.ranks, fact.slots, strict=True):
             image = image_id(rank, fact.record.step, size)
-            self._set(slot, "captured", fact.record.attempt_id)
-            self.slots[slot] = msgspec.structs.replace(self.slots[slot], image=image)
+            self._set(slot, fact.record, image)
             reports.append(
                 m.Captured(
                     attempt=fact.record.attempt,
@@ -270,7 +274,7 @@ class PlayedHost:
                 header_xxh3=image.header_xxh3 or X,
                 table_xxh3=image.table_xxh3 or X,
             )
-            self.send(messages.ImageWritten(directory=fact.directory, image=stored))
+            self.send(messages.ImageWritten(directory=fact.directory, stored=StoredPart(stored)))
         self.send(messages.WriteEnded(directory=fact.directory, reason=""))
 
     def _protect(self, fact: messages.ToFollower) -> None:
@@ -308,11 +312,11 @@ class PlayedHost:
         }
 
     def _rebuild(self, slot: int, attempt: str, rank: int) -> None:
-        (id_,) = {s.attempt_id for s in self.slots.values() if s.attempt_id.attempt == attempt}
+        held = [each.record for each in self.slots.values() if each.record is not None]
+        record = next(each for each in held if each.attempt == attempt)
         size = image_bytes(ImagePlan((), SIZES[1], "", SIZES[0]), len(VALUES))
-        image = image_id(rank, id_.step, size)
-        self._set(slot, "captured", id_)
-        self.slots[slot] = msgspec.structs.replace(self.slots[slot], image=image)
+        image = image_id(rank, record.step, size)
+        self._set(slot, record, image)
         self.send(messages.RebuildComplete(slot=slot, attempt=attempt, image=image))
 
 

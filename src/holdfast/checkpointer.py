@@ -268,7 +268,7 @@ class Checkpointer:
                 timeout_s=self.timeout_s * READ_PATIENCE,
                 on_poison=self._poison,
                 request=request,
-                plan_again=self._offers.plan_again(),
+                plan_again=self._offers.plan_again,
                 adopt=self._tell_parent,
                 clock=self._offers.clock,
             )

@@ -29,7 +29,7 @@ PLANS_ALL = """
             if isinstance(each, PlanImages):
                 sizes = plan_sizes(each.layout, each.ranks)
                 now_s = time.monotonic()
-                planned = self._coordinator.images_planned(each.layout.hash, sizes, now_s)
+                planned = self.coordinator.images_planned(each.layout.hash, sizes, now_s)
                 self.carry_out(planned)
     Executor.carry_out = plan_all
 """

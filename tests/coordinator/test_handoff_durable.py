@@ -363,7 +363,7 @@ def made(keeper: Keeper, actions: Actions) -> str:
     """The rings that these actions ask for are there: the attempt that is granted."""
     (rings,) = of(actions, AllocateRings)
     return granted(
-        keeper.c.lifecycle.rings_made(
+        keeper.c.lifecycle.slots_made(
             {n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in rings.needs}
         )
     )

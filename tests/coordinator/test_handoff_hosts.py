@@ -110,7 +110,7 @@ def granted_rings(keeper: OnHosts, step: int) -> list[Action]:
     assert sorted(host_of(ring.needs[0].slot) for ring in rings) == [0, 1, 2]
     assert {host_of(n.slot) for ring in rings for n in ring.needs} == {0, 1, 2}
     for ring in rings:
-        last = keeper.c.lifecycle.rings_made(
+        last = keeper.c.lifecycle.slots_made(
             {n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in ring.needs}
         )
     return last

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.coordinator.actions import Warn
-from holdfast.coordinator.replica_check import StandstillAlarm
+from holdfast.coordinator.replica_check import ReplicaCheck
 from holdfast.protocol import messages as m
 from holdfast.protocol.messages import CHANGED, NOTHING_TO_SAY
 from support.coordinator.coordinators import Keeper, granted, of
@@ -26,9 +26,9 @@ from support.coordinator.coordinators import Keeper, granted, of
 def test_it_is_an_alarm_when_no_rank_has_anything_that_changed(
     said: tuple[int, int], is_alarm: bool
 ) -> None:
-    standing = StandstillAlarm()
-    for one in said:
-        standing.add_report("a", one)
+    standing = ReplicaCheck()
+    for rank, one in enumerate(said):
+        standing.add_sums("a", rank, (), one)
     found = standing.finish("a", 5)
     assert bool(found) == is_alarm
     if is_alarm:
@@ -38,21 +38,21 @@ def test_it_is_an_alarm_when_no_rank_has_anything_that_changed(
 
 
 def test_it_is_told_once_until_it_passes() -> None:
-    standing, told = StandstillAlarm(), []
+    standing, told = ReplicaCheck(), []
     for step, said in enumerate([4, 4, NOTHING_TO_SAY, 4, CHANGED, 4, 4]):
-        standing.add_report(f"a{step}", said)
+        standing.add_sums(f"a{step}", 0, (), said)
         told += [step] if standing.finish(f"a{step}", step) else []
     assert told == [0, 5]
-    standing.begin()
-    standing.add_report("b", 4)
+    standing.begin("n")
+    standing.add_sums("b", 0, (), 4)
     assert standing.finish("b", 9)
 
 
 def test_what_ranks_said_of_an_attempt_that_came_to_nothing_counts_for_none() -> None:
-    standing = StandstillAlarm()
-    standing.add_report("a", CHANGED)
+    standing = ReplicaCheck()
+    standing.add_sums("a", 0, (), CHANGED)
     standing.drop("a")
-    standing.add_report("a", 4)
+    standing.add_sums("a", 0, (), 4)
     assert standing.finish("a", 5)
 
 

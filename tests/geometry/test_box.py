@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box, CoverFault, cover_fault, runs
+from holdfast.geometry.box import Box, CoverFault, cover_fault
 
 Mask = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
@@ -138,7 +136,6 @@ def test_a_scalar_is_one_element() -> None:
     assert scalar.intersect(scalar) == scalar
     assert scalar.subtract(scalar) == ()
     assert scalar.split(3) == (scalar,)
-    assert list(runs(scalar, scalar)) == [(0, 1)]
     assert np.array(7)[scalar.slices()] == 7
 
 
@@ -158,39 +155,6 @@ def test_calls_that_mean_nothing_are_refused() -> None:
         box.split(0)
     with pytest.raises(UsageError):
         Box((0, 0), (1, 1)).relative_to(Box((1, 0), (2, 2)))
-    with pytest.raises(UsageError, match="not inside"):
-        list(runs(box, Box.whole((4, 3))))
-
-
-# ── runs ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@st.composite
-def nested(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
-    shape = draw(shapes)
-    outer = draw(boxes(shape))
-    inner = draw(boxes(outer.shape)).shift(outer.start)
-    return shape, inner, outer
-
-
-@unhurried
-@given(nested())
-def test_runs_are_the_elements_in_the_order_they_are_stored(
-    nested: tuple[Shape, Box, Box],
-) -> None:
-    shape, inner, outer = nested
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    stored = np.ravel(whole[outer.slices()])
-    found = list(runs(inner, outer))
-    read = [stored[offset : offset + length] for offset, length in found]
-    assert np.array_equal(np.concatenate([*read, []]), np.ravel(whole[inner.slices()]))
-    assert all(length > 0 for _, length in found)
-    # As long as they can be: no two touch.
-    assert all(a + length < b for (a, length), (b, _) in pairwise(found))
-
-
-def test_a_slab_is_one_run_however_many_dimensions_are_behind_it() -> None:
-    assert list(runs(Box((2, 0, 0), (5, 7, 9)), Box.whole((6, 7, 9)))) == [(126, 189)]
 
 
 # ── cover_fault ──────────────────────────────────────────────────────────────────────────────

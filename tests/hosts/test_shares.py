@@ -19,7 +19,6 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import WriteService
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages, write_all
@@ -28,6 +27,7 @@ from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord
+from holdfast.protocol.facts import Fact
 from holdfast.storage.local import LocalStore
 from support.runs.keepers import RUN
 
@@ -57,7 +57,7 @@ class Mind:
         nothing_here = SimpleNamespace(images=lambda *_: {}, begin=lambda _: None)
         self.executor: Any = Executor.__new__(Executor)
         vars(self.executor).update(
-            _memory=SimpleNamespace(layout=lambda _: b""),
+            memory=SimpleNamespace(layout=lambda _: b""),
             _jobs={},
             followers=self.hands,
             agent=SimpleNamespace(writes=nothing_here, report=None),

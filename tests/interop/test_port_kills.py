@@ -25,7 +25,7 @@ from holdfast.interop.writing import export_files
 from holdfast.interop.writing.chosen_leaves import LeafReader
 from holdfast.interop.writing.export_files import ExportReport, export, work_directory
 from holdfast.interop.writing.formats import plan_format
-from holdfast.interop.writing.import_plan import open_import, plan_import
+from holdfast.interop.writing.import_plan import open_imports, plan_import
 from holdfast.interop.writing.import_state import ImportReport, import_all
 from holdfast.interop.writing.saved_state import saved_state
 from holdfast.restore.reading.images import from_manifest
@@ -246,7 +246,8 @@ def sources(tmp_path: Path) -> list[Path]:
 
 
 def import_into(root: Store, sources: list[Path]) -> ImportReport:
-    plans = [plan_import(open_import(path, None, lambda saved, _: saved)) for path in sources]
+    opened = [open_imports(f"{path}", None, lambda saved, _: saved)[0] for path in sources]
+    plans = [plan_import(one) for (one,) in opened]
     return import_all(plans, root, lambda *_: None, 128 << 20)
 
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
+from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.image_writer import HostWrite
 from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotRecord, process_start
+from holdfast.protocol.facts import Fact
 from holdfast.storage.memory import MemoryStore
 from support.runs.keepers import RUN
 
@@ -80,9 +81,9 @@ def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere
         def order(fact: Fact) -> None:
             agent.do(messages.from_coordinator(messages.pack(fact)) if is_far else fact)
 
-        order(messages.CreateSlot(slot=3, capacity_bytes=PAGE_BYTES, leave_bytes=0))
+        order(AllocateSlots(3, PAGE_BYTES))
         await until(lambda: bool(told))
-        assert told.pop() == messages.SlotCreated(slot=3)
+        assert told.pop() == messages.SlotsCreated(made={3: (PAGE_BYTES, 0)})
         order(grant())
         (granted,) = trainer.heard
         assert isinstance(granted, m.Grant) and granted.attempt == "a"
@@ -96,18 +97,18 @@ def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere
         agent.sealed(OF, [(3, image)], is_ring=False)
         assert job.images[0].header_xxh3 == "1" * 16
         agent.writes.end(job)
-        order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start))
+        order(messages.WatchWriter(slot=3, attempt="a", writer=ME))
         agent.tick()
         assert told == []  # it may write still
         order(grant())
         assert not agent._watched  # nor is a slot watched for an earlier attempt
-        order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start + 1))
+        order(messages.WatchWriter(slot=3, attempt="a", writer=ME._replace(start=ME.start + 1)))
         agent.tick()
         assert told.pop() == messages.WriterGone(slot=3, attempt="a")
         order(messages.SizeImages(layout="unknown", ranks=(0,)))
         planned = told.pop()
-        assert isinstance(planned, messages.ImagesPlanned) and "unknown" in planned.reason
-        order(messages.DeleteSlot(slot=3))
+        assert isinstance(planned, messages.ImagesPlanned) and "unknown" in planned.sizes.reason
+        order(RemoveSlot(3))
         assert not agent._memory.slot_path(3).exists()
 
     asyncio.run(play())
@@ -130,13 +131,13 @@ def test_memory_made_for_a_coordinator_that_decides_no_more_is_given_back(
     async def play() -> None:
         agent = agent_of(arena_dir)
         agent.serve(told.append)
-        agent.do(messages.CreateSlot(slot=3, capacity_bytes=PAGE_BYTES, leave_bytes=0))
+        agent.do(AllocateSlots(3, PAGE_BYTES))
         agent.serve(told.append)
         await until(lambda: not agent.allocator._being_made and not agent.allocator._unmapping)
         assert told == [] and not agent._memory.slot_path(3).exists()
         assert agent._memory.files == {}
-        agent.do(messages.CreateSlot(slot=4, capacity_bytes=PAGE_BYTES, leave_bytes=0))
+        agent.do(AllocateSlots(4, PAGE_BYTES))
         await until(lambda: bool(told))
-        assert told == [messages.SlotCreated(slot=4)]
+        assert told == [messages.SlotsCreated(made={4: (PAGE_BYTES, 0)})]
 
     asyncio.run(play())

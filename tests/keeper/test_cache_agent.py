@@ -15,12 +15,12 @@ from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.hosts import cache_agent
 from holdfast.keeper.hosts.cache_agent import CacheAgent
 from holdfast.keeper.hosts.cache_messages import DrainImages, PublishCached, deflate_manifest
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.messages import WriteEnded
 from holdfast.keeper.jobs import RemoteImages
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
+from holdfast.protocol.facts import Fact
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import wait_until
 from support.checkpoints.keeper_roots import save_steps

@@ -6,8 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -15,11 +13,9 @@ from holdfast.events import Warned
 from holdfast.format.manifest import Generation
 from holdfast.keeper.cache_tier import CacheTier
 from holdfast.keeper.drain_queue import Drained
-from holdfast.keeper.incarnations import Caching, RootAccess
-from holdfast.keeper.jobs import Background
 from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
-from support.checkpoints.keeper_roots import save_steps
+from support.checkpoints.keeper_roots import root_access, save_steps
 from support.runs.mishaps import listening
 
 
@@ -33,21 +29,7 @@ def test_a_followers_cache_that_could_not_be_opened_is_tried_again_after_a_pause
     opened: list[bool] = []
 
     async def run() -> None:
-        memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
-
-        async def note() -> None:
-            opened.append(True)
-
-        access = RootAccess(
-            str(root),
-            cast(Any, memory),
-            "run r, host b",
-            Background(),
-            lambda *_: None,
-            lambda _: None,
-            lambda _: None,
-            Caching(opened=note),
-        )
+        access = root_access(root, "run r, host b", cache_opened=lambda: opened.append(True))
         access.tend_cache()
         assert access.cache is None  # there is to be none
         access.cache_path = str(disk / "cache")
@@ -94,18 +76,8 @@ def test_what_is_cached_is_not_told_lost_while_its_cache_is_only_being_opened(
     told: list[Drained] = []
 
     async def run() -> None:
-        memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
-        caching = Caching(drained=told.append, expected=lambda: {(1, 5): "a1x5"})
-        access = RootAccess(
-            str(root),
-            cast(Any, memory),
-            "run r, host a",
-            Background(),
-            lambda *_: None,
-            lambda _: None,
-            lambda _: None,
-            caching,
-        )
+        known = {(1, 5): "a1x5"}
+        access = root_access(root, "run r, host a", drained=told.append, draining=known)
         access.cache_path = str(cache)
         lock_cache = access._lock_cache
 

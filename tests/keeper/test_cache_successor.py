@@ -10,7 +10,6 @@ import pytest
 
 from holdfast.keeper.hosts.follower_caches import FollowerCaches
 from holdfast.keeper.hosts.role import HostRole
-from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.trainer_api import TrainerApi
 
 
@@ -45,13 +44,16 @@ async def resume(hosts: tuple[Any, ...]) -> tuple[list[object], FollowerCaches]:
         caches=caches,
         agent=SimpleNamespace(hosts=hosts),
         carry_out=lambda _: None,
+        coordinator=api.coordinator,
+        memory=api.memory,
+        ranks=None,
+        background=None,
+        incarnations=api.incarnations,
+        root=api.root,
     )
     api._join_reports = lambda: None
     nobody: Any = None
-    parts = KeeperParts(
-        api.coordinator, api.memory, nobody, nobody, api.executor, api.incarnations, api.root
-    )
-    api.role = HostRole("a", parts, nobody, nobody)
+    api.role = HostRole("a", api.executor, nobody, nobody)
     assert await api._resume(None)
     assert api.root.may_open
     return told, caches

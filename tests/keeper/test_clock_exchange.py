@@ -17,8 +17,8 @@ from holdfast.keeper.hosts.clock_exchange import (
     reading_of,
     tell_time,
 )
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.protocol.arena import boot_id
+from holdfast.protocol.facts import Fact
 
 WAY = st.floats(0, 10)
 

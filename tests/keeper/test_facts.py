@@ -11,7 +11,7 @@ from holdfast.errors import FormatError
 from holdfast.format.manifest import MAX_DOCUMENT_BYTES, ImageRef, Manifest, seal
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.cache_messages import deflate_manifest, inflate_manifest
-from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ToFollower
+from holdfast.protocol.facts import Fact, ToCoordinator, ToFollower
 
 
 def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_follower() -> None:

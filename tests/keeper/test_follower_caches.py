@@ -19,8 +19,8 @@ from holdfast.keeper.hosts.cache_messages import (
     TellCached,
     deflate_manifest,
 )
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.follower_caches import FollowerCaches
+from holdfast.protocol.facts import Fact
 from holdfast.storage.memory import MemoryStore
 from support.checkpoints.keeper_roots import save_steps
 from support.coordinator.coordinators import Keeper
@@ -126,8 +126,8 @@ def test_what_was_drained_before_a_start_is_still_known_to_be(
 def test_what_another_host_has_may_be_replaced_by_something_newer() -> None:
     keeper = Keeper(1)
     executor = Executor.__new__(Executor)
-    executor._coordinator = keeper.c
-    executor._root = cast(Any, SimpleNamespace(drains=SimpleNamespace(wake=lambda: None)))
+    executor.coordinator = keeper.c
+    executor.root = cast(Any, SimpleNamespace(drains=SimpleNamespace(wake=lambda: None)))
     executor._found_cached([(PASSED, "a")])
     assert keeper.c.durability.draining == {PASSED: "a"}
     assert keeper.c.durability.exact == set()
@@ -144,10 +144,10 @@ def test_a_ring_waits_for_a_drain_only_where_the_cache_refuses_it(
 ) -> None:
     keeper = Keeper(1)
     executor = Executor.__new__(Executor)
-    executor._coordinator, executor.followers = keeper.c, cast(Any, SimpleNamespace())
+    executor.coordinator, executor.followers = keeper.c, cast(Any, SimpleNamespace())
     executor.agent = cast(Any, SimpleNamespace(caches=SimpleNamespace()))
-    executor._memory = cast(Any, SimpleNamespace(root_id=""))
-    executor._background = cast(Any, None)
+    executor.memory = cast(Any, SimpleNamespace(root_id=""))
+    executor.background = cast(Any, None)
     root = SimpleNamespace(
         cache=SimpleNamespace(is_taking=takes),
         drains=SimpleNamespace(is_running=drains, is_busy=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -183,11 +183,11 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
         coordinator: Any = SimpleNamespace()
         nothing: Any = None
         registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
-        registry.dispatcher = Dispatcher()
+        registry.dispatcher = cast(Any, Dispatcher())
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
         for number in (1, 2):
-            came = messages.TrainerConnected(line=number, pid=number, start=1)
+            came = messages.TrainerConnected(line=number, process=SlotWriter(number, 1))
             registry._handle(session, came)
         table = m.pack(m.LeafTable(hash="t", deflated=b""))[m.LENGTH_BYTES :]
         registry._handle(session, messages.TrainerMessage(line=1, body=table))
@@ -229,10 +229,10 @@ def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again(
         coordinator: Any = SimpleNamespace()
         nothing: Any = None
         registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
-        registry.dispatcher = Dispatcher()
+        registry.dispatcher = cast(Any, Dispatcher())
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
-        registry._handle(session, messages.TrainerConnected(line=1, pid=1, start=1))
+        registry._handle(session, messages.TrainerConnected(line=1, process=SlotWriter(1, 1)))
         asked = m.pack(m.ListInventory())[m.LENGTH_BYTES :]
         for body in (asked, asked, b"no message", asked):
             registry._handle(session, messages.TrainerMessage(line=1, body=body))
@@ -244,7 +244,7 @@ def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again(
         assert len(tasks) == 1
         assert handled == ["connected", "ListInventory", "ListInventory", "disconnected"]
         assert [type(said) for said in line.sent] == [messages.HangUp]
-        registry._handle(session, messages.TrainerConnected(line=2, pid=2, start=1))
+        registry._handle(session, messages.TrainerConnected(line=2, process=SlotWriter(2, 1)))
         assert len(tasks) == 1, "who says nothing takes no task"
         registry._handle(session, messages.TrainerMessage(line=2, body=asked))
         registry._handle(session, messages.TrainerGone(line=2))

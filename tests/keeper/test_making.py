@@ -15,11 +15,11 @@ from holdfast.coordinator.actions import AllocateSlots
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile
+from holdfast.protocol.facts import Fact
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S, of
 from support.runs.keepers import IMAGE_BYTES, X, arena_of, ask, begin, capture, connect, end, hear
 
@@ -96,8 +96,8 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
         maker = SlotAllocator(memory, Background())
 
         def report(fact: Fact) -> None:
-            assert isinstance(fact, messages.SlotCreated)
-            coordinator.lifecycle.allocated(fact.slot)
+            assert isinstance(fact, messages.SlotsCreated)
+            coordinator.lifecycle.slots_made(fact.made)
             made.set()
 
         maker.serve(report, coordinator.lifecycle.is_awaited)
@@ -136,8 +136,8 @@ def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
         maker = SlotAllocator(memory, Background())
 
         def report(fact: Fact) -> None:
-            assert isinstance(fact, messages.SlotFailed)
-            coordinator.lifecycle.allocation_failed(fact.slot, fact.reason)
+            assert isinstance(fact, messages.SlotsFailed)
+            coordinator.lifecycle.slots_not_made(fact.slots, fact.reason)
             told.set()
 
         maker.serve(report, coordinator.lifecycle.is_awaited)

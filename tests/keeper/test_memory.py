@@ -15,13 +15,14 @@ import pytest
 from holdfast import events
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.layouts import agreement_id
-from holdfast.coordinator.slots import Slot, SlotWriter
+from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import ArenaError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper import arena_files
-from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.arena_files import ArenaFiles, discover
+from holdfast.keeper.hosts import messages
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
 
@@ -128,6 +129,26 @@ def test_a_slot_that_another_hosts_coordinator_orders_is_this_hosts_all_the_same
     memory.stamp(0, order)
     (slot,), _ = scan(memory)
     assert slot.state == "quarantined"
+
+
+def test_what_a_host_tells_of_its_slots_is_read_as_it_is_there(memory: ArenaFiles) -> None:
+    leave(
+        memory,
+        captured(0, hosts=2),
+        captured(1, attempt="a8", state="writing"),
+        captured(1, attempt="a8", state="writing", writer_start=1),
+        captured(0, attempt="a9", run_id="another"),
+        None,
+    )
+    there = ArenaFiles(memory.directory, "run")
+    slots, (attempt,) = there.scan()
+    inventory = messages.HostInventory(arena="", slots=tuple(there.stored()), next_number=5)
+    told = messages.from_follower(messages.pack(inventory))
+    assert isinstance(told, messages.HostInventory)
+    found, (same,) = discover(told.slots, 3)
+    assert [slot.state for slot in slots] == ["captured", "quarantined", "free", "free", "free"]
+    assert found == [msgspec.structs.replace(s, id=slot_id_of(3, s.id)) for s in slots]
+    assert same == msgspec.structs.replace(attempt, slots={0: slot_id_of(3, 0)})
 
 
 def test_a_slot_is_quarantined_for_as_long_as_its_writer_lives(memory: ArenaFiles) -> None:

@@ -16,7 +16,6 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, plan_image
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import group_access as mending
 from holdfast.keeper.parity.group_access import (
@@ -30,6 +29,7 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.keeper.scrub import HEADER, DamagedImage, _decode_image
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol.arena import SlotRecord
+from holdfast.protocol.facts import Fact
 from holdfast.restore.cluster.decode import decode_image
 from holdfast.transport.wire.http import parity_path, record_path
 from support.checkpoints.images import assemble, seals

@@ -18,7 +18,6 @@ from holdfast.format.image import plan_image
 from holdfast.format.manifest import AttemptId, Generation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.network import LIMITS, Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import worker
@@ -29,6 +28,7 @@ from holdfast.parity.exchange.windows import PATIENCE_S
 from holdfast.parity.planning.record import MemberFact, seals_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
+from holdfast.protocol.facts import Fact
 from holdfast.transport.wire.frame_seals import LENGTH_BYTES, SEAL_BYTES, FrameMac
 from support.checkpoints.images import assemble
 from support.peers.exchanging import ATTEMPT, MIB, fact_of, make_image

@@ -15,11 +15,11 @@ from holdfast.coordinator.slots import Slot, Slots, number_of, slot_id_of
 from holdfast.events import Event, subscribe
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.parity import rebuild as replacing
 from holdfast.keeper.parity.scheduler import ParityScheduler
 from holdfast.keeper.parity.worker import ParityWorker
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Fact
 
 HOSTS = tuple(m.HostEntry(id=f"h{n}", ranks=(n,)) for n in range(3))
 IMAGES = dict.fromkeys(range(3), 8192)

@@ -15,14 +15,13 @@ import pytest
 
 from holdfast.format.manifest import Incarnation
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.incarnations import RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from support.checkpoints.keeper_roots import job_at
+from support.checkpoints.keeper_roots import job_at, root_access
 
 
 @pytest.mark.promise
@@ -30,17 +29,7 @@ def test_work_that_comes_while_a_root_is_released_is_not_taken_by_what_ends(tmp_
     commit.open_root(LocalStore(tmp_path / "root"), "run")
 
     async def run() -> None:
-        background = Background()
-        memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
-        access = RootAccess(
-            str(tmp_path / "root"),
-            cast(Any, memory),
-            "run run, here",
-            background,
-            lambda *_: None,
-            lambda _: None,
-            lambda _: None,
-        )
+        background, access = Background(), root_access(tmp_path / "root", "run run, here")
         access.cache_path = str(tmp_path / "cache")
         persister, gate = await access.open(), threading.Event()
         access.drains.tick(time.monotonic())
@@ -71,16 +60,7 @@ def test_a_root_is_released_in_the_middle_of_a_drain(tmp_path: Path) -> None:
     ended: list[str] = []
 
     async def run() -> None:
-        memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
-        access = RootAccess(
-            str(tmp_path / "root"),
-            cast(Any, memory),
-            "run run, here",
-            Background(),
-            lambda *_: None,
-            lambda _: None,
-            lambda _: None,
-        )
+        access = root_access(tmp_path / "root", "run run, here")
         access.cache_path = str(tmp_path / "cache")
         persister, begun = await access.open(), threading.Event()
         tier = access.cache
@@ -127,10 +107,8 @@ def test_a_write_to_the_cache_that_was_to_be_aborted_and_succeeded_is_not_told_d
     job = job_at(1)
     job.abort("hosts are renumbered")
     executor = Executor.__new__(Executor)
-    executor._coordinator = cast(
-        Any, SimpleNamespace(attempts={"a": object()}, lifecycle=lifecycle)
-    )
-    executor._root = cast(
+    executor.coordinator = cast(Any, SimpleNamespace(attempts={"a": object()}, lifecycle=lifecycle))
+    executor.root = cast(
         Any, SimpleNamespace(drains=SimpleNamespace(wake=lambda: told.append("woken")))
     )
     executor.agent = cast(Any, SimpleNamespace(writes=SimpleNamespace(end=lambda _: None)))
@@ -151,16 +129,7 @@ def test_a_number_that_a_cache_has_is_known_while_the_cache_cannot_be_locked(
     )
 
     async def run() -> None:
-        memory = SimpleNamespace(run_id="run", root_id="", incarnations=tuple)
-        access = RootAccess(
-            str(tmp_path / "root"),
-            cast(Any, memory),
-            "run run, here",
-            Background(),
-            lambda *_: None,
-            lambda _: None,
-            lambda _: None,
-        )
+        access = root_access(tmp_path / "root", "run run, here")
         access.cache_path = str(tmp_path / "cache")
         assert access.cache is None and access.cache_numbers() == ["7.json"]
         access.cache_path = str(tmp_path / "none")

@@ -17,7 +17,6 @@ from holdfast.format.image import header_size
 from holdfast.keeper import scrub as scrubbing
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.store import ShardFiles, StoredParity
 from holdfast.keeper.published_images import PublishedImages
@@ -25,6 +24,7 @@ from holdfast.keeper.scrub import DAMAGED, HEADER, DamagedImage, DamagedShard, R
 from holdfast.parity.planning.placement import stored_by
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord
+from holdfast.protocol.facts import Fact
 from support.checkpoints.images import seals
 from support.coordinator.coordinators import Keeper, granted
 from support.peers.exchanging import Group, make_image

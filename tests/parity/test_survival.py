@@ -7,17 +7,12 @@ from itertools import combinations
 from math import comb, exp, factorial, sqrt
 
 import pytest
+from benchmarks.survival import simulated, simulated_loss_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.parity.planning.survival import (
-    Sizes,
-    loss_over,
-    simulated,
-    simulated_loss_over,
-    survival,
-)
+from holdfast.parity.planning.survival import Sizes, loss_over, survival
 
 groups = st.lists(
     st.integers(1, 4).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size))),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -44,7 +44,7 @@ CLOSED = "its cache is not open"
 
 
 class OtherHost:
-    """Host b as its coordinator sees it: see ``keeper.shared_drain.OtherCaches``."""
+    """Host b as its coordinator sees it: see keeper.hosts.follower_caches."""
 
     def __init__(self, far: CacheTier) -> None:
         self.far = far
@@ -117,7 +117,7 @@ class Pair:
         self.other = OtherHost(self.far)
         self.cached: list[Generation] = []
         self.outcomes: list[str | None] = []
-        self.near.share(self.other, is_shared=True)
+        self.near.share(cast(Any, self.other), is_shared=True)
         self.far.share(None, is_shared=True)
 
     def cache(self, step: int) -> None:

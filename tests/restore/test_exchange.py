@@ -38,7 +38,7 @@ from holdfast.geometry.layout import (
 from holdfast.parity.planning.placement import RepairStep
 from holdfast.restore import read_once as together
 from holdfast.restore.cluster.decode import GroupReader
-from holdfast.restore.destinations import DeviceTensor, Staging, StreamCopies
+from holdfast.restore.destinations import DeviceCopies, DeviceTensor, Staging
 from holdfast.restore.exchange import block_exchange as exchange
 from holdfast.restore.exchange import host_memory
 from holdfast.restore.exchange.block_exchange import BlockExchange, BlockScatter, Traffic
@@ -130,7 +130,7 @@ class Reader:
     @property
     def scatter(self) -> BlockScatter:
         """Every second destination is one that a device would fill."""
-        copies = StreamCopies(())
+        copies = DeviceCopies(())
         ways: dict[int, Destination] = {
             key: DeviceTensor(torch.from_numpy(array), copies) if key % 2 else array
             for key, array in self.arrays.items()

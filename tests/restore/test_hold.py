@@ -26,17 +26,14 @@ from holdfast.leases import LEASE_S
 from holdfast.protocol.messages import HoldingPart, Inventory
 from holdfast.restore import storage_hold
 from holdfast.restore.cluster.collect import InventoryCollector
-from holdfast.restore.cluster.open import ClusterReach
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.verify import verify
-from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage
-from holdfast.restore.storage_hold import StorageHold
+from holdfast.restore.sources import ClusterRestore, KnownRecoveries, RestoreSources
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 from holdfast.testing.faults import PassingStore
-from holdfast.transport.client import Puller
 from holdfast.world import World
 from support.checkpoints.roots import Clock, Retention, whole
 from support.runs.launch import run_ranks
@@ -257,15 +254,16 @@ def test_storage_that_fails_in_the_middle_leaves_what_is_in_memory(run: Run) -> 
     part = HoldingPart(AttemptId(1, 9, "b", 1, "l"), (ImageId(0, 1, "h", "t"),))
     inventory = Inventory("", (part,), {1: None})
     known = Inventories((inventory,), (stored,))
-    restore = ClusterRestore(
-        World(),
-        ClusterReach("", run.root, Puller(bytes(32), incarnation=1), {}, {}),
-        lambda: KnownRecoveries(known, InventoryCollector([inventory])),
-        lambda *_: pytest.fail("nothing is opened"),
-        wanted=None,
-        timeout_s=10,
-        storage=Storage(StorageHold(store), lambda _: pytest.fail("storage is not listed again")),
-    )
+
+    class Sources(RestoreSources):
+        def gather(self) -> KnownRecoveries:
+            return KnownRecoveries(known, InventoryCollector([inventory]))
+
+        def list_stored(self, known: Inventories) -> Inventories:
+            return pytest.fail("storage is not listed again")
+
+    sources = Sources(store, 0, run.root, lambda *_: pytest.fail("no keeper is asked"))
+    restore = ClusterRestore(sources, World(), wanted=None, timeout_s=10)
     assert restore.first() == [stored]
     store.is_broken = True
     (held,) = restore.plan_again(stored, StorageError("the disk fails"))

@@ -116,8 +116,8 @@ def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_
 
     offers = RestoreSources(store, 0, arena_dir, empty)
     assert offers.learn(offers.survey())
-    gather = offers._gather
-    monkeypatch.setattr(offers, "_gather", never)
+    gather = offers.gather
+    monkeypatch.setattr(offers, "gather", never)
     for _ in range(2):  # also when the first restore did not come so far on all ranks
         (found,) = offers.first(World(), None, timeout_s=5)
         assert found.generation == (1, 20) and store.list(LEASES) == []
@@ -125,7 +125,7 @@ def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_
     assert len(store.list(LEASES)) == 1
     offers.let_go()
     assert store.list(LEASES) == []
-    monkeypatch.setattr(offers, "_gather", gather)
+    monkeypatch.setattr(offers, "gather", gather)
     (found,) = offers.first(World(), 10, timeout_s=5)
     assert found.generation == (1, 10)
     offers.let_go()
@@ -135,9 +135,7 @@ def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_
     store.remove(manifest_path(found.generation))  # retention comes before the lease
     with pytest.raises(NotFound, match="removed after the start found it") as gone:
         offers.open(found)
-    plan_again = offers.plan_again()
-    assert plan_again is not None
-    (found,) = plan_again(found, gone.value)
+    (found,) = offers.plan_again(found, gone.value)
     assert found.generation == (1, 10) and len(store.list(LEASES)) == 1
     offers.let_go()
     offers.forget()  # it was restored: what is newest now may be another

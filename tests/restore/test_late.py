@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import RestoreError
 from holdfast.restore import destinations as late
-from holdfast.restore.destinations import StreamCopies
+from holdfast.restore.destinations import DeviceCopies
 from holdfast.restore.reading.stored import choose_stored, open_stored
 from holdfast.restore.restore import restore_first
 from holdfast.storage import LocalStore, local
@@ -124,7 +124,7 @@ def test_a_side_stream_begins_behind_the_current_one_which_goes_on_behind_it(
         current_stream=lambda _: Recorded(log, "current"),
         use_stream=entered,
     )
-    copies = StreamCopies([device, torch.device("cpu")])
+    copies = DeviceCopies([device, torch.device("cpu")])
     to: Any = Tensor(log)
 
     def restore_that_fails() -> None:
@@ -150,7 +150,7 @@ def test_a_side_stream_begins_behind_the_current_one_which_goes_on_behind_it(
 
 
 def test_a_failed_copy_leaves_no_memory_that_is_lent_again_and_nobody_waiting() -> None:
-    copies = StreamCopies([])
+    copies = DeviceCopies([])
     staging = late.Staging(copies, 0, 64)
     lent: list[memoryview] = []
 
@@ -172,8 +172,8 @@ def test_a_restore_that_fails_has_waited_for_its_copies(
 ) -> None:
     holdfast.save(tmp_path, build(1))
     told: list[str] = []
-    monkeypatch.setattr(StreamCopies, "begin", lambda _: told.append("begin"))
-    monkeypatch.setattr(StreamCopies, "end", lambda _: told.append("end"))
+    monkeypatch.setattr(DeviceCopies, "begin", lambda _: told.append("begin"))
+    monkeypatch.setattr(DeviceCopies, "end", lambda _: told.append("end"))
 
     def fail(*_: object, **__: object) -> int:
         told.append("read")

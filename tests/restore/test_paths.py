@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -162,7 +162,7 @@ def room(kind: str, box: Box, itemsize: int, copies: Deferred) -> tuple[Any, Cal
         tensor = (
             turned.permute(tuple(reversed(range(len(shape))))) if kind == "late turned" else plain
         )
-        return DeviceTensor(tensor, copies), lambda: tensor.numpy()
+        return DeviceTensor(tensor, cast(Any, copies)), lambda: tensor.numpy()
     if kind == "unaligned":
         raw = np.zeros(box.volume * itemsize + 1, np.uint8)[1:]
         array: Array = raw.view(np.uint8)
@@ -203,7 +203,7 @@ def fill(checkpoint: Checkpoint, case: Case, *, parts: int = 2) -> dict[int, Arr
     """What ``read_wants`` makes of the case's destinations."""
     layout, wants = case
     item = {leaf.name: ITEMSIZE[leaf.dtype] for leaf in layout.leaves}
-    copies = Deferred()
+    copies: Any = Deferred()
     rooms = {want.key: room(kind, want.box, item[want.leaf], copies) for want, kind in wants}
     staging = Staging(copies, parts * plan.BATCH_BYTES, plan.BATCH_BYTES)
     copies.begin()

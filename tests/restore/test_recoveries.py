@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from holdfast import events
@@ -16,12 +15,12 @@ from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.collect import InventoryCollector
+from holdfast.restore.cluster.open import ClusterReach
 from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import overview_of
 from holdfast.restore.reading.stored import stored as stored_in
-from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage
+from holdfast.restore.sources import ClusterRestore, KnownRecoveries, RestoreSources
 from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
@@ -53,11 +52,46 @@ class Failing(MemoryStore):
         return super().list(path)
 
 
-def list_of(store: Store) -> Storage:
-    def listed(known: Inventories) -> Inventories:
-        return msgspec.structs.replace(known, stored=tuple(stored_in(overview_of(store))))
+class UnreadHold(StorageHold):
+    """Takes every candidate for one that is there."""
 
-    return Storage(StorageHold(store), listed)
+    def acquire(self, candidate: Candidate) -> bool:
+        return True
+
+    def should_list_again(self, candidate: Candidate) -> bool:
+        return False
+
+
+class Sources(RestoreSources):
+    """What the hosts hold, and what is said to lie in storage; ``store``: where it is looked up."""
+
+    def __init__(
+        self, reach: ClusterReach, known: Callable[[], KnownRecoveries], store: Store | None
+    ) -> None:
+        super().__init__(store or MemoryStore(), 0, Path(), lambda *_: pytest.fail("no keeper"))
+        self._reached, self._known = reach, known
+        self.not_read: list[Generation] = []
+        if store is None:
+            self.hold = UnreadHold(self._store)
+
+    def reach(self) -> ClusterReach:
+        return self._reached
+
+    def gather(self) -> KnownRecoveries:
+        return self._known()
+
+    def open_stored(self, candidate: Candidate, layout: Layout | None) -> Checkpoint:
+        raise StorageError(f"no storage for {candidate.generation}")
+
+    @property
+    def unread(self) -> list[Generation]:
+        return self.not_read
+
+    def nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
+        """Nothing is explained."""
+
+    def gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
+        """Nothing is explained."""
 
 
 class Restore:
@@ -74,13 +108,10 @@ class Restore:
         self.asked: list[str] = []
         self.ranks = [
             ClusterRestore(
+                Sources(hosts.reach(here), self.ask, store),
                 ThreadWorld(ranks, rank),
-                hosts.reach(here),
-                self.ask,
-                self.open_stored,
                 wanted=None,
                 timeout_s=30,
-                storage=None if store is None else list_of(store),
             )
             for rank, here in enumerate(HERE)
         ]
@@ -98,9 +129,6 @@ class Restore:
         gathering = InventoryCollector(self.hosts.told(*self.lost), fetch)
         known = self.hosts.known(lost=self.lost)
         return KnownRecoveries(type(known)(gathering.holdings, self.stored), gathering)
-
-    def open_stored(self, candidate: Candidate, _: Layout | None) -> Checkpoint:
-        raise StorageError(f"no storage for {candidate.generation}")
 
     def first(self) -> list[list[Candidate]]:
         with ThreadPoolExecutor(len(HERE)) as pool:
@@ -216,8 +244,8 @@ def test_an_older_one_is_not_taken_for_those_that_could_not_be_read(
         save(store, Generation(3, step))
     one = Restore(hosts, "h1", "h2", "h3", stored=tuple(stored_in(overview_of(store))), store=store)
     for rank in one.ranks:
-        assert rank._storage is not None
-        rank._storage = rank._storage._replace(unread=lambda: [Generation(*unread)])
+        assert isinstance(rank._sources, Sources)
+        rank._sources.not_read = [Generation(*unread)]
     ((first,), _, _) = one.first()
     assert first.step == 20
     store.is_failing = True

@@ -26,7 +26,7 @@ from holdfast.restore.restore import Restored, restore_first
 from holdfast.storage.base import Store
 from holdfast.storage.open import open_store
 from holdfast.world import World
-from support.peers.lost_hosts import Hosts
+from support.peers.lost_hosts import Hosts, origins
 from support.peers.peering import close_pullers
 
 ROOM = (64, 1100)
@@ -72,7 +72,7 @@ class Run:
 
         def open_checkpoint(candidate: Candidate) -> Checkpoint:
             (recovery,) = (r for r in self.known.find().recoveries if r.candidate == candidate)
-            self.tried.append(recovery.text)
+            self.tried.append(origins(recovery))
             if not recovery.sources:
                 return open_stored(self.store, candidate, 0)
             return open_recovery(recovery, self.hosts.reach(here))

@@ -28,6 +28,7 @@ from holdfast.restore.planning.holdings import (
     image_name,
 )
 from holdfast.restore.planning.selection import Inventories, find_all
+from support.peers.lost_hosts import origins
 
 BLOCK = 1 << 20
 
@@ -214,13 +215,13 @@ def test_of_every_set_of_lost_hosts_just_those_within_parity_are_survived(
 def test_a_second_loss_is_the_same_question_with_one_host_fewer() -> None:
     known = known_of(groups((5, 2)), parents={1: None})
     (first,) = known.find().recoveries
-    assert (first.survives, first.text) == (2, "1-7: 5 of 5 images from memory")
+    assert (first.survives, origins(first)) == (2, "1-7: 5 of 5 images from memory")
     for lost in ("a1", "a3"):
         error = PeerError("gone", peer=lost, path="/images/a7/1")
         known = known.without(first.candidate, error.told_fields)
         (first,) = known.find().recoveries
     assert first.survives == 0
-    assert first.text == "1-7: 3 of 5 images from memory, of ranks 1, 3 decoded from parity"
+    assert origins(first) == "1-7: 3 of 5 images from memory, of ranks 1, 3 decoded from parity"
     known = known.without(first.candidate, {"peer": "a0"})
     found = known.find()
     assert not found.recoveries
@@ -431,7 +432,7 @@ def test_memory_comes_before_storage_and_a_newer_step_before_both() -> None:
         (7, "storage"),
         (5, "storage"),
     ]
-    assert found[0].text == "1-9 from storage"
+    assert origins(found[0]) == "1-9 from storage"
 
 
 @pytest.mark.promise
@@ -443,7 +444,7 @@ def test_what_cannot_be_decoded_comes_from_storage_if_it_is_of_this_attempt() ->
         1,
         "seal",
     )
-    assert first.text == "1-7: 1 of 3 images from memory, of ranks 0, 1 from storage"
+    assert origins(first) == "1-7: 1 of 3 images from memory, of ranks 0, 1 from storage"
     assert second == Recovery(stored(7, "a7"))
     assert [one.sources for one in find(left, stored(7, "another"))] == [()]
     assert [one.sources for one in find(left, stored(8, "a7"))] == [()]

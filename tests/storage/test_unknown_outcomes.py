@@ -6,15 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
 from holdfast.errors import AlreadyPublished, RootBusy, StorageError
 from holdfast.keeper import incarnations
-from holdfast.keeper.jobs import Background
 from holdfast.persist import commit
 from holdfast.persist.commit import Sweeper
 from holdfast.policy.when import Keep
@@ -24,6 +21,7 @@ from holdfast.storage.lease_lock import ONE_WRITER, ObjectLease
 from holdfast.storage.uploads import ComparingSink
 from holdfast.storage.wrap import Patience
 from holdfast.testing.store_suite import StoreSuite
+from support.checkpoints.keeper_roots import root_access
 from support.servers.bucket_model import ModelBucket, World, model_store
 from support.servers.object_servers import TIMES
 
@@ -366,16 +364,7 @@ def test_a_keeper_whose_lock_was_taken_over_locks_its_root_anew(
     monkeypatch.setattr(incarnations, "open_store", lambda root: store)
 
     async def run() -> None:
-        memory = SimpleNamespace(run_id="r", root_id="", incarnations=tuple)
-        access = incarnations.RootAccess(
-            "s3://model/root",
-            cast(Any, memory),
-            "run r, host a",
-            Background(),
-            lambda *_: None,
-            lambda _: None,
-            lambda _: None,
-        )
+        access = root_access("s3://model/root", "run r, host a")
         first = await access.open()
         first.keep = Keep(last=3)
         assert await access.open() is first

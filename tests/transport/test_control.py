@@ -214,7 +214,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
         with pytest.raises(PeerError):
             await line_to(Peer("a", "127.0.0.1", port))
         await other.close()
-        assert other.refused == 1
+        assert other.refusals.total() == 1
 
     run(test)
 
@@ -286,7 +286,7 @@ def test_nonsense_at_the_door_costs_a_connection_and_no_more(said: bytes) -> Non
             line = await line_to(peer)
             line.send(b"and others are heard")
             assert await line.receive()
-            assert heard.server.refused == 1
+            assert heard.server.refusals.total() == 1
             line.close()
 
     run(test)
@@ -297,7 +297,7 @@ def test_strangers_who_say_nothing_are_sent_away_in_time() -> None:
         async with listening() as (heard, peer):
             crowd = [await asyncio.open_connection(peer.host, peer.port) for _ in range(32)]
             async with asyncio.timeout(10):
-                while heard.server.refused < 32:
+                while heard.server.refusals.total() < 32:
                     await asyncio.sleep(0.01)
             (await line_to(peer)).close()
             for _, writer in crowd:
@@ -351,7 +351,7 @@ def test_strangers_that_say_a_little_now_and_then_keep_nobody_out(few_strangers:
             dripping = asyncio.create_task(drip())
             (await line_to(peer, bounds=PATIENT)).close()
             # Most for being too many; a few may have said enough meanwhile to be refused for that.
-            assert heard.server.refused > few_strangers
+            assert heard.server.refusals.total() > few_strangers
             dripping.cancel()
             for _, writer in crowd:
                 writer.transport.abort()
@@ -378,7 +378,7 @@ def test_who_is_about_to_prove_the_secret_is_not_pushed_out_by_later_callers(
                 line.close()
             for raw in first:
                 raw.close()
-            assert not heard.server.refused
+            assert not heard.server.refusals.total()
             assert len(heard.lines) == few_strangers + 64
 
     run(test)
@@ -397,7 +397,7 @@ def test_who_has_answered_a_busy_server_is_not_silent(few_strangers: int) -> Non
                 await raw.accepted()
                 raw.close()
             (await later).close()
-            assert not heard.server.refused
+            assert not heard.server.refusals.total()
 
     run(test)
 
@@ -438,7 +438,7 @@ def test_a_hello_of_another_line_is_worth_nothing() -> None:
             writer.write(first.said)  # recorded: the server's nonce is another now
             data = await reader.read(1 << 16)
             assert len(data) == len(sealing.MAGIC) + 32 and await reader.read(1) == b""
-            assert heard.server.refused == 1
+            assert heard.server.refusals.total() == 1
             first.close()
             writer.transport.abort()
 

@@ -46,13 +46,6 @@ class TensorCopy(Struct):
     is_sampled: bool
     """True if samples show if the piece changed before it was copied."""
 
-    @property
-    def is_as_it_lies(self) -> bool:
-        """True if its bytes in host memory are the image's bytes, without conversion or
-        gathering.
-        """
-        return self.source.is_cpu and self.source.is_contiguous()
-
     def runs(self) -> Iterator[tuple[int, int, int]] | None:
         """Yield (offset, address, size) of its contiguous byte runs; None if the runs are short, or
         not the bytes that its elements are read as.

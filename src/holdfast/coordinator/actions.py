@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import ToFollower
 from holdfast.protocol.image_plan import RingNeed
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ class SendMessage(msgspec.Struct, frozen=True):
     rank: int | None = None
 
 
-class AllocateSlots(msgspec.Struct, frozen=True):
-    """Create slot ``slot`` with room for an image of this size, and report the result."""
+class AllocateSlots(ToFollower, frozen=True):
+    """Orders a slot with room for an image of this size to be created, and the result reported."""
 
     slot: int
     capacity_bytes: int
@@ -31,14 +32,14 @@ class AllocateSlots(msgspec.Struct, frozen=True):
     """Free bytes that must remain after creation; otherwise the slot is not created."""
 
 
-class AllocateRings(msgspec.Struct, frozen=True):
-    """Create these rings from the available memory, all or none, and report the result."""
+class AllocateRings(ToFollower, frozen=True):
+    """Orders these rings of one host to be created from the available memory, all or none."""
 
     needs: tuple[RingNeed, ...]
 
 
-class RemoveSlot(msgspec.Struct, frozen=True):
-    """Delete slot ``slot``: nothing refers to it any more."""
+class RemoveSlot(ToFollower, frozen=True):
+    """Orders a slot's memory to be freed: nothing refers to it any more."""
 
     slot: int
 

@@ -6,7 +6,7 @@ No grant is sent before all slots of an attempt exist; a failed attempt returns 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.coordinator.actions import (
     Action,
@@ -234,19 +234,24 @@ class AttemptLifecycle:
         attempt.lacks_room = True
         return self._grant_if_allocated(attempt)
 
-    def rings_made(self, made: Mapping[int, tuple[int, int]]) -> list[Action]:
-        """Handle created rings, (capacity, ring bytes) by slot: grant the attempt that waited for
-        them.
+    def slots_made(self, made: Mapping[int, tuple[int, int]]) -> list[Action]:
+        """Handle a created slot, or the rings of one order, (capacity, ring bytes) by slot: grant
+        the attempt that waited for them.
         """
         actions: list[Action] = []
         for slot_id, (capacity_bytes, ring_bytes) in made.items():
             slot = self.slots[slot_id]
-            slot.capacity_bytes, slot.ring_bytes = capacity_bytes, ring_bytes
+            if slot.is_ring:
+                slot.capacity_bytes, slot.ring_bytes = capacity_bytes, ring_bytes
             actions += self.allocated(slot_id)
         return actions
 
-    def rings_not_made(self, slot_ids: Iterable[int], reason: str) -> list[Action]:
-        """Handle a failed ring allocation: the waiting attempt fails."""
+    def slots_not_made(self, slot_ids: Sequence[int], reason: str) -> list[Action]:
+        """Handle the failed allocation of a slot, or of the rings of one order, without which the
+        waiting attempt fails.
+        """
+        if not self.slots[slot_ids[0]].is_ring:
+            return self.allocation_failed(slot_ids[0], reason)
         attempts = {self.slots.delete(slot_id).attempt for slot_id in slot_ids}
         found = [self.attempts[id_] for id_ in attempts if id_ in self.attempts]
         why = f"{self.slots.allocation_error} {reason}".strip()

@@ -43,7 +43,9 @@ class ReplicaCheck:
         self._turn = 0
         self._open: dict[str, ReplicaComparison] = {}
         self._warned = ""
-        self._standstill = StandstillAlarm()
+        self._same_since: dict[str, list[int]] = {}
+        """What ranks said of their own parameters in each attempt, see ``Captured``."""
+        self._was_still = False
 
     def begin(self, nonce: str) -> None:
         """Begin a new incarnation at a random part: short-lived incarnations should not all compare
@@ -52,7 +54,8 @@ class ReplicaCheck:
         self._turn = xxhash.xxh3_64_intdigest(nonce.encode()) >> 32
         self._open.clear()
         self._warned = ""
-        self._standstill.begin()
+        self._same_since.clear()
+        self._was_still = False
 
     def start(self, attempt: str, step: int, layout: Layout) -> list[Action]:
         """Select the part to compare in this attempt; the next part follows once this one was
@@ -85,22 +88,38 @@ class ReplicaCheck:
     ) -> None:
         """Record the sums of a captured rank; ``sums`` is empty if the rank could not compute them.
 
-        ``same_since``: see ``StandstillAlarm``.
+        ``same_since``: the step whose parameters it still has, see ``Captured``.
         """
-        self._standstill.add_report(attempt, same_since)
+        self._same_since.setdefault(attempt, []).append(same_since)
         if attempt in self._open:
             self._open[attempt].sums[rank] = sums
 
     def drop(self, attempt: str) -> None:
         """Forget an aborted attempt: its sums may come from different moments."""
         self._open.pop(attempt, None)
-        self._standstill.drop(attempt)
+        self._same_since.pop(attempt, None)
 
     def finish(self, attempt: str, step: int) -> list[Action]:
         """Compare the sums of a complete attempt: report new differences, and differences that are
-        gone.
+        gone; warn once while no rank's parameters change, though optimizers of the state step.
         """
-        return self._standstill.finish(attempt, step) + self._compare(attempt, step)
+        return self._alarm(attempt, step) + self._compare(attempt, step)
+
+    def _alarm(self, attempt: str, step: int) -> list[Action]:
+        reports = [one for one in self._same_since.pop(attempt, []) if one != NOTHING_TO_SAY]
+        if not reports:
+            return []
+        was_still, self._was_still = self._was_still, CHANGED not in reports
+        if was_still or not self._was_still:
+            return []
+        return [
+            Warn(
+                f"the parameters at step {step} are byte for byte those of step {min(reports)}, "
+                "though optimizers of the state stepped in between: the training stands still. "
+                "Look whether its gradients are zero (is the model that computes them the one its "
+                "optimizer has?), and whether updates this small are lost in the parameters' dtype."
+            )
+        ]
 
     def _compare(self, attempt: str, step: int) -> list[Action]:
         comparison = self._open.pop(attempt, None)
@@ -130,49 +149,3 @@ def _unlike(layout: Layout, found: TileDifference) -> m.ReplicaDifference:
         replicas=found.replicas,
         is_known_which=found.is_known_which,
     )
-
-
-# PURE. Alarm for parameters that stay byte-identical between generations though optimizers stepped.
-# Only optimizers of the state and their parameters are examined. Every rank reports for its own
-# parameters; the alarm is raised once when all ranks with parameters report the same, and again
-# only after it has cleared.
-
-
-class StandstillAlarm:
-    """Standstill reports of the ranks by attempt, and the state of the alarm."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, list[int]] = {}
-        self._was_said = False
-
-    def begin(self) -> None:
-        """Reset the alarm for a new incarnation."""
-        self._told.clear()
-        self._was_said = False
-
-    def add_report(self, attempt: str, same_since: int) -> None:
-        """Record a rank's report that its parameters equal those of ``same_since`` (see
-        ``Captured``).
-        """
-        self._told.setdefault(attempt, []).append(same_since)
-
-    def drop(self, attempt: str) -> None:
-        """Forget an aborted attempt."""
-        self._told.pop(attempt, None)
-
-    def finish(self, attempt: str, step: int) -> list[Action]:
-        """Evaluate an attempt that all ranks captured."""
-        reports = [one for one in self._told.pop(attempt, []) if one != NOTHING_TO_SAY]
-        if not reports:
-            return []
-        was_said, self._was_said = self._was_said, CHANGED not in reports
-        if was_said or not self._was_said:
-            return []
-        return [
-            Warn(
-                f"the parameters at step {step} are byte for byte those of step {min(reports)}, "
-                "though optimizers of the state stepped in between: the training stands still. "
-                "Look whether its gradients are zero (is the model that computes them the one its "
-                "optimizer has?), and whether updates this small are lost in the parameters' dtype."
-            )
-        ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import product
 from operator import eq, itemgetter, sub
 from typing import Literal, TypeVar
 
@@ -157,29 +156,6 @@ def _cut(box: Box, dim: int, at: int) -> tuple[Box, Box]:
 
 def _plus(point: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(point, by, strict=True))
-
-
-def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
-    """Yields the contiguous runs of ``inner`` in ``outer`` stored row-major, as (offset, length).
-
-    Both count elements, offsets from the first element of ``outer``. Runs ascend and are as long as
-    they can be. Raises UsageError if ``inner`` is not inside ``outer``.
-    """
-    if not outer.contains(inner):
-        raise UsageError(f"{inner} is not inside {outer}")
-    if inner.is_empty:
-        return
-    inside, extents = inner.relative_to(outer), outer.shape
-    strides = [math.prod(extents[dim + 1 :]) for dim in range(outer.ndim)]
-    # From dimension `last` on a run is contiguous: all later dimensions are covered.
-    last = max(outer.ndim - 1, 0)
-    while last > 0 and inside.shape[last] == extents[last]:
-        last -= 1
-    length = math.prod(inside.shape[last:])
-    first = sum(a * stride for a, stride in zip(inside.start, strides, strict=True))
-    steps = [range(0, inside.shape[dim] * strides[dim], strides[dim]) for dim in range(last)]
-    for offsets in product(*steps):
-        yield first + sum(offsets), length
 
 
 class CoverFault(msgspec.Struct, frozen=True):

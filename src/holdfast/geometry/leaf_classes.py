@@ -213,7 +213,6 @@ class ReplicaGroups:
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[int, ...], bytes], ReplicaGroup] = {}
-        self._cut: dict[tuple[int, tuple[bool, ...]], ReplicaGroup] = {}
 
     def of_cells(self, instances: Sequence[Instance]) -> ReplicaGroup:
         """Returns the group whose row n has the holders of cell n in ``instances``, which are cut

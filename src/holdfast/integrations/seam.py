@@ -186,11 +186,9 @@ def restore_run(
     key: str,
     step: int | str | None,
     check: Callable[[], None] | None = None,
-    *,
-    adapter: str | None = None,
 ) -> Restored | None:
     """Restores the value of ``key`` alone, and, where ``check`` lets it pass, the rest."""
-    first = restore_loop_first(checkpointer, key, step, adapter=adapter)
+    first = restore_loop_first(checkpointer, key, step)
     if first is None:
         return None
     if check is not None:

@@ -7,14 +7,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.layouts import Tables, agreement_id
-from holdfast.coordinator.slots import Slot, SlotWriter
+from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import ArenaError, HoldfastError, NewerFormat
 from holdfast.events import warn
 from holdfast.format.checksum import Buffer, checksum, text
@@ -26,6 +26,7 @@ from holdfast.protocol.arena import (
     SLOT_SUFFIX,
     SlotFile,
     SlotRecord,
+    StoredSlot,
     boot_id,
     is_running,
     is_temporary,
@@ -202,50 +203,24 @@ class ArenaFiles:
     def discovered(self) -> tuple[list[Slot], list[Attempt]]:
         """Return the slots and attempts as their records describe them now, for another
         coordinator.
-
-        An incomplete attempt is dropped if its ranks were all on this host.
         """
-        slots: list[Slot] = []
-        attempts: dict[str, Attempt] = {}
-        for slot_id, file in sorted(self.files.items()):
-            slots.append(self._take(slot_id, file, attempts))
-        lost = {a.id for a in attempts.values() if a.hosts == 1 and not a.is_whole}
-        for slot in slots:
-            if slot.state == "captured" and slot.attempt in lost:
-                slot.state = "free"
-        return slots, [attempt for attempt in attempts.values() if attempt.id not in lost]
+        return discover(self.stored(), 0)
+
+    def stored(self) -> list[StoredSlot]:
+        """Return all slots with their records. A slot whose writer is dead is free."""
+        return [self._stored(slot_id, file) for slot_id, file in sorted(self.files.items())]
+
+    def _stored(self, slot_id: int, file: SlotFile) -> StoredSlot:
+        record = file.read_record()
+        if record is None or not self.is_ours(record):
+            return StoredSlot(slot_id, file.capacity_bytes)
+        if record.state == "writing" and not is_running(record.writer_pid, record.writer_start):
+            record = msgspec.structs.replace(record, state="free")
+        return StoredSlot(slot_id, file.capacity_bytes, record)
 
     def holds_images(self) -> bool:
         """Return True if the record of any slot says that it holds a whole image."""
         return any(slot.state == "captured" for slot in self.discovered()[0])
-
-    def _take(self, slot_id: int, file: SlotFile, attempts: dict[str, Attempt]) -> Slot:
-        slot = Slot(slot_id, file.capacity_bytes, "free")
-        record = file.read_record()
-        if record is None or not self.is_ours(record):
-            return slot
-        if 0 < record.ring_bytes < file.capacity_bytes:
-            slot.is_ring, slot.ring_bytes = True, record.ring_bytes
-        if record.state == "writing":
-            if is_running(record.writer_pid, record.writer_start):
-                slot.state, slot.attempt, slot.rank = "quarantined", record.attempt, record.rank
-                slot.incarnation = record.incarnation
-                slot.writer = SlotWriter(record.writer_pid, record.writer_start)
-            return slot
-        fits = 0 < record.image_bytes <= file.capacity_bytes and 0 <= record.rank < record.world
-        if record.state != "captured" or not fits or slot.is_ring:
-            return slot
-        slot.state, slot.attempt, slot.image = "captured", record.attempt, record.image
-        said = Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout)
-        said.hosts, said.nonce = record.hosts, record.nonce
-        attempt = attempts.setdefault(record.attempt, said)
-        same = (attempt.attempt_id, attempt.hosts) == (record.attempt_id, record.hosts)
-        if not same or record.rank in attempt.slots:
-            # Records of one attempt id that disagree are not one attempt: images are never mixed.
-            return Slot(slot_id, file.capacity_bytes, "free")
-        attempt.slots[record.rank] = slot_id
-        attempt.nonce = attempt.nonce or said.nonce  # what was decoded does not tell
-        return slot
 
     def is_ours(self, record: SlotRecord) -> bool:
         """Return True if the slot was written for this run and root since the machine booted."""
@@ -429,6 +404,50 @@ class ArenaFiles:
                     warn(f"{error}. What storage says of it counts.")
         self._records = changes, list(found.values())
         return list(found.values())
+
+
+def discover(found: Iterable[StoredSlot], host: int) -> tuple[list[Slot], list[Attempt]]:
+    """Return the slots and attempts that the records of a host describe, with the ids of this
+    incarnation.
+
+    An incomplete attempt is dropped if its ranks were all on this host.
+    """
+    slots: list[Slot] = []
+    attempts: dict[str, Attempt] = {}
+    for one in found:
+        slots.append(_take(slot_id_of(host, one.number), one, attempts))
+    lost = {a.id for a in attempts.values() if a.hosts == 1 and not a.is_whole}
+    for slot in slots:
+        if slot.state == "captured" and slot.attempt in lost:
+            slot.state = "free"
+    return slots, [attempt for attempt in attempts.values() if attempt.id not in lost]
+
+
+def _take(slot_id: int, found: StoredSlot, attempts: dict[str, Attempt]) -> Slot:
+    slot, record = Slot(slot_id, found.capacity_bytes, "free"), found.record
+    if record is None:
+        return slot
+    if 0 < record.ring_bytes < slot.capacity_bytes:
+        slot.is_ring, slot.ring_bytes = True, record.ring_bytes
+    if record.state == "writing":
+        slot.state, slot.attempt, slot.rank = "quarantined", record.attempt, record.rank
+        slot.incarnation = record.incarnation
+        slot.writer = SlotWriter(record.writer_pid, record.writer_start)
+        return slot
+    fits = 0 < record.image_bytes <= slot.capacity_bytes and 0 <= record.rank < record.world
+    if record.state != "captured" or not fits or slot.is_ring:
+        return slot
+    slot.state, slot.attempt, slot.image = "captured", record.attempt, record.image
+    said = Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout)
+    said.hosts, said.nonce = record.hosts, record.nonce
+    attempt = attempts.setdefault(record.attempt, said)
+    same = (attempt.attempt_id, attempt.hosts) == (record.attempt_id, record.hosts)
+    if not same or record.rank in attempt.slots:
+        # Records of one attempt id that disagree are not one attempt: images are never mixed.
+        return Slot(slot_id, slot.capacity_bytes, "free")
+    attempt.slots[record.rank] = slot_id
+    attempt.nonce = attempt.nonce or said.nonce  # what was decoded does not tell
+    return slot
 
 
 def write_whole(path: Path, data: Buffer) -> None:

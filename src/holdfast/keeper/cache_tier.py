@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from holdfast.catalogue import (
     INCARNATIONS,
@@ -43,7 +44,7 @@ from holdfast.keeper.cache_persister import CachePersister
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.image_writer import ImageWriter
 from holdfast.keeper.persister import Outcome, Persister
-from holdfast.keeper.shared_drain import NOWHERE, OtherCaches, SharedDrain
+from holdfast.keeper.shared_drain import NOWHERE, SharedDrain
 from holdfast.persist import commit
 from holdfast.persist.drain_order import (
     has_file,
@@ -60,6 +61,9 @@ from holdfast.policy.when import Keep
 from holdfast.storage.base import Store, free_bytes, settle_s, sync_names
 from holdfast.storage.files import may_be_same
 from holdfast.storage.wrap import RateLimit
+
+if TYPE_CHECKING:  # it uses the cache of its own host
+    from holdfast.keeper.hosts.follower_caches import FollowerCaches
 
 RATE = "HOLDFAST_DRAIN_BYTES_S"
 #: Seconds for which a cache is not asked again after it refused.
@@ -115,7 +119,7 @@ class CacheTier:
         self._unmarked: dict[Generation, Manifest] = {}
         """What the root has had, and could not be marked."""
         self._refused_s = float("-inf")
-        self.others: OtherCaches | None = None
+        self.others: FollowerCaches | None = None
         """The caches of the other hosts, on the host that coordinates; None where there are none,
         or another host coordinates.
         """
@@ -202,7 +206,7 @@ class CacheTier:
 
     # ── for a coordinator on another host ────────────────────────────────────────────────────────
 
-    def share(self, others: OtherCaches | None, *, is_shared: bool) -> None:
+    def share(self, others: FollowerCaches | None, *, is_shared: bool) -> None:
         """Set this host's part in the run from now on. ``is_shared``: one of several hosts."""
         self.others = others
         self.persister.share(is_shared=is_shared)

@@ -35,7 +35,6 @@ from holdfast.keeper.connections import Ranks
 from holdfast.keeper.drain_queue import Drained
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.follower_caches import FollowerCaches
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
@@ -45,6 +44,7 @@ from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
+from holdfast.protocol.image_plan import RingNeed
 from holdfast.protocol.replica_events import difference_events
 
 
@@ -62,14 +62,14 @@ class Executor:
         background: Background,
         superseded: Callable[[int], None],
     ) -> None:
-        self._coordinator, self._memory = coordinator, memory
-        self._ranks, self._background = ranks, background
+        self.coordinator, self.memory = coordinator, memory
+        self.ranks, self.background = ranks, background
         self.agent = HostAgent(memory, background)
         self.followers = FollowerRegistry(
             coordinator, background, self.carry_out, self._report_ring, superseded
         )
         self.caches = FollowerCaches(
-            self.followers, background, lambda: self._root.cache, self._found_cached
+            self.followers, background, lambda: self.root.cache, self._found_cached
         )
         self.followers.cache_reported = self.caches.handle
         self._jobs: dict[str, PersistJob] = {}
@@ -82,27 +82,27 @@ class Executor:
 
     def serve_own_host(self) -> None:
         """Coordinate this host, which another keeper may have coordinated before."""
-        self.followers.serve_own(self.agent, self._ranks.connection_of)
+        self.followers.serve_own(self.agent, self.ranks.connection_of)
 
     def connect(self, root: RootAccess, incarnations: Incarnations) -> None:
         """Set the root that jobs are written to, and the incarnations. (The root's persister
         reports to this object.)
         """
-        self._root, self._incarnations = root, incarnations
-        self._coordinator.durability.is_root_taken = self._is_root_taken
+        self.root, self.incarnations = root, incarnations
+        self.coordinator.durability.is_root_taken = self._is_root_taken
         caches = self.agent.caches
         caches.tier_of = lambda: root.cache
-        self.agent.writes = WriteService(self._memory, root.store, self._background, caches)
+        self.agent.writes = WriteService(self.memory, root.store, self.background, caches)
         self.followers.handover = StateHandover(
-            self._memory, self._coordinator, incarnations, self._background
+            self.memory, self.coordinator, incarnations, self.background
         )
 
     def _is_root_taken(self) -> bool:
         """Return True while a write that the cache refuses would wait for a drain to end: one
         through a ring would hold training meanwhile.
         """
-        cache = self._root.cache
-        return cache is not None and not cache.is_taking and self._root.drains.is_running
+        cache = self.root.cache
+        return cache is not None and not cache.is_taking and self.root.drains.is_running
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Execute all actions, in order."""
@@ -110,17 +110,17 @@ class Executor:
         for attempt, same in groupby(actions, lambda a: isinstance(a, GrantSlot) and a.attempt):
             if not attempt:
                 self._carry_out(same)
-            elif attempt in self._coordinator.attempts:  # its layout could be stored
+            elif attempt in self.coordinator.attempts:  # its layout could be stored
                 self._grant(attempt, cast(Iterable[GrantSlot], same))
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
-        held = self._coordinator.attempts
+        held = self.coordinator.attempts
         for action in actions:
             match action:
                 case SendMessage(message, rank):
-                    self._ranks.send(message, rank)
-                case AllocateSlots() | AllocateRings() | RemoveSlot():
-                    self._change_memory(action)
+                    self.ranks.send(message, rank)
+                case AllocateSlots(slot) | AllocateRings((RingNeed(slot), *_)) | RemoveSlot(slot):
+                    self.followers.send_to_host(host_of(slot), action)
                 case StoreLayout() | AgreeLayout() | PlanImages():
                     self._use_layout(action)
                 case StartPersist(attempt):
@@ -135,40 +135,25 @@ class Executor:
 
     def _record_order(self) -> None:
         """Record the standing order in every host's arena, when it has changed."""
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         order = coordinator.durability.order
         if (coordinator.nonce, order) != self._recorded:
             self._recorded = coordinator.nonce, order
-            self._memory.store_order(coordinator.incarnation, coordinator.nonce, order)
+            self.memory.store_order(coordinator.incarnation, coordinator.nonce, order)
             self.followers.broadcast(messages.RecordOrder(order=order))
-
-    def _change_memory(self, action: AllocateSlots | AllocateRings | RemoveSlot) -> None:
-        order: Fact
-        match action:
-            case AllocateSlots(slot, capacity_bytes, leave_bytes):
-                order = messages.CreateSlot(
-                    slot=number_of(slot), capacity_bytes=capacity_bytes, leave_bytes=leave_bytes
-                )
-            case AllocateRings(needs):
-                slot = needs[0].slot
-                rings = tuple((number_of(n.slot), n.head_bytes, n.data_bytes) for n in needs)
-                order = messages.CreateRings(needs=rings)
-            case RemoveSlot(slot):
-                order = messages.DeleteSlot(slot=number_of(slot))
-        self.followers.send_to_host(host_of(slot), order)
 
     def _abort_job(self, attempt_id: str) -> None:
         if attempt_id in self._jobs:
             self._jobs[attempt_id].abort("the capture came to nothing")
         else:  # storage never began with it
-            self.carry_out(self._coordinator.lifecycle.persist_ended(attempt_id))
+            self.carry_out(self.coordinator.lifecycle.persist_ended(attempt_id))
 
     def _use_layout(self, action: StoreLayout | AgreeLayout | PlanImages) -> None:
         match action:
             case StoreLayout():
                 self._store_layout(action)
             case AgreeLayout():
-                self._background.spawn(self._agree_layout(action))
+                self.background.spawn(self._agree_layout(action))
             case PlanImages(0, layout, ranks):
                 self.agent.plan_images(layout.hash, layout, ranks)
             case PlanImages(host, layout, ranks):
@@ -177,15 +162,15 @@ class Executor:
 
     def _store_layout(self, layout: StoreLayout) -> None:
         self.followers.store_layout(layout)
-        used, tables = self._coordinator.used_layouts, agreement_id(layout.tables, layout.hash)
+        used, tables = self.coordinator.used_layouts, agreement_id(layout.tables, layout.hash)
         self.agent.store_layout(layout.hash, layout.data, used, tables)
 
     async def _agree_layout(self, order: AgreeLayout) -> None:
-        agreement = await self._background.agree_layout(
-            self._memory.remembered_layout, order.tables, order.held
+        agreement = await self.background.agree_layout(
+            self.memory.remembered_layout, order.tables, order.held
         )
         now_s = time.monotonic()
-        self.carry_out(self._coordinator.layout_agreed(order.tables, agreement, now_s))
+        self.carry_out(self.coordinator.layout_agreed(order.tables, agreement, now_s))
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
@@ -194,11 +179,11 @@ class Executor:
         by_host: dict[int, list[GrantSlot]] = {}
         for grant in grants:
             by_host.setdefault(host_of(grant.slot), []).append(grant)
-        attempt = self._coordinator.attempts[attempt_id]
+        attempt = self.coordinator.attempts[attempt_id]
         record = SlotRecord(
             state="writing",
             incarnation=attempt.incarnation,
-            nonce=self._coordinator.nonce,
+            nonce=self.coordinator.nonce,
             step=attempt.step,
             attempt=attempt_id,
             world=attempt.world,
@@ -211,10 +196,10 @@ class Executor:
     def _order_of(
         self, host: int, attempt: Attempt, record: SlotRecord, grants: Sequence[GrantSlot]
     ) -> messages.GrantSlots:
-        slots = [self._coordinator.slots[grant.slot] for grant in grants]
+        slots = [self.coordinator.slots[grant.slot] for grant in grants]
         lines = ranks = tuple(grant.rank for grant in grants)
         if host:  # by rank on this host
-            connections = [self._ranks.connection_of(rank) for rank in ranks]
+            connections = [self.ranks.connection_of(rank) for rank in ranks]
             lines = tuple(-1 if each is None else each.number for each in connections)
         return messages.GrantSlots(
             record=record,
@@ -224,18 +209,18 @@ class Executor:
             ring_bytes=to_column([slot.ring_bytes for slot in slots]),
             request_number=to_column([attempt.requests[rank].request_number for rank in ranks]),
             durable=attempt.durable,
-            compare=self._coordinator.replica_check.part(attempt.id),
+            compare=self.coordinator.replica_check.part(attempt.id),
         )
 
     def captured(self, attempt_id: str, ranks: Iterable[int]) -> None:
         """Handle sealed images: writer and peers may read them."""
-        attempt = self._coordinator.attempts.get(attempt_id)
+        attempt = self.coordinator.attempts.get(attempt_id)
         if attempt is None:
             return
         by_host: dict[int, list[int]] = {}
         for rank in attempt.sealed.intersection(ranks):
             by_host.setdefault(host_of(attempt.slots[rank]), []).append(rank)
-        slots = self._coordinator.slots
+        slots = self.coordinator.slots
         here = [
             (attempt.slots[rank], slots[attempt.slots[rank]].image) for rank in by_host.pop(0, ())
         ]
@@ -246,7 +231,7 @@ class Executor:
             self._jobs[attempt_id].is_complete.set()
 
     def _report_outcome(self, note: ReportOutcome) -> None:
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         if note.what == "missed":
             emit(
                 SnapshotMissed(
@@ -271,13 +256,13 @@ class Executor:
         if self.followers.parity_scheduler is not None:
             self.followers.parity_scheduler.captured(note.attempt)
         else:
-            self._memory.drop_parity()
+            self.memory.drop_parity()
         self.carry_out(coordinator.lifecycle.preallocate())
 
     def _send(self, action: ReportReplicasDiffer | Warn) -> None:
         match action:
             case ReportReplicasDiffer(message):
-                for event in difference_events(message, self._coordinator.incarnation, -1):
+                for event in difference_events(message, self.coordinator.incarnation, -1):
                     emit(event)
             case Warn(text):
                 warn(text)
@@ -285,15 +270,15 @@ class Executor:
     # ── making durable ───────────────────────────────────────────────────────────────────────────
 
     def _start_job(self, attempt: Attempt) -> None:
-        self._root.lock_anew_if_lost()
-        incarnation, persister = self._incarnations.of(attempt), self._root.persister
-        cache = self._root.cache
+        self.root.lock_anew_if_lost()
+        incarnation, persister = self.incarnations.of(attempt), self.root.persister
+        cache = self.root.cache
         to_cache = cache is not None and cache.is_taking and attempt.id not in self._direct
         if cache is not None and to_cache:
             persister = cache.persister
         try:
             if persister is None:
-                raise PersistFailed(f"{self._root.path} is not locked now")
+                raise PersistFailed(f"{self.root.path} is not locked now")
             if incarnation is None:
                 raise ArenaError(f"it is not known how incarnation {attempt.incarnation} began")
             persister.submit(self._job_of(attempt, incarnation, to_cache=to_cache))
@@ -311,7 +296,7 @@ class Executor:
         job = PersistJob(
             attempt=attempt.id,
             generation=Generation(attempt.incarnation, attempt.step),
-            layout_data=self._memory.layout(attempt.layout),
+            layout_data=self.memory.layout(attempt.layout),
             images=self.agent.writes.images(order, self.agent.report),
             incarnation=incarnation,
             world=attempt.world,
@@ -338,35 +323,35 @@ class Executor:
 
     def persist_ended(self, attempt_id: str, reason: str | None) -> None:
         """Record the result of a write (None: success); called on the persister's thread."""
-        self._background.from_thread(lambda: self._settle(attempt_id, reason))
+        self.background.from_thread(lambda: self._settle(attempt_id, reason))
 
     def pruned(self, attempt_id: str) -> None:
         """Record that storage also pruned what an attempt replaced; on the persister's thread."""
-        self._background.from_thread(
-            lambda: self.carry_out(self._coordinator.lifecycle.persist_ended(attempt_id))
+        self.background.from_thread(
+            lambda: self.carry_out(self.coordinator.lifecycle.persist_ended(attempt_id))
         )
 
     def cache_ended(self, attempt_id: str, reason: str | None) -> None:
         """Record the result of a write to the cache (None: success); on the cache's thread."""
-        self._background.from_thread(lambda: self._settle_cached(attempt_id, reason))
+        self.background.from_thread(lambda: self._settle_cached(attempt_id, reason))
 
     def _settle_cached(self, attempt_id: str, reason: str | None) -> None:
-        attempt, job = self._coordinator.attempts.get(attempt_id), self._jobs.get(attempt_id)
+        attempt, job = self.coordinator.attempts.get(attempt_id), self._jobs.get(attempt_id)
         if reason is None:
-            self._root.drains.wake()
+            self.root.drains.wake()
         elif job is not None and job.shares:  # some of them may have written theirs
             cancel = messages.CancelWrite(directory=job.directory, reason=reason)
             self.followers.broadcast(cancel)
         if reason is None and attempt is not None:  # also of a job that was to be aborted
             self._end_job(attempt_id)
-            self.carry_out(self._coordinator.lifecycle.cached(attempt_id))
+            self.carry_out(self.coordinator.lifecycle.cached(attempt_id))
         elif attempt is None or job is None or job.aborted:
             self._settle(attempt_id, reason)
         elif attempt.is_ring or not attempt.is_whole:
-            self._root.cache_refused()
+            self.root.cache_refused()
             self._settle(attempt_id, reason)
         else:  # its memory still has all of it
-            self._root.cache_refused()
+            self.root.cache_refused()
             self._end_job(attempt_id)
             self._direct.add(attempt_id)
             self._start_job(attempt)
@@ -382,31 +367,31 @@ class Executor:
         """Handle what caches of other hosts are found to have: of a host that was away also what
         was passed over meanwhile, none of which must be durable itself.
         """
-        self._coordinator.durability.found_cached(found, exact=is_exact)
-        self._root.drains.wake()
+        self.coordinator.durability.found_cached(found, exact=is_exact)
+        self.root.drains.wake()
 
     def fill_caches(self, restored: tuple[int, int] | None) -> None:
         """Have what was restored copied to the caches, if the root alone has it: to each host's
         the images of its ranks.
         """
         ranks_of: dict[int, list[int]] = {}
-        for rank, host in self._coordinator.hosts.items():
+        for rank, host in self.coordinator.hosts.items():
             ranks_of.setdefault(host, []).append(rank)
         own = ranks_of.pop(0, [])
-        self._root.fill_cache(restored, own if ranks_of else None)
+        self.root.fill_cache(restored, own if ranks_of else None)
         if restored is not None:
             self.caches.fill(restored, ranks_of)
 
     def drained(self, drained: Drained) -> None:
         """Handle what came of a generation that was to be drained."""
-        durability = self._coordinator.durability
-        durability.is_drain_failing = self._root.drains.is_failing
+        durability = self.coordinator.durability
+        durability.is_drain_failing = self.root.drains.is_failing
         if drained.reason:
-            self._root.drain_refused()
+            self.root.drain_refused()
         if drained.is_lost:  # what is left in the cache has its name there
             self._direct.add(drained.attempt)
         self.carry_out(
-            self._coordinator.lifecycle.drained(
+            self.coordinator.lifecycle.drained(
                 drained.generation,
                 drained.attempt,
                 drained.reason,
@@ -422,25 +407,25 @@ class Executor:
     def _settle(self, attempt_id: str, reason: str | None) -> None:
         self._end_job(attempt_id)
         self._direct.discard(attempt_id)
-        held = self._coordinator.attempts
+        held = self.coordinator.attempts
         self.refusals = {id_: why for id_, why in self.refusals.items() if id_ in held}
         if attempt_id not in held:
-            self.carry_out(self._coordinator.lifecycle.persist_ended(attempt_id))
+            self.carry_out(self.coordinator.lifecycle.persist_ended(attempt_id))
         elif reason is None:
-            self.carry_out(self._coordinator.lifecycle.persisted(attempt_id))
+            self.carry_out(self.coordinator.lifecycle.persisted(attempt_id))
         else:
             self.refusals[attempt_id] = reason
-            self.carry_out(self._coordinator.lifecycle.persist_failed(attempt_id, reason))
+            self.carry_out(self.coordinator.lifecycle.persist_failed(attempt_id, reason))
 
     # ── rings ────────────────────────────────────────────────────────────────────────────────────
 
     def _report_ring(self, attempt_id: str, rank: int, size_bytes: int) -> None:
         """Report that the beginning of an image is stored."""
-        self._coordinator.lifecycle.ring_progressed(attempt_id, time.monotonic())
-        self._ranks.send(m.RingSpaceFreed(attempt=attempt_id, size_bytes=size_bytes), rank)
+        self.coordinator.lifecycle.ring_progressed(attempt_id, time.monotonic())
+        self.ranks.send(m.RingSpaceFreed(attempt=attempt_id, size_bytes=size_bytes), rank)
 
     def _write_broke(self, attempt_id: str, reason: str) -> None:
         """Report on the persister's thread that an image cannot be written."""
-        self._background.from_thread(
-            lambda: self.carry_out(self._coordinator.lifecycle.write_broke(attempt_id, reason))
+        self.background.from_thread(
+            lambda: self.carry_out(self.coordinator.lifecycle.write_broke(attempt_id, reason))
         )

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, incarnations_in, read_incarnation
 from holdfast.coordinator.attempts import Attempt
@@ -33,13 +33,16 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.cache_tier import REFUSED_S, CacheTier, look_for
 from holdfast.keeper.drain_queue import Drained, DrainQueue
 from holdfast.keeper.jobs import Background
-from holdfast.keeper.persister import Outcome, Persister
-from holdfast.keeper.shared_drain import OtherCaches
+from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 from holdfast.storage.base import Lock, Store, heads, is_lost
 from holdfast.storage.open import follow, open_store
+
+if TYPE_CHECKING:  # it uses the root
+    from holdfast.keeper.executor import Executor
+    from holdfast.keeper.hosts.follower_caches import FollowerCaches
 
 #: By how much two records of one start are apart at least.
 _LATER_S = 0.001
@@ -50,52 +53,25 @@ start from its own ranks, and ends its writes first.
 _LOOK_S = 0.1
 
 
-async def _wait_for_nothing() -> None:
-    return
-
-
-class Caching(NamedTuple):
-    """What is told of a cache: attempts written, generations drained, and found at its opening."""
-
-    cached: Outcome = lambda *_: None
-    drained: Callable[[Drained], None] = lambda _: None
-    found: Callable[[Iterable[tuple[Generation, str]]], None] = lambda _: None
-    expected: Callable[[], Mapping[tuple[int, int], str]] = dict
-    """Returns what the cache is known to have, and the root not."""
-    exact: Callable[[], Collection[tuple[int, int]]] = tuple
-    """Returns those of them that must be durable themselves."""
-    forgotten: Callable[[], None] = lambda: None
-    """Called when another cache is used, or none."""
-    opened: Callable[[], Awaitable[None]] = _wait_for_nothing
-    """Called when the cache was opened."""
-
-
 class RootAccess:
     """Access to storage; acquires the root's lock when first needed, and holds it."""
 
     def __init__(
-        self,
-        root: str,
-        memory: ArenaFiles,
-        owner: str,
-        background: Background,
-        outcome: Outcome,
-        pruned: Callable[[str], None],
-        renamed: Callable[[str], None],
-        caching: Caching | None = None,
+        self, root: str, owner: str, executor: Executor, renamed: Callable[[str], None]
     ) -> None:
+        """``executor`` is told what becomes of attempts; ``renamed``: the root's new path."""
+        memory = executor.memory
         self.path = root
         self.store: Store = open_store(root)
         self._run_id, self._root_id = memory.run_id, memory.root_id
         self._remembered = memory.incarnations
         self._renamed = renamed
         self._owner = owner
-        self._background = background
-        self._outcome, self._pruned = outcome, pruned
+        self._executor, self._background = executor, executor.background
+        self._durability = executor.coordinator.durability
         self._lock: Lock | None = None
         self._is_lost = False
         self._keep = Keep()
-        self._caching = caching = caching or Caching()
         self.cache_path = ""
         """Where the trainers want the cache of this run; "" for none."""
         self._cache_keep = Keep()
@@ -104,15 +80,15 @@ class RootAccess:
         """When a cache that could not be opened is tried again."""
         self._cache_refusal = ""
         """Why it could not be opened, as it was told last."""
-        self._others: OtherCaches | None = None
+        self._others: FollowerCaches | None = None
         self._is_shared = self._is_found = False
         """One of several hosts; what waits in the cache was told to the coordinator here."""
         self.drains = DrainQueue(
             self._submit_drain,
             self._drain_one,
-            caching.expected,
-            caching.drained,
-            background.from_thread,
+            lambda: self._durability.draining,
+            executor.drained,
+            executor.background.from_thread,
         )
         self.persister: Persister | None = None
         self.may_open = True
@@ -139,8 +115,9 @@ class RootAccess:
                     raise
                 self._lock, self._is_lost = lock, False
             if self.persister is None:
+                outcome, pruned = self._executor.persist_ended, self._executor.pruned
                 self.persister = Persister(
-                    self.store, self._keep, self._outcome, self._pruned, self._remembered
+                    self.store, self._keep, outcome, pruned, self._remembered
                 )
                 self.drains.reset()
             await self._open_cache()
@@ -163,7 +140,7 @@ class RootAccess:
         async with self._opening:
             await self._open_cache()
 
-    def share_cache(self, others: OtherCaches | None, *, is_shared: bool) -> None:
+    def share_cache(self, others: FollowerCaches | None, *, is_shared: bool) -> None:
         """Set the part of this host's cache in the run: see ``CacheTier.share``."""
         self._others, self._is_shared, self._is_found = others, is_shared, False
         if self.cache is not None:
@@ -179,7 +156,7 @@ class RootAccess:
             warn(f"the cache {self.cache_path} cannot be read now: {error}")
             return
         self._is_found = True
-        self._caching.found(found)
+        self._durability.found_cached(found)
         self.drains.wake()
 
     async def _open_cache(self) -> None:
@@ -188,7 +165,7 @@ class RootAccess:
         Without it snapshots are written to the root directly; it is tried again later.
         """
         if self.cache is not None and self.cache.place != self.cache_path:
-            self._caching.forgotten()
+            self._durability.forget_cached()
             cache, self.cache = self.cache, None
             await self._background.in_thread(cache.close)
         if self.cache_path and self.cache is None:
@@ -203,7 +180,7 @@ class RootAccess:
                 self._cache_refusal, self._is_found = "", False
                 self.cache.place = self.cache_path
                 self.cache.share(self._others, is_shared=self._is_shared)
-                await self._caching.opened()
+                await self._executor.cache_opened()
 
     def _lock_cache(self) -> CacheTier:
         return CacheTier(
@@ -212,8 +189,8 @@ class RootAccess:
             self._run_id,
             self._owner,
             self._cache_keep,
-            self._caching.cached,
-            self._pruned,
+            self._executor.cache_ended,
+            self._executor.pruned,
             self._remembered,
         )
 
@@ -279,7 +256,7 @@ class RootAccess:
         if persister is None:
             return None
         if cache is not None:
-            return cache.drain_one(persister, expected, frozenset(self._caching.exact()))
+            return cache.drain_one(persister, expected, frozenset(self._durability.exact.copy()))
         return next((look_for(self.store, *one) for one in expected.items()), None)
 
     def lock_anew_if_lost(self) -> None:

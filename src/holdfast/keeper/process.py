@@ -31,10 +31,9 @@ from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.role import HostRole
-from holdfast.keeper.incarnations import Caching, Incarnations, RootAccess
+from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.loop_watch import LoopWatch
-from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.observe.event_place import event_place, follow_events
@@ -213,41 +212,15 @@ class Keeper:
             self.background,
             lambda incarnation: self.role.superseded(incarnation),
         )
-        self.root_access = RootAccess(
-            root,
-            self.memory,
-            owner,
-            self.background,
-            self.executor.persist_ended,
-            self.executor.pruned,
-            self._root_renamed,
-            Caching(
-                self.executor.cache_ended,
-                self.executor.drained,
-                self.coordinator.durability.found_cached,
-                lambda: self.coordinator.durability.draining,
-                lambda: self.coordinator.durability.exact.copy(),
-                self.coordinator.durability.forget_cached,
-                self.executor.cache_opened,
-            ),
-        )
+        self.root_access = RootAccess(root, owner, self.executor, self._root_renamed)
         self.incarnations = Incarnations(
             self.memory, self.coordinator, self.root_access, self.background
         )
         self.executor.connect(self.root_access, self.incarnations)
 
     def _serve_trainers(self) -> None:
-        parts = KeeperParts(
-            self.coordinator,
-            self.memory,
-            self.ranks,
-            self.background,
-            self.executor,
-            self.incarnations,
-            self.root_access,
-        )
-        self.role = HostRole(self.host_id, parts, self.admission, self._on_run_ended)
-        self.trainer_api = TrainerApi(parts, self.role, self.admission)
+        self.role = HostRole(self.host_id, self.executor, self.admission, self._on_run_ended)
+        self.trainer_api = TrainerApi(self.executor, self.role, self.admission)
 
     def _look_for_damage(self, scrub_s: float) -> None:
         self.repairer = Repairer(

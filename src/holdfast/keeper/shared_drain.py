@@ -8,36 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from holdfast.errors import PersistFailed
 from holdfast.events import warn
 from holdfast.format.manifest import Manifest
-from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import RemoteImages, write_all
 
 NOWHERE = "are in no cache of the hosts that are here"
 CLOSED = "its cache was closed: who opens it next goes on with it"
-
-
-class OtherCaches(Protocol):
-    """The caches of the other hosts of a run; each has the images of its own ranks."""
-
-    def drain(self, manifest: Manifest) -> Sequence[RemoteImages]:
-        """Return one share for each host that can be asked to copy its images to the root."""
-        ...
-
-    def publish(self, job: PersistJob, manifest: Manifest) -> Sequence[RemoteImages]:
-        """Return one share for each host of ``job`` that is to publish the manifest."""
-        ...
-
-    def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
-        """Say why the images of these ranks were not drained, and whether they may yet be."""
-        ...
-
-    def drained(self, manifest: Manifest) -> None:
-        """Tell all hosts that the root has published this."""
-        ...
 
 
 class SharedDrain:

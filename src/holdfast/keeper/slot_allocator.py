@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,9 +18,9 @@ from holdfast.errors import ArenaError
 from holdfast.events import warn
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
 from holdfast.protocol.arena import SlotFile
+from holdfast.protocol.facts import Fact, Report, ignore
 from holdfast.protocol.image_plan import RingNeed
 
 _AT_ONCE = 2
@@ -109,22 +109,12 @@ class SlotAllocator:
         create = self._memory.create
         file, reason = await self._create(create, slot_id, capacity_bytes, leave_bytes)
         self._being_made.discard(slot_id)
-        fact: Fact = messages.SlotFailed(slot=slot_id, reason=reason)
-        if not reason:
-            self._memory.files[slot_id] = file
-            fact = messages.SlotCreated(slot=slot_id)
-        self._settle(asker, fact, [slot_id])
+        self._settle(asker, [slot_id], {slot_id: (file, 0)}, reason)
 
     async def _make_rings(self, asker: Report, needs: tuple[RingNeed, ...]) -> None:
-        slot_ids = tuple(need.slot for need in needs)
         made, reason = await self._create(self._memory.create_rings, needs)
         self._is_making_rings = False
-        fact: Fact = messages.RingsFailed(slots=slot_ids, reason=reason)
-        if not reason:
-            self._memory.files |= {slot_id: file for slot_id, (file, _) in made.items()}
-            sizes = {n: (file.capacity_bytes, ring_bytes) for n, (file, ring_bytes) in made.items()}
-            fact = messages.RingsCreated(made=sizes)
-        self._settle(asker, fact, slot_ids)
+        self._settle(asker, [need.slot for need in needs], made, reason)
 
     async def _create(self, create: Callable[..., Any], *arguments: object) -> tuple[Any, str]:
         """Create files on a thread; return them, or the reason why that is impossible."""
@@ -135,8 +125,19 @@ class SlotAllocator:
             warn(reason)
             return None, reason
 
-    def _settle(self, asker: Report, fact: Fact, slot_ids: Iterable[int]) -> None:
+    def _settle(
+        self,
+        asker: Report,
+        slot_ids: Sequence[int],
+        made: Mapping[int, tuple[SlotFile, int]],
+        reason: str,
+    ) -> None:
         """Report what became of these slots; those of an asker that decides no more are removed."""
+        fact: Fact = messages.SlotsFailed(slots=tuple(slot_ids), reason=reason)
+        if not reason:
+            self._memory.files |= {slot_id: file for slot_id, (file, _) in made.items()}
+            sizes = {n: (file.capacity_bytes, ring_bytes) for n, (file, ring_bytes) in made.items()}
+            fact = messages.SlotsCreated(made=sizes)
         if asker is self._report:
             asker(fact)
         else:

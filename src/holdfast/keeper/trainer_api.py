@@ -30,10 +30,10 @@ from holdfast.keeper.connections import (
     TrainerConnection,
     peer_of,
 )
+from holdfast.keeper.executor import Executor
 from holdfast.keeper.host_samples import HostSampler
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import STEP_DOWN_S
-from holdfast.keeper.parts import KeeperParts
 from holdfast.keeper.published_images import inventory
 from holdfast.keeper.rank_relay import ReportJoiner
 from holdfast.policy.when import Keep
@@ -45,13 +45,17 @@ R = TypeVar("R", bound=RankReport)
 class TrainerApi:
     """Handles the messages of all trainers, of ranks and of other processes."""
 
-    def __init__(self, parts: KeeperParts, role: HostRole, doors: AdmissionCounters) -> None:
-        self.executor, self.role, self.admission = parts.executor, role, doors
-        self.coordinator, self.memory, self.ranks = parts.coordinator, parts.memory, parts.ranks
-        self.incarnations, self.root = parts.incarnations, parts.root
+    def __init__(self, executor: Executor, role: HostRole, doors: AdmissionCounters) -> None:
+        self.executor, self.role, self.admission = executor, role, doors
+        self.coordinator, self.memory = executor.coordinator, executor.memory
+        self.incarnations, self.root, self.ranks = (
+            executor.incarnations,
+            executor.root,
+            executor.ranks,
+        )
         self.open: set[TrainerConnection] = set()
         self.sampler = HostSampler(
-            doors.host, parts.memory, parts.coordinator.slots, self.open, parts.background
+            doors.host, self.memory, self.coordinator.slots, self.open, executor.background
         )
         self.goodbyes: dict[TrainerConnection, int] = {}
         """Connections that wait for the end of the run, with the number of their last request."""

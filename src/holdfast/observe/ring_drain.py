@@ -338,11 +338,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 class RingDrainer:
     """Drains on a thread of its own until ``close``; ``rollups``: makes those of the file, too."""
 
-    def __init__(
-        self, drain: RingDrain, *, every_s: float = POLL_S, rollups: RollupWriter | None = None
-    ) -> None:
+    def __init__(self, drain: RingDrain, *, rollups: RollupWriter | None = None) -> None:
         self.drain, self._rollups = drain, rollups
-        self._every_s = every_s
         self._stop, self._is_stopping = os.eventfd(0, os.EFD_CLOEXEC), False
         self._thread = threading.Thread(target=self._work, name="holdfast-drain", daemon=True)
         self._thread.start()
@@ -353,9 +350,9 @@ class RingDrainer:
                 self._rollups.begin()
         while not self._is_stopping:
             try:
-                self.drain.wait(self._stop, self._every_s)
+                self.drain.wait(self._stop, POLL_S)
             except OSError:  # no memory to wait with
-                time.sleep(self._every_s)
+                time.sleep(POLL_S)
             with suppress(Exception):  # whatever it met, the next look may not meet it
                 if self.drain.poll() and self._rollups is not None:
                     self._rollups.poll()

@@ -89,6 +89,14 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return ImageId(self.rank, self.image_bytes, self.header_xxh3, self.table_xxh3)
 
 
+class StoredSlot(msgspec.Struct, frozen=True, array_like=True):
+    """A slot as its file describes it; ``record``: None if it has none of this run."""
+
+    number: int
+    capacity_bytes: int
+    record: SlotRecord | None = None
+
+
 def boot_id() -> str:
     """Return an id that changes at every boot of the machine: shared memory does not survive a
     boot.

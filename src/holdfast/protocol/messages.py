@@ -17,7 +17,7 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId
 
-PROTOCOL = 13
+PROTOCOL = 14
 MAX_FRAME_BYTES = 256 << 20
 LENGTH_BYTES = 4
 """Bytes of a frame before its body."""

@@ -83,7 +83,8 @@ class ClusterSources(RestoreSources):
         """Close the connections to peers."""
         self._puller.close()
 
-    def _reach(self) -> ClusterReach:
+    def reach(self) -> ClusterReach:
+        """See ``RestoreSources``."""
         return ClusterReach(
             host=self._hosts.own_id,
             arena=self._arena,

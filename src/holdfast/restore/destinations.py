@@ -10,7 +10,7 @@ import functools
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Destinations:
         self._asked: dict[str, _CopyRequest] = {}
         self._means: list[AveragedLeaf] = []
         locals_ = [local_of(tensor) for _, tensor in tensors]
-        self.copies: DeviceCopies = StreamCopies({local.device for local in locals_})
+        self.copies = DeviceCopies({local.device for local in locals_})
         for (name, tensor), local in zip(tensors, locals_, strict=True):
             self._add(name, tensor, local)
         self.entries = [_entry(leaf, asked) for leaf, asked in self._asked.items()]
@@ -190,35 +190,7 @@ def _entry(leaf: str, asked: _CopyRequest) -> LeafEntry:
 Array = np.ndarray[Any, Any]
 
 
-class DeviceCopies(Protocol):
-    """Makes copies in the order of the calls, perhaps asynchronously: the interface to a device."""
-
-    def begin(self) -> None:
-        """Prepare for the first copy, on the thread whose work uses the tensors."""
-        ...
-
-    def memory(self, size_bytes: int) -> torch.Tensor:
-        """Allocate host memory that can be copied from while the host continues."""
-        ...
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Fill ``to``, of the same shape; ``source`` is read until a later mark has been waited
-        for.
-
-        Where their dtypes differ it is converted.
-        """
-        ...
-
-    def mark(self) -> Callable[[], None]:
-        """Return a function that waits until all copies requested so far are done."""
-        ...
-
-    def end(self) -> None:
-        """Wait for all copies; later device work of that thread comes after them."""
-        ...
-
-
-class StreamCopies:
+class DeviceCopies:
     """Copies on a side stream of each GPU; copies between host tensors are made at once."""
 
     def __init__(self, used: Iterable[torch.device]) -> None:
@@ -226,6 +198,7 @@ class StreamCopies:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def begin(self) -> None:
+        """Prepare for the first copy, on the thread whose work uses the tensors."""
         for device in self._devices:
             with devices.use_device(device):
                 stream = devices.make_stream(device)
@@ -233,12 +206,18 @@ class StreamCopies:
             self._streams[device] = stream
 
     def memory(self, size_bytes: int) -> torch.Tensor:
+        """Allocate host memory that can be copied from while the host continues."""
         with devices.work_beside(self._devices):
             if self._devices:
                 return devices.empty_pinned(size_bytes)
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Fill ``to``, of the same shape; ``source`` is read until a later mark has been waited
+        for.
+
+        Where their dtypes differ it is converted.
+        """
         if to.device not in self._streams:
             to.copy_(source)
             return
@@ -248,6 +227,7 @@ class StreamCopies:
             to.copy_(source, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
+        """Return a function that waits until all copies requested so far are done."""
         events = [devices.record_event(stream) for stream in self._streams.values()]
 
         def wait() -> None:
@@ -257,6 +237,7 @@ class StreamCopies:
         return wait
 
     def end(self) -> None:
+        """Wait for all copies; later device work of that thread comes after them."""
         for device, stream in self._streams.items():
             stream.synchronize()  # raises the error of a failed copy
             with devices.use_device(device):

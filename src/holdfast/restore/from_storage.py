@@ -48,7 +48,7 @@ def restore_stored(
             timeout_s=timeout_s * READ_PATIENCE,
             on_poison=on_poison,
             request=request,
-            plan_again=sources.plan_again(),
+            plan_again=sources.plan_again,
             clock=sources.clock,
             origin=START_FROM if incarnation else "",
         )

@@ -28,7 +28,7 @@ from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.candidates import Candidate, choose
-from holdfast.restore.planning.holdings import Recovery, Refusal, decode_choice, encode_choice
+from holdfast.restore.planning.holdings import Recovery, Refusal, decode_choice
 from holdfast.restore.planning.selection import Inventories, Selection
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
@@ -52,8 +52,6 @@ from holdfast.world import World, from_rank0
 
 A = TypeVar("A", bound=m.Message)
 Ask = Callable[[m.Message, type[A]], A]
-#: See ``holdfast.restore.restore``.
-PlanAgain = Callable[[Candidate, HoldfastError], Sequence[Candidate]]
 
 
 class RestoreSources:
@@ -79,7 +77,7 @@ class RestoreSources:
         self._contents = listed
         """What rank 0 listed last."""
         self._wanted: int | str | None = None
-        self._hold = StorageHold(store)
+        self.hold = StorageHold(store)
         self._recoveries: ClusterRestore | None = None
         self._told_others: set[int] = set()
         self._silent: list[str] = []
@@ -92,7 +90,7 @@ class RestoreSources:
         """End the restore: release the lease, so that retention may remove what it read. Never
         raises.
         """
-        self._hold.end()
+        self.hold.end()
 
     def close(self) -> None:
         """Release all resources; nothing may be read afterwards."""
@@ -106,26 +104,9 @@ class RestoreSources:
 
         NotFound or RestoreError when there should be one and is none. Call ``let_go`` after it.
         """
-        self._hold, self._wanted = StorageHold(self._store, self._listed), step
+        self.hold, self._wanted = StorageHold(self._store, self._listed), step
         self.clock = RestoreClock()
-        self._recoveries = restore = ClusterRestore(
-            world,
-            self._reach(),
-            self._gather,
-            self._open_stored,
-            wanted=step,
-            phase=self.phase,
-            timeout_s=timeout_s,
-            storage=Storage(
-                self._hold,
-                self._list_stored,
-                self._nothing,
-                self._gone,
-                self._distrust,
-                lambda: self._contents.unread,
-            ),
-            clock=self.clock,
-        )
+        self._recoveries = restore = ClusterRestore(self, world, wanted=step, timeout_s=timeout_s)
         if step is None and self._newest is not None:
             return restore.begin_with(self._newest, self._selection)
         return restore.first()
@@ -138,11 +119,12 @@ class RestoreSources:
     def forget(self) -> None:
         """Choose anew at another restore: what is newest may follow from the last one."""
         self._newest = self._recoveries = None
-        self._hold, self._contents = StorageHold(self._store), UNSEEN
+        self.hold, self._contents = StorageHold(self._store), UNSEEN
 
-    def plan_again(self) -> PlanAgain | None:
-        """The function that lists what is left after a failure; None: the rest of ``first``."""
-        return None if self._recoveries is None else self._recoveries.plan_again
+    def plan_again(self, candidate: Candidate, error: HoldfastError) -> Sequence[Candidate]:
+        """Return the best candidate left after ``candidate`` failed, as ``first`` does."""
+        assert self._recoveries is not None
+        return self._recoveries.plan_again(candidate, error)
 
     def open(self, candidate: Candidate) -> Checkpoint:
         """Open the images of ``candidate``; those in memory stay there. NotFound when they are
@@ -153,17 +135,20 @@ class RestoreSources:
             self._ask(m.PinAttempt(attempt=candidate.attempt), m.Done)
         return self._recoveries.open(candidate)
 
-    def _reach(self) -> ClusterReach:
+    def reach(self) -> ClusterReach:
+        """Return this rank's access to what all hosts hold."""
         alone = Puller(os.urandom(32), incarnation=self.incarnation)  # there is nobody to ask
         return ClusterReach(host="", arena=self._arena, puller=alone, peers={}, slots=self._slots())
 
     def _slots(self) -> Mapping[tuple[str, int], LocalSlot]:
         return slots_of(self._arena)
 
-    def _open_stored(self, candidate: Candidate, layout: Layout | None) -> Checkpoint:
-        return self._hold.open(candidate, self._rank, layout)
+    def open_stored(self, candidate: Candidate, layout: Layout | None) -> Checkpoint:
+        """Open a candidate that needs storage."""
+        return self.hold.open(candidate, self._rank, layout)
 
-    def _distrust(self, path: str) -> bool:
+    def distrust(self, path: str) -> bool:
+        """Read a file from another tier from now on; False if there is no other."""
         return isinstance(self._store, TieredStore) and self._store.distrust(path)
 
     # ── on rank 0 ────────────────────────────────────────────────────────────────────────
@@ -172,7 +157,7 @@ class RestoreSources:
         """Return whether there is anything to restore, and what a restore that follows takes
         first; all ``ranks`` ``learn`` it.
         """
-        known = self._gather().with_parity()
+        known = self.gather().with_parity()
         is_there, newest = self._holds_any(known), None
         if is_there and not self._silent:  # these are asked again
             with suppress(HoldfastError):  # it is found again, and explained, by the restore
@@ -194,7 +179,7 @@ class RestoreSources:
         is_broken = bool(broken_manifests(contents))
         return is_there or is_broken or bool(self._silent) or not is_root(self._store)
 
-    def _nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
+    def nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
         """Raise the error that says why nothing is restored, unless there is nothing indeed."""
         require_there(self._store)
         contents = all_read(self._store, known.contents)
@@ -209,7 +194,7 @@ class RestoreSources:
         if step is not None or broken_manifests(contents):
             raise nothing_fits(self._store, contents, step)
 
-    def _gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
+    def gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
         """Raise NotFound when the step is no longer in storage: it was removed meanwhile."""
         try:
             contents = overview_of(self._store)
@@ -221,7 +206,13 @@ class RestoreSources:
             why = nothing_fits(self._store, contents, step)
             raise gone_meanwhile(why, candidate, error) if isinstance(why, NotFound) else why
 
-    def _list_stored(self, known: Inventories) -> Inventories:
+    @property
+    def unread(self) -> Sequence[Generation]:
+        """The checkpoints that are listed, and of which nothing is known yet."""
+        return self._contents.unread
+
+    def list_stored(self, known: Inventories) -> Inventories:
+        """Bring up to date what storage lists."""
         contents = self._contents = overview_of(self._store)
         return replace(known, stored=tuple(stored(contents)))
 
@@ -230,7 +221,8 @@ class RestoreSources:
         found = self._contents.read.get(candidate.generation)
         return found if found is not None and found.attempt == candidate.attempt else None
 
-    def _gather(self) -> KnownRecoveries:
+    def gather(self) -> KnownRecoveries:
+        """Return what all hosts hold, and what storage lists."""
         contents = overview_of(self._store, self._contents, is_brief=True, is_opened=self.is_opened)
         gathering = self._ask_hosts()
         there = stored_starts(
@@ -282,7 +274,7 @@ def slots_of(arena: Path) -> dict[tuple[str, int], LocalSlot]:
 
 # Chooses the candidates of a restore: rank 0 decides and sends its choice to all.
 #
-#     restore = ClusterRestore(world, reach, ask, open_stored, wanted=None, timeout_s=60)
+#     restore = ClusterRestore(sources, world, wanted=None, timeout_s=60)
 #     restore_first(world, state, restore.first(), restore.open,
 #                   plan_again=restore.plan_again, ...)
 
@@ -299,43 +291,19 @@ class KnownRecoveries(NamedTuple):
         return self._replace(inventories=self.gathering.with_parity(self.inventories))
 
 
-class Storage(NamedTuple):
-    """On rank 0: the lease on what is read from storage, what brings the list of it up to date, and
-    what raises the error when nothing was found, or is left.
-    """
-
-    hold: StorageHold
-    list: Callable[[Inventories], Inventories]
-    nothing: Callable[[KnownRecoveries, int | str | None], None] = lambda *_: None
-    gone: Callable[[int | str | None, Candidate, HoldfastError], None] = lambda *_: None
-    distrust: Callable[[str], bool] = lambda _: False
-    """Reads a file from another tier from now on; False if there is no other."""
-    unread: Callable[[], Sequence[Generation]] = tuple
-    """Returns the checkpoints that are listed, and of which nothing is known yet."""
-
-
 class ClusterRestore:
-    """One restore, on one rank; all ranks make the same calls.
-
-    ``ask`` is called on rank 0 alone, ``open_stored`` with a candidate that needs storage.
-    """
+    """One restore, on one rank; all ranks make the same calls. Rank 0 alone gathers."""
 
     def __init__(
         self,
+        sources: RestoreSources,
         world: World,
-        reach: ClusterReach,
-        ask: Callable[[], KnownRecoveries],
-        open_stored: Callable[[Candidate, Layout | None], Checkpoint],
         *,
         wanted: int | str | None,
         timeout_s: float,
-        phase: str = "restore: candidates",
-        storage: Storage | None = None,
-        clock: RestoreClock | None = None,
     ) -> None:
-        self._world, self._reach, self._ask = world, reach, ask
-        self._open_stored, self._wanted, self._timeout_s = open_stored, wanted, timeout_s
-        self._phase, self._storage, self._clock = phase, storage, clock or RestoreClock()
+        self._sources, self._world, self._reach = sources, world, sources.reach()
+        self._wanted, self._timeout_s = wanted, timeout_s
         self._failed: set[Candidate] = set()
         """Candidates listed in storage that must not be tried again."""
         self._known: KnownRecoveries | None = None
@@ -357,10 +325,10 @@ class ClusterRestore:
         """Return the best candidate that can be restored; none when there is none."""
 
         def explain() -> None:
-            if self._storage is not None and self._known is not None:
-                self._storage.nothing(self._known, self._wanted)
+            if self._known is not None:
+                self._sources.nothing(self._known, self._wanted)
 
-        return self._decide(self._ask, explain)
+        return self._decide(self._sources.gather, explain)
 
     def plan_again(self, candidate: Candidate, error: HoldfastError) -> list[Candidate]:
         """Return the best candidate left after ``candidate`` failed with ``error``, which all
@@ -368,25 +336,25 @@ class ClusterRestore:
         """
 
         def explain() -> None:
-            if self._storage is not None and candidate.where == "storage":
-                self._storage.gone(self._wanted, candidate, error)
+            if candidate.where == "storage":
+                self._sources.gone(self._wanted, candidate, error)
 
         is_elsewhere = self._is_in_another_tier(candidate, error)  # on every rank
 
         def learn() -> KnownRecoveries:
             if is_elsewhere:
-                return self._known or self._ask()
+                return self._known or self._sources.gather()
             return self._less(candidate, error)
 
         return self._decide(learn, explain)
 
     def _is_in_another_tier(self, candidate: Candidate, error: HoldfastError) -> bool:
         """Return whether another tier of storage has the file whose bytes were wrong."""
-        if self._storage is None or candidate.where != "storage":
+        if candidate.where != "storage":
             return False
         fields = error.told_fields
         path = fields.get("image") or fields.get("path")
-        return isinstance(path, str) and self._storage.distrust(path)
+        return isinstance(path, str) and self._sources.distrust(path)
 
     def open(self, candidate: Candidate) -> Checkpoint:
         """Open the images of the last result of ``first`` or ``plan_again``."""
@@ -396,11 +364,14 @@ class ClusterRestore:
         if must_hold and not self._is_held(recovery):
             raise NotFound(f"{candidate.generation} was removed after the start found it")
         if not recovery.sources:
-            return self._open_stored(candidate, None)
-        return open_recovery(recovery, self._reach, partial(self._open_stored, candidate))
+            return self._sources.open_stored(candidate, None)
+        open_stored = partial(self._sources.open_stored, candidate)
+        return open_recovery(recovery, self._reach, open_stored)
 
     def _less(self, candidate: Candidate, error: HoldfastError) -> KnownRecoveries:
-        known = self._known or self._ask().with_parity()  # what the start knew may be out of date
+        known = (
+            self._known or self._sources.gather().with_parity()
+        )  # what the start knew may be out of date
         before = known.inventories
         remaining = before.without(candidate, error.told_fields)
         self._failed |= {*before.stored} - {*remaining.stored}
@@ -408,13 +379,11 @@ class ClusterRestore:
 
     def _listed_again(self, candidate: Candidate, known: KnownRecoveries) -> KnownRecoveries:
         """List storage again, if retention removed ``candidate``; or wholly, for what is next."""
-        if self._storage is None:
-            return known
-        unread = self._storage.unread() if candidate.where == "storage" else ()
-        if not unread and not self._storage.hold.should_list_again(candidate):
+        unread = self._sources.unread if candidate.where == "storage" else ()
+        if not unread and not self._sources.hold.should_list_again(candidate):
             return known
         try:
-            listed = self._storage.list(known.inventories)
+            listed = self._sources.list_stored(known.inventories)
         except StorageError:
             # What else is stored is not known: to begin anew, or from before it, would abandon it.
             best = next(iter(self._find(known).recoveries), None)
@@ -442,11 +411,11 @@ class ClusterRestore:
         self, learn: Callable[[], KnownRecoveries], explain: Callable[[], None]
     ) -> list[Candidate]:
         def decide() -> bytes:
-            with self._clock.during("choose"):
+            with self._sources.clock.during("choose"):
                 return choose_best()
 
         def choose_best() -> bytes:
-            with self._clock.during("inventory"):
+            with self._sources.clock.during("inventory"):
                 known = learn()
             selection = self._find(known)
             while selection.recoveries and not self._is_held(selection.recoveries[0]):
@@ -456,12 +425,12 @@ class ClusterRestore:
                 explain()
                 return b""
             best = selection.recoveries[0]
-            if self._storage is None:
-                return msgspec.msgpack.encode((encode_choice(best), b""))
-            return self._storage.hold.tell(best, self._world.size)
+            return self._sources.hold.tell(best, self._world.size)
 
-        with self._clock.during("meet"):
-            encoded = from_rank0(self._world, self._phase, decide, timeout_s=self._timeout_s)
+        with self._sources.clock.during("meet"):
+            encoded = from_rank0(
+                self._world, self._sources.phase, decide, timeout_s=self._timeout_s
+            )
         return self._take(encoded)
 
     def _take(self, encoded: bytes) -> list[Candidate]:
@@ -471,8 +440,7 @@ class ClusterRestore:
         choice, documents = msgspec.msgpack.decode(encoded, type=tuple[bytes, bytes])
         self._recovery = decode_choice(choice, self._reach.images)
         candidate = self._recovery.candidate
-        if self._storage is not None:
-            self._storage.hold.take(candidate, documents)
+        self._sources.hold.take(candidate, documents)
         return [candidate]
 
     def _find(self, known: KnownRecoveries) -> Selection:
@@ -480,7 +448,7 @@ class ClusterRestore:
         return self._known.inventories.find(self._wanted)
 
     def _is_held(self, best: Recovery) -> bool:
-        return self._storage is None or self._storage.hold.acquire(best.candidate)
+        return self._sources.hold.acquire(best.candidate)
 
     def _without(self, candidate: Candidate) -> KnownRecoveries:
         """Return what is left when retention removed the candidate before this rank opened it."""
@@ -519,7 +487,8 @@ class StoredSources(RestoreSources):
     def _slots(self) -> Mapping[tuple[str, int], LocalSlot]:
         return {}  # there is no arena
 
-    def _list_stored(self, known: Inventories) -> Inventories:
+    def list_stored(self, known: Inventories) -> Inventories:
+        """See ``RestoreSources``."""
         # Others go on saving: there may be new incarnations.
         contents = self._contents = overview_of(self._store)
         return replace(
@@ -529,12 +498,14 @@ class StoredSources(RestoreSources):
             unreadable=contents.unreadable,
         )
 
-    def _nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
+    def nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
+        """See ``RestoreSources``."""
         contents = overview_of(self._store)
         require_whole_line(self._store, stored(contents), contents.line, step)
         raise nothing_fits(self._store, contents, step)
 
-    def _gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
+    def gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
+        """See ``RestoreSources``."""
         with suppress(StorageError):
             try:
                 choose_stored(self._store, step)

@@ -242,11 +242,6 @@ class ChannelServer:
         self._listener: SocketListener | None = None
         self._talks: set[asyncio.Task[None]] = set()
 
-    @property
-    def refused(self) -> int:
-        """The number of callers that were refused."""
-        return self.refusals.total()
-
     async def start(self, host: str, port: int = 0) -> int:
         """Listen on one address of this host; return the port. OSError when that fails."""
         from holdfast.transport.server import SocketListener  # who only calls does not need it

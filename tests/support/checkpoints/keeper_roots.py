@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
 
 from holdfast.catalogue import catalogue
 from holdfast.errors import StorageError
 from holdfast.format.manifest import Generation, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.image_writer import ImageJob, PersistJob
+from holdfast.keeper.incarnations import RootAccess
+from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.policy.when import Keep
@@ -54,6 +58,37 @@ def save_steps(
         persister.work_one(job_at(step, n, parent))
     persister.stop()
     assert not any(outcomes), outcomes
+
+
+def root_access(root: object, owner: str, **reports: Any) -> RootAccess:
+    """Access to the root of the run that ``owner`` names, as a keeper on this event loop has it.
+
+    ``reports``: what is to be told of a cache, as ``Executor`` and its coordinator are told it, and
+    what it is known to have.
+    """
+
+    async def opened() -> None:
+        reports.get("cache_opened", lambda: None)()
+
+    def nothing(*_: object) -> None:
+        """Nobody is told."""
+
+    run_id = owner.split()[1].rstrip(",")
+    durability = SimpleNamespace(
+        draining=reports.get("draining", {}),
+        exact=set(),
+        found_cached=nothing,
+        forget_cached=nothing,
+    )
+    executor = SimpleNamespace(
+        memory=SimpleNamespace(run_id=run_id, root_id="", incarnations=tuple),
+        background=Background(),
+        coordinator=SimpleNamespace(durability=durability),
+        drained=reports.get("drained", nothing),
+        cache_opened=opened,
+        **dict.fromkeys(("persist_ended", "pruned", "cache_ended"), nothing),
+    )
+    return RootAccess(str(root), owner, cast(Any, executor), nothing)
 
 
 def contents(store: Store, manifest: Manifest) -> dict[str, bytes]:

@@ -334,9 +334,9 @@ class RealWorld:
         if are_there:
             self.rings |= set(made)
             self.capacities |= {slot: capacity for slot, (capacity, _) in made.items()}
-            self.carry_out(self.keeper.lifecycle.rings_made(made))
+            self.carry_out(self.keeper.lifecycle.slots_made(made))
         else:
-            self.carry_out(self.keeper.lifecycle.rings_not_made(list(made), "no memory at all"))
+            self.carry_out(self.keeper.lifecycle.slots_not_made(list(made), "no memory at all"))
 
     def is_complete(self, name: str) -> bool:
         """Whether storage can have all of it: it is in memory, or went through rings."""

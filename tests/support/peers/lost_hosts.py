@@ -372,3 +372,17 @@ def identity_of(hosts: Hosts, rank: int) -> dict[str, str]:
         "layout": hosts.layout.hash,
         "rank": str(rank),
     }
+
+
+def origins(recovery: Recovery) -> str:
+    """The origin of its images, in one line."""
+    if not recovery.sources:
+        return f"{recovery.candidate.generation} from storage"
+    decoded = [str(one.rank) for one in recovery.sources if one.decoding is not None]
+    stored = [str(one.rank) for one in recovery.sources if not one.hosts and one.decoding is None]
+    words = [f"{recovery.candidate.held} of {recovery.world} images from memory"]
+    if decoded:
+        words.append(f"of ranks {', '.join(decoded)} decoded from parity")
+    if stored:
+        words.append(f"of ranks {', '.join(stored)} from storage")
+    return f"{recovery.candidate.generation}: {', '.join(words)}"

@@ -26,8 +26,9 @@ from holdfast.protocol.control_groups import cores_quota, memory_bytes, memory_l
 from holdfast.storage.files import MOUNTS, allocate, mounted_at
 
 
-def probe_host(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> HostFacts:
+def probe_host() -> HostFacts:
     """Reads the present facts about the host."""
+    proc, groups = Path("/proc"), Path("/sys/fs/cgroup")
     affinity = len(os.sched_getaffinity(0))
     return HostFacts(
         system=platform.system(),
@@ -69,12 +70,12 @@ _PAGE = 4096
 _MEMORY_BYTES = 64 << 20
 
 
-def probe_place(path: str, *, mounts: Path = MOUNTS) -> PlaceFacts:
+def probe_place(path: str) -> PlaceFacts:
     """Probes the file system of ``path``. A path that does not exist yet counts as on its nearest
     parent's.
     """
     there = nearest(path)
-    kind, mount = mounted_at(there, mounts)
+    kind, mount = mounted_at(there, MOUNTS)
     try:
         room = os.statvfs(there)
         abilities = _try_out(there)

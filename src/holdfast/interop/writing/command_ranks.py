@@ -13,7 +13,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
@@ -38,9 +38,9 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "WORLD_SIZE")
 ALONE = (0, 1)
 
 
-def rank_of_command(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+def rank_of_command() -> tuple[int, int]:
     """This process's number among those that run the command, and how many they are."""
-    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not rank or not size:
         raise UsageError(
             "--ranks needs RANK and WORLD_SIZE, as torchrun sets them: omit --ranks for a process "

@@ -102,9 +102,10 @@ def _is_ours_already(source: str) -> UsageError:
 def open_imports(
     source: str, format_: str | None, portion: Portion, orders: Orders | None = None
 ) -> tuple[list[ImportSource], list[str]]:
-    """Open each checkpoint at a path as ``open_import``; notes about those that are left out.
+    """Read everything of each checkpoint at a path but its tensors; notes about those left out.
 
     Of several, one that can't be read is left out. Raises as the readers do where none can.
+    ``orders``: the parameters of optimizers that number them, as in ``arrange``.
     """
     paths, notes = find_sources(source, format_)
     opened: list[ImportSource] = []
@@ -119,17 +120,6 @@ def open_imports(
             continue
         opened.append(_opened(files, found, portion, orders))
     return opened, notes
-
-
-def open_import(
-    path: Path | str, format_: str | None, portion: Portion, orders: Orders | None = None
-) -> ImportSource:
-    """Read everything of a checkpoint but its tensors. Raises as the readers do.
-
-    ``orders``: the parameters of optimizers that number them, as in ``arrange``.
-    """
-    files = files_at(path)
-    return _opened(files, _read(files, format_, orders), portion, orders)
 
 
 def _read(files: SourceFiles, format_: str | None, orders: Orders | None) -> ForeignCheckpoint:

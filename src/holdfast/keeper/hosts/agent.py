@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdfast.coordinator.slots import SlotWriter
+from holdfast.coordinator.actions import AllocateRings, AllocateSlots, RemoveSlot
+from holdfast.coordinator.slots import SlotWriter, number_of
 from holdfast.errors import ArenaError, HoldfastError, PersistFailed
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.geometry.layout import Layout, inflate
@@ -18,7 +19,6 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.cache_agent import CacheAgent
-from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.image_writer import (
     HostWrite,
     ImageJob,
@@ -35,7 +35,8 @@ from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.writer import RingImage
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running
-from holdfast.protocol.image_plan import ImageSizes, RingNeed, chunk_bytes
+from holdfast.protocol.facts import Fact, Report, ignore
+from holdfast.protocol.image_plan import ImageSizes, chunk_bytes
 from holdfast.storage.base import Store
 
 if TYPE_CHECKING:  # a run on one host does not need it
@@ -89,13 +90,15 @@ class HostAgent:
     def do(self, fact: Any) -> None:
         """Carry out an order."""
         match fact:
-            case messages.CreateSlot():
-                self.allocator.make(fact.slot, fact.capacity_bytes, fact.leave_bytes)
-            case messages.CreateRings(needs=needs):
-                self.allocator.make_rings(tuple(RingNeed(*need) for need in needs))
-            case messages.DeleteSlot(slot=slot):
-                self.published.withdraw(slot)
-                self.allocator.remove(slot)
+            case AllocateSlots():
+                slot = number_of(fact.slot)
+                self.allocator.make(slot, fact.capacity_bytes, fact.leave_bytes)
+            case AllocateRings(needs):
+                here = tuple(need._replace(slot=number_of(need.slot)) for need in needs)
+                self.allocator.make_rings(here)
+            case RemoveSlot(slot):
+                self.published.withdraw(number_of(slot))
+                self.allocator.remove(number_of(slot))
             case messages.GrantSlots():
                 for slot in fact.slots:  # its last writer has reported its end by itself
                     self._watched.pop(slot, None)
@@ -159,7 +162,8 @@ class HostAgent:
         try:
             data = self._memory.layout(fact.layout)
         except HoldfastError as error:
-            self._report_sizes(fact.layout, ImageSizes({}, self._layout_error or str(error)))
+            unknown = ImageSizes({}, self._layout_error or str(error))
+            self.report(messages.ImagesPlanned(layout=fact.layout, sizes=unknown))
         else:
             self.plan_images(fact.layout, data, fact.ranks)
 
@@ -167,21 +171,16 @@ class HostAgent:
         """Plan the images of these ranks off the loop, and report their sizes."""
 
         async def plan() -> None:
-            self._report_sizes(hash_, await self._background.plan_images(layout, ranks))
+            sizes = await self._background.plan_images(layout, ranks)
+            self.report(messages.ImagesPlanned(layout=hash_, sizes=sizes))
 
         self._background.spawn(plan())
-
-    def _report_sizes(self, hash_: str, sizes: ImageSizes) -> None:
-        planned = messages.ImagesPlanned(
-            layout=hash_, sizes=sizes.by_rank, reason=sizes.reason, is_passing=sizes.is_passing
-        )
-        self.report(planned)
 
     def tick(self) -> None:
         """Report watched slots that nobody can write to any more."""
         for slot, each in list(self._watched.items()):
             is_sealed = self._memory.is_sealed(slot, each.attempt)
-            if is_sealed or (each.pid and not is_running(each.pid, each.start)):
+            if is_sealed or (each.writer.pid and not is_running(*each.writer)):
                 del self._watched[slot]
                 self.report(messages.WriterGone(slot=slot, attempt=each.attempt))
 
@@ -296,9 +295,7 @@ class WriteService:
             tell(
                 messages.ImageWritten(
                     directory=job.directory,
-                    image=stored.image,
-                    part=stored.part,
-                    is_reused=stored.is_reused,
+                    stored=stored,
                     values=b"" if image.rank else shown_values(image),
                 )
             )

@@ -34,8 +34,9 @@ from holdfast.keeper.hosts.cache_messages import (
     deflate_manifest,
     inflate_manifest,
 )
-from holdfast.keeper.hosts.facts import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
+from holdfast.persist.frozen_parts import StoredPart
+from holdfast.protocol.facts import Fact, Report, ignore
 from holdfast.transport.resources import NO_GENERATION
 from holdfast.transport.wire.http import CACHE, cache_path
 
@@ -186,7 +187,8 @@ class CacheAgent:
             is_begun = True
 
             def done(rank: int) -> None:
-                written = messages.ImageWritten(directory=order.directory, image=images[rank])
+                stored = StoredPart(images[rank])
+                written = messages.ImageWritten(directory=order.directory, stored=stored)
                 self._tell(written)
 
             is_cancelled = partial(self._is_cancelled, order.directory)

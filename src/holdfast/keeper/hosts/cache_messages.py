@@ -6,7 +6,7 @@ import zlib
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import MAX_DOCUMENT_BYTES, Manifest, seal, unseal
-from holdfast.keeper.hosts.facts import ToCoordinator, ToFollower
+from holdfast.protocol.facts import ToCoordinator, ToFollower
 
 
 def deflate_manifest(manifest: Manifest) -> bytes:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from holdfast.events import ClocksCompared, emit
-from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ToFollower
 from holdfast.protocol.arena import boot_id
+from holdfast.protocol.facts import Fact, ToCoordinator, ToFollower
 
 #: Exchanges of one comparison, seconds between two comparisons, and for an answer.
 EXCHANGES, EVERY_S, ANSWER_S = 5, 30.0, 5.0

@@ -24,12 +24,12 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheOrder
 from holdfast.keeper.hosts.clock_exchange import ClockExchange, TellTime
-from holdfast.keeper.hosts.facts import Fact, ToFollower
-from holdfast.keeper.hosts.handover import answer_handover, describe
+from holdfast.keeper.hosts.handover import answer_handover
 from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.parity.worker import stored_shards
 from holdfast.keeper.rank_relay import JoinedReports, ReportJoiner
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Fact, ToFollower
 from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 
@@ -133,12 +133,11 @@ class Follower:
         self._agent.serve(
             lambda fact: line.send(messages.pack(fact)), self._writers.get, self._trainers.get
         )
-        slots, attempts = self._memory.discovered()
         line.send(
             messages.pack(
                 messages.HostInventory(
                     arena=str(self._memory.directory),
-                    slots=describe(slots, attempts),
+                    slots=tuple(self._memory.stored()),
                     next_number=self._memory.next_number,
                     port=self._agent.published.port,
                     shards=stored_shards(self._agent.parity),
@@ -234,10 +233,7 @@ class Follower:
             raise Fenced(self.fenced) if self.fenced else self._out_of_reach()
         if connection.number not in self._trainers:
             self._trainers[connection.number] = connection
-            process = connection.process
-            came = messages.TrainerConnected(
-                line=connection.number, pid=process.pid, start=process.start
-            )
+            came = messages.TrainerConnected(line=connection.number, process=connection.process)
             line.send(messages.pack(came))
         if isinstance(message, m.Join):
             connection.rank = message.rank

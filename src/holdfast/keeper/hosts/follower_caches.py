@@ -23,12 +23,12 @@ from holdfast.keeper.hosts.cache_messages import (
     deflate_manifest,
     inflate_manifest,
 )
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry, HostSession
 from holdfast.keeper.hosts.messages import CancelWrite
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.keeper.shared_drain import NOWHERE
+from holdfast.protocol.facts import Fact
 
 #: A manifest is published at once, or its host hangs.
 _PUBLISH_S = 120.0
@@ -74,7 +74,7 @@ class FollowerCaches:
     # ── on the threads of the tiers ──────────────────────────────────────────────────────────────
 
     def drain(self, manifest: Manifest) -> Sequence[RemoteImages]:
-        """See ``OtherCaches``."""
+        """Return one share for each host that can be asked to copy its images to the root."""
         directory, data = f"drain-{secrets.token_hex(4)}", deflate_manifest(manifest)
         order = DrainImages(directory=directory, manifest=data)
         ranks = frozenset(ref.rank for ref in manifest.images)
@@ -83,7 +83,7 @@ class FollowerCaches:
         return [self._share(host, name, directory, order, ranks) for host, name in hosts.items()]
 
     def publish(self, job: PersistJob, manifest: Manifest) -> Sequence[RemoteImages]:
-        """See ``OtherCaches``."""
+        """Return one share for each host of ``job`` that is to publish the manifest."""
         order = PublishCached(
             directory=job.directory,
             manifest=deflate_manifest(manifest),
@@ -121,7 +121,7 @@ class FollowerCaches:
         return share
 
     def explain(self, manifest: Manifest, ranks: Sequence[int]) -> tuple[str, bool]:
-        """See ``OtherCaches``."""
+        """Say why the images of these ranks were not drained, and whether they may yet be."""
         away = self._followers.away()
         came = [one for one in self._followers.attached().values() if one not in self._asked]
         away += [name for name in came if name not in away]  # they came during the drain
@@ -139,7 +139,7 @@ class FollowerCaches:
         return f"the images of ranks {ranks} {NOWHERE}{lost}", False
 
     def drained(self, manifest: Manifest) -> None:
-        """See ``OtherCaches``."""
+        """Tell all hosts that the root has published this."""
         self._holders.pop(manifest.attempt, None)
         self._drained[manifest.generation, manifest.attempt] = None
         if len(self._drained) > _REMEMBERED:

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from holdfast.coordinator.actions import Action, StoreLayout
 from holdfast.coordinator.attempts import Attempt
@@ -23,48 +23,28 @@ from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slo
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import warn
 from holdfast.keeper import message_limits as limits
+from holdfast.keeper.arena_files import discover
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
 from holdfast.keeper.hosts.clock_exchange import AskTime, tell_time
-from holdfast.keeper.hosts.facts import Fact, ToCoordinator, ignore
-from holdfast.keeper.hosts.handover import StateHandover, from_inventory
+from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import decode_reports
 from holdfast.keeper.hosts.open_files import allow_open_files
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
-from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
-from holdfast.protocol.image_plan import ImageSizes
+from holdfast.protocol.facts import Fact, ToCoordinator, ignore
 
 if TYPE_CHECKING:  # a run on one host does not need it
     from holdfast.keeper.parity.scheduler import ParityScheduler
+    from holdfast.keeper.trainer_api import TrainerApi
     from holdfast.transport.channel import SealedChannel
 
 
 #: Queue limit of one trainer's messages: a trainer sends a few per save.
 MOST_SAID = 4096
-
-
-class TrainerDispatcher(Protocol):
-    """Handles the messages of trainers, local and remote."""
-
-    async def handle(self, connection: TrainerConnection, seq: int, message: m.Message) -> None:
-        """Handle and answer one message."""
-        ...
-
-    def handle_joined(self, reports: Sequence[tuple[TrainerConnection, RankReport]]) -> None:
-        """Handle reports of several trainers of one host about one step or attempt."""
-        ...
-
-    def connected(self, connection: TrainerConnection) -> None:
-        """Handle a new connection."""
-        ...
-
-    def disconnected(self, connection: TrainerConnection) -> None:
-        """Handle a lost connection."""
-        ...
 
 
 class _Trainer:
@@ -126,7 +106,7 @@ class FollowerSession(HostSession):
 class FollowerRegistry:
     """All reachable followers of this incarnation. Lives on the keeper's loop."""
 
-    dispatcher: TrainerDispatcher
+    dispatcher: TrainerApi
     """Handles the trainers of other hosts."""
     handover: StateHandover
     """Stores what followers report."""
@@ -238,15 +218,8 @@ class FollowerRegistry:
         host = self._session(host_of(slot.id))
         if host is not None and host.watched.get(slot.id) != slot.attempt:
             host.watched[slot.id] = slot.attempt
-            writer = slot.writer or SlotWriter(0, 0)
-            host.send(
-                messages.WatchWriter(
-                    slot=number_of(slot.id),
-                    attempt=slot.attempt,
-                    pid=writer.pid,
-                    start=writer.start,
-                )
-            )
+            number, writer = number_of(slot.id), slot.writer or SlotWriter(0, 0)
+            host.send(messages.WatchWriter(slot=number, attempt=slot.attempt, writer=writer))
 
     @property
     def are_stopping(self) -> bool:
@@ -365,7 +338,7 @@ class FollowerRegistry:
             self._lose(self._by_host[host])  # its connection broke unnoticed
         follower = self._by_host[host] = FollowerSession(host, line, inventory.arena)
         follower.port = inventory.port
-        slots, attempts = from_inventory(host, inventory.slots)
+        slots, attempts = discover(inventory.slots, host)
         self._coordinator.attach(host, slots, attempts, inventory.next_number)
         self._coordinator.durability.add(inventory.order)
         follower.send(messages.RecordOrder(order=self._coordinator.durability.order))
@@ -459,8 +432,8 @@ class FollowerRegistry:
             case messages.LayoutFailed(hash=hash_, reason=reason):
                 why = host.where + reason
                 self._carry_out(coordinator.lifecycle.layout_not_stored(hash_, why, host.host))
-            case messages.ImagesPlanned(layout=layout, sizes=by_rank, is_passing=is_passing):
-                sizes = ImageSizes(by_rank, fact.reason and host.where + fact.reason, is_passing)
+            case messages.ImagesPlanned(layout=layout, sizes=sizes):
+                sizes = sizes._replace(reason=sizes.reason and host.where + sizes.reason)
                 self._carry_out(coordinator.images_planned(layout, sizes, time.monotonic()))
 
     def _handle_trainer(
@@ -470,8 +443,8 @@ class FollowerRegistry:
     ) -> None:
         trainer = follower.trainers.get(fact.line)
         match fact:
-            case messages.TrainerConnected(line=number, pid=pid, start=start) if trainer is None:
-                connection = ForwardedConnection(follower.line, number, SlotWriter(pid, start))
+            case messages.TrainerConnected(line=number, process=process) if trainer is None:
+                connection = ForwardedConnection(follower.line, number, process)
                 follower.trainers[number] = _Trainer(connection)
                 self.dispatcher.connected(connection)
             case messages.TrainerMessage(body=body) if trainer is not None:
@@ -526,8 +499,7 @@ class FollowerRegistry:
             case messages.ImageWritten(directory=directory):
                 share = session.shares.get(directory)
                 if share is not None:
-                    stored = StoredPart(fact.image, fact.part, fact.is_reused)
-                    share.receive(stored, fact.values)
+                    share.receive(fact.stored, fact.values)
             case messages.WriteEnded(directory=directory, reason=reason, is_lost=is_lost):
                 share = session.shares.pop(directory, None)
                 if share is not None:
@@ -543,27 +515,19 @@ class FollowerRegistry:
     def _memory_changed(self, session: HostSession, fact: Fact) -> list[Action]:
         coordinator, host = self._coordinator, session.host
         match fact:
-            case messages.RingsCreated(made=made):
+            case messages.SlotsCreated(made=made):
                 if self._are_made(host, list(made)):
-                    return coordinator.lifecycle.rings_made(
-                        {slot_id_of(host, number): size for number, size in made.items()}
-                    )
-            case messages.RingsFailed(slots=numbers, reason=reason):
+                    sizes = {slot_id_of(host, number): size for number, size in made.items()}
+                    return coordinator.lifecycle.slots_made(sizes)
+            case messages.SlotsFailed(slots=numbers, reason=reason):
                 if self._are_made(host, numbers):
                     ids = [slot_id_of(host, number) for number in numbers]
-                    return coordinator.lifecycle.rings_not_made(ids, session.where + reason)
+                    return coordinator.lifecycle.slots_not_made(ids, session.where + reason)
             case messages.WriterGone(slot=number, attempt=attempt):
                 slot = coordinator.slots.get(slot_id_of(host, number))
                 session.watched.pop(slot_id_of(host, number), None)
                 if slot is not None and slot.attempt == attempt:
                     return coordinator.lifecycle.writer_gone(slot.id)
-            case messages.SlotCreated(slot=number):
-                if self._are_made(host, [number]):
-                    return coordinator.lifecycle.allocated(slot_id_of(host, number))
-            case messages.SlotFailed(slot=number, reason=reason):
-                if self._are_made(host, [number]):
-                    slot_id = slot_id_of(host, number)
-                    return coordinator.lifecycle.allocation_failed(slot_id, session.where + reason)
         return []
 
     def _are_made(self, host: int, numbers: Sequence[int]) -> bool:

@@ -10,16 +10,15 @@ from collections.abc import Collection, Iterable
 
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import FormatError, HoldfastError
 from holdfast.events import warn
-from holdfast.format.manifest import AttemptId, Incarnation, seal, unseal
+from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.incarnations import Incarnations
 from holdfast.keeper.jobs import Background
+from holdfast.protocol.facts import Fact
 
 
 class StateHandover:
@@ -115,53 +114,3 @@ def answer_handover(memory: ArenaFiles, asked: messages.HostAttached) -> list[Fa
             if one.n in asked.tell_incarnations
         ]
     return known
-
-
-def describe(slots: list[Slot], attempts: list[Attempt]) -> tuple[messages.SlotInventory, ...]:
-    """Convert an arena's discovered slots into a message for the coordinator."""
-    by_id = {attempt.id: attempt for attempt in attempts}
-    found = []
-    for slot in slots:
-        attempt = by_id.get(slot.attempt)
-        unknown = AttemptId(slot.incarnation, -1, slot.attempt, 0, "")
-        writer = slot.writer or SlotWriter(0, 0)
-        found.append(
-            messages.SlotInventory(
-                number=slot.id,
-                capacity_bytes=slot.capacity_bytes,
-                state=slot.state,
-                attempt_id=attempt.attempt_id if attempt else unknown,
-                image=slot.image,
-                writer_pid=writer.pid,
-                writer_start=writer.start,
-                is_ring=slot.is_ring,
-                ring_bytes=slot.ring_bytes,
-                nonce=attempt.nonce if attempt else "",
-            )
-        )
-    return tuple(found)
-
-
-def from_inventory(
-    host: int, found: tuple[messages.SlotInventory, ...]
-) -> tuple[list[Slot], list[Attempt]]:
-    """Convert a follower's inventory into slots and attempts with the ids of this incarnation."""
-    slots: list[Slot] = []
-    attempts: dict[str, Attempt] = {}
-    for one in found:
-        slot = Slot(slot_id_of(host, one.number), one.capacity_bytes, one.state)
-        slot.is_ring, slot.ring_bytes = one.is_ring, one.ring_bytes
-        slots.append(slot)
-        if one.state not in ("captured", "quarantined"):
-            slot.state = "free"
-            continue
-        of, slot.image = one.attempt_id, one.image
-        slot.attempt = of.attempt
-        if one.state == "quarantined":
-            slot.writer = SlotWriter(one.writer_pid, one.writer_start)
-            slot.incarnation = of.incarnation
-            continue
-        said = Attempt(of.attempt, of.incarnation, of.step, of.world, of.layout)
-        said.nonce = one.nonce
-        attempts.setdefault(said.id, said).slots.setdefault(slot.rank, slot.id)
-    return slots, list(attempts.values())

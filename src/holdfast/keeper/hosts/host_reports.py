@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 from holdfast.coordinator.requests import HostReports
 from holdfast.errors import FormatError
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Column
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Column
 
 T = TypeVar("T")
 _SUM_BYTES = 8

@@ -13,27 +13,16 @@ from typing import TypeVar
 
 import msgspec
 
+from holdfast.coordinator import actions  # noqa: F401 (orders, too)
+from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import FormatError
-from holdfast.format.manifest import AttemptId, ImageId, ImageRef
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.hosts import cache_messages, clock_exchange  # noqa: F401 (messages, too)
-from holdfast.keeper.hosts.facts import Column, Fact, ToCoordinator, ToFollower
+from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import SlotRecord
-
-
-class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot as its keeper discovered it, with the metadata of its image."""
-
-    number: int
-    capacity_bytes: int
-    state: str
-    attempt_id: AttemptId
-    image: ImageId
-    writer_pid: int = 0
-    writer_start: int = 0
-    is_ring: bool = False
-    ring_bytes: int = 0
-    nonce: str = ""
+from holdfast.protocol.arena import SlotRecord, StoredSlot
+from holdfast.protocol.facts import Column, Fact, ToCoordinator, ToFollower
+from holdfast.protocol.image_plan import ImageSizes
 
 
 class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +41,7 @@ class HostInventory(ToCoordinator, frozen=True, kw_only=True):
     """First message of a follower: the content of its memory."""
 
     arena: str
-    slots: tuple[SlotInventory, ...]
+    slots: tuple[StoredSlot, ...]
     next_number: int
     shards: tuple[ParityShards, ...] = ()
     incarnations: tuple[int, ...] = ()
@@ -67,8 +56,7 @@ class TrainerConnected(ToCoordinator, frozen=True, kw_only=True):
     """A trainer connected; the follower has verified its process."""
 
     line: int
-    pid: int
-    start: int
+    process: SlotWriter
 
 
 class TrainerMessage(ToCoordinator, frozen=True, kw_only=True):
@@ -111,27 +99,14 @@ class TrainerGone(ToCoordinator, frozen=True, kw_only=True):
     line: int
 
 
-class SlotCreated(ToCoordinator, frozen=True, kw_only=True):
-    """A slot was created."""
-
-    slot: int
-
-
-class SlotFailed(ToCoordinator, frozen=True, kw_only=True):
-    """A slot could not be created: not enough memory."""
-
-    slot: int
-    reason: str
-
-
-class RingsCreated(ToCoordinator, frozen=True, kw_only=True):
-    """Rings were created: (capacity, ring bytes) by slot."""
+class SlotsCreated(ToCoordinator, frozen=True, kw_only=True):
+    """A slot was created, or the rings of one order: (capacity, ring bytes) by slot."""
 
     made: dict[int, tuple[int, int]]
 
 
-class RingsFailed(ToCoordinator, frozen=True, kw_only=True):
-    """Rings could not be created: not enough memory."""
+class SlotsFailed(ToCoordinator, frozen=True, kw_only=True):
+    """A slot, or the rings of one order, could not be created: not enough memory."""
 
     slots: tuple[int, ...]
     reason: str
@@ -145,12 +120,10 @@ class WriterGone(ToCoordinator, frozen=True, kw_only=True):
 
 
 class ImagesPlanned(ToCoordinator, frozen=True, kw_only=True):
-    """The sizes of this host's images, see ``image_plan.ImageSizes``."""
+    """The sizes of this host's images, or why they are not known."""
 
     layout: str
-    sizes: dict[int, tuple[int, int]]
-    reason: str = ""
-    is_passing: bool = True
+    sizes: ImageSizes
 
 
 class LayoutMissing(ToCoordinator, frozen=True, kw_only=True):
@@ -170,9 +143,7 @@ class ImageWritten(ToCoordinator, frozen=True, kw_only=True):
     """One image is durable, and equal to what was sealed."""
 
     directory: str
-    image: ImageRef
-    part: ImageRef | None = None
-    is_reused: bool = False
+    stored: StoredPart
     values: bytes = b""
     """Values of the image, if it is that of rank 0."""
 
@@ -247,26 +218,6 @@ class HangUp(ToFollower, frozen=True, kw_only=True):
     """Orders to close a trainer's connection."""
 
     line: int
-
-
-class CreateSlot(ToFollower, frozen=True, kw_only=True):
-    """Orders a slot to be created, with this much memory left free."""
-
-    slot: int
-    capacity_bytes: int
-    leave_bytes: int
-
-
-class CreateRings(ToFollower, frozen=True, kw_only=True):
-    """Orders rings to be created: (slot, header bytes, data bytes) of each."""
-
-    needs: tuple[tuple[int, int, int], ...]
-
-
-class DeleteSlot(ToFollower, frozen=True, kw_only=True):
-    """Orders a slot's memory to be freed."""
-
-    slot: int
 
 
 class GrantSlots(ToFollower, frozen=True, kw_only=True, tag="grant"):
@@ -353,8 +304,7 @@ class WatchWriter(ToFollower, frozen=True, kw_only=True):
 
     slot: int
     attempt: str
-    pid: int
-    start: int
+    writer: SlotWriter
 
 
 class StopAllowed(ToFollower, frozen=True, kw_only=True):

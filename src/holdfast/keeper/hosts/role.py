@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from holdfast.errors import Fenced, KeeperError, UsageError
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import AdmissionCounters
-from holdfast.keeper.hosts.facts import Fact, ignore
-from holdfast.keeper.parts import KeeperParts
+from holdfast.keeper.executor import Executor
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Fact, ignore
 
 if TYPE_CHECKING:
     from holdfast.keeper.hosts.follower import Follower
@@ -35,14 +35,14 @@ class HostRole:
     def __init__(
         self,
         host_id: str,
-        parts: KeeperParts,
+        executor: Executor,
         doors: AdmissionCounters,
         ended: Callable[[bool], Awaitable[None]],
     ) -> None:
-        self._host_id, self._executor, self._agent = host_id, parts.executor, parts.executor.agent
-        self._coordinator, self._memory, self._ranks = parts.coordinator, parts.memory, parts.ranks
-        self._incarnations, self._root = parts.incarnations, parts.root
-        self._background = parts.background
+        self._host_id, self._executor, self._agent = host_id, executor, executor.agent
+        self._coordinator, self._memory = executor.coordinator, executor.memory
+        self._incarnations, self._root = executor.incarnations, executor.root
+        self._background, self._ranks = executor.background, executor.ranks
         self._admission, self._ended = doors, ended
         self.follower: Follower | None = None
         self.is_bystander = False

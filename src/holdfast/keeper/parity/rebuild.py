@@ -24,11 +24,11 @@ from holdfast.errors import HoldfastError, NotProtected
 from holdfast.events import ImageRebuilt, SnapshotNotProtected, emit
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.published_images import PublishedImages
 from holdfast.parity.planning.record import ImageFact, ParityRecord
 from holdfast.protocol.arena import SlotRecord, process_start
+from holdfast.protocol.facts import Fact
 
 if TYPE_CHECKING:
     from holdfast.keeper.parity.group_access import KeeperReach

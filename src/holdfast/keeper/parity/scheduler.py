@@ -19,7 +19,6 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.events import ProtectionPlanned, SnapshotNotProtected, SnapshotProtected, emit
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Fact
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import (
@@ -35,6 +34,7 @@ from holdfast.keeper.parity.worker import ParityWorker, stored_shards
 from holdfast.parity.planning.budget import LEAST, StepPacing
 from holdfast.parity.planning.protection import CaptureDone, Protection
 from holdfast.protocol import messages as m
+from holdfast.protocol.facts import Fact
 
 _AGAIN_S = 5.0
 """Delay after a failed round, if nothing newer was captured."""

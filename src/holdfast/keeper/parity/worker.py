@@ -17,7 +17,6 @@ from holdfast.format.manifest import AttemptId
 from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.facts import Report
 from holdfast.keeper.hosts.network import Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildWorker
@@ -37,6 +36,7 @@ from holdfast.parity.planning.record import (
 )
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import IMAGE_START
+from holdfast.protocol.facts import Report
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.server import PeerServer, ThreadSafeServer

@@ -78,21 +78,13 @@ def replan(
     *,
     device_slots: int,
     ready_s: Sequence[float] = (),
-    flush_is_awaited: bool = True,
 ) -> Schedule:
     """Return the best schedule by the present rates, or ``current``.
 
     Fluctuating rates are no reason to change: the best has to save ``LEAST_CHANGE`` of the step.
     Where no rate moved enough for that, nothing is computed.
     """
-    *_, best = replanning(
-        current,
-        sizes,
-        rates,
-        device_slots=device_slots,
-        ready_s=ready_s,
-        flush_is_awaited=flush_is_awaited,
-    )
+    *_, best = replanning(current, sizes, rates, device_slots=device_slots, ready_s=ready_s)
     return best
 
 

@@ -1,5 +1,4 @@
-"""Computes the probability that a division into groups survives lost hosts, exactly or by
-simulation.
+"""Computes the probability that a division into groups survives lost hosts, exactly.
 
 Each group survives up to its parity of losses. Of all ways to lose k of N hosts, the number of ways
 that overcome no group is the coefficient of x^k in the product, over the groups, of the sum of C(n,
@@ -12,9 +11,7 @@ assumed to be independent of each other. For a rack that fails as one, see ``gro
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from math import comb, exp, lgamma, log, sqrt
 
@@ -27,7 +24,7 @@ _FAR = 12.0
 
 def survival(groups: Sizes, lost: int) -> Fraction:
     """Return the probability that everything is rebuilt after the loss of ``lost`` random hosts."""
-    hosts = _hosts(groups, lost)
+    hosts = host_count(groups, lost)
     return Fraction(_ways(groups, lost)[lost], comb(hosts, lost))
 
 
@@ -50,7 +47,7 @@ def loss_over(groups: Sizes, *, rate: float, repair: float, horizon: float) -> f
     loss until all that is left is protected again. A repair still running at the horizon counts
     with all its losses.
     """
-    _check(rate, repair, horizon)
+    check_times(rate, repair, horizon)
     fails = _repair_fails(groups, rate * repair)
     total, repairs = 0.0, 0
     while (left := horizon - repairs * repair) > 0:
@@ -92,68 +89,16 @@ def _poisson(count: int, mean: float) -> float:
     return exp(count * log(mean) - mean - lgamma(count + 1))
 
 
-def simulated_loss_over(
-    groups: Sizes, *, rate: float, repair: float, horizon: float, trials: int, seed: int
-) -> float:
-    """Return the share of ``trials`` simulated runs that lose a group, as in ``loss_over``."""
-    _check(rate, repair, horizon)
-    group_of, draw = _group_of(groups), random.Random(seed)
-    return (
-        sum(_is_overcome(groups, group_of, draw, rate, repair, horizon) for _ in range(trials))
-        / trials
-    )
-
-
-def _is_overcome(
-    groups: Sizes,
-    group_of: list[int],
-    draw: random.Random,
-    rate: float,
-    repair: float,
-    horizon: float,
-) -> bool:
-    now = draw.expovariate(rate)
-    while now < horizon:
-        lost, next_one = 1, draw.expovariate(rate)
-        while next_one < repair:
-            lost, next_one = lost + 1, next_one + draw.expovariate(rate)
-        if lost > len(group_of):
-            return True
-        hit = draw.sample(range(len(group_of)), lost)
-        if not _survives(groups, (group_of[host] for host in hit)):
-            return True
-        now += repair + draw.expovariate(rate)
-    return False
-
-
-def simulated(groups: Sizes, lost: int, *, trials: int, seed: int) -> float:
-    """Return the share of ``trials`` random losses of ``lost`` hosts that are survived."""
-    hosts, draw = _hosts(groups, lost), random.Random(seed)
-    group_of = _group_of(groups)
-    survived = sum(
-        _survives(groups, (group_of[host] for host in draw.sample(range(hosts), lost)))
-        for _ in range(trials)
-    )
-    return survived / trials
-
-
-def _survives(groups: Sizes, hit: Iterable[int]) -> bool:
-    return all(count <= groups[group][1] for group, count in Counter(hit).items())
-
-
-def _group_of(groups: Sizes) -> list[int]:
-    """Return the group number of each host."""
-    return [number for number, (size, _) in enumerate(groups) for _ in range(size)]
-
-
-def _hosts(groups: Sizes, lost: int) -> int:
+def host_count(groups: Sizes, lost: int) -> int:
+    """Return the number of hosts, of which ``lost`` can be lost."""
     hosts = sum(size for size, _ in groups)
     if not 0 <= lost <= hosts:
         raise UsageError(f"{lost} hosts cannot be lost of {hosts}")
     return hosts
 
 
-def _check(rate: float, repair: float, horizon: float) -> None:
+def check_times(rate: float, repair: float, horizon: float) -> None:
+    """Raise UsageError for a rate or a time that cannot be."""
     if rate <= 0 or repair < 0 or horizon < 0:
         raise UsageError(
             f"losses come at a rate above 0, repair and horizon take no less than 0: not "

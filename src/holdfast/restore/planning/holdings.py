@@ -123,20 +123,6 @@ class Recovery(Struct, frozen=True):
     holders: tuple[str, ...] = ()
     survives: int = 0
 
-    @property
-    def text(self) -> str:
-        """Return one line for people: the origin of its images."""
-        if not self.sources:
-            return f"{self.candidate.generation} from storage"
-        decoded = [str(one.rank) for one in self.sources if one.decoding is not None]
-        stored = [str(one.rank) for one in self.sources if not one.hosts and one.decoding is None]
-        words = [f"{self.candidate.held} of {self.world} images from memory"]
-        if decoded:
-            words.append(f"of ranks {', '.join(decoded)} decoded from parity")
-        if stored:
-            words.append(f"of ranks {', '.join(stored)} from storage")
-        return f"{self.candidate.generation}: {', '.join(words)}"
-
 
 class Refusal(Struct, frozen=True):
     """An attempt that is partly in memory, but not enough; ``reason`` is a sentence."""
