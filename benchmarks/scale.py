@@ -37,7 +37,7 @@ from holdfast.geometry.layout import (
 )
 from holdfast.keeper.connections import AdmissionCounters, ForwardedConnection, Ranks
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.followers import FollowerSession, _Trainer
 from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.image_writer import PersistJob
@@ -66,8 +66,8 @@ AFTER = ("stored", "protected", "chosen", "regrouped")
 BEFORE = ("hosts", "first save", "beside it", "again", "beside again")
 PHASES = (*BEFORE, *STEADY, *AFTER)
 #: What hosts say of a save, and what they are told.
-HEARD = (messages.HostRequests, messages.HostCaptured)
-TOLD = (messages.GrantSlots, messages.SlotsSealed, messages.ForwardMessage)
+HEARD = (host_messages.HostRequests, host_messages.HostCaptured)
+TOLD = (host_messages.GrantSlots, host_messages.SlotsSealed, host_messages.ForwardMessage)
 
 
 class Line:
@@ -148,12 +148,12 @@ class NoParity:
     def __init__(self) -> None:
         self.said: list[Callable[[], None]] = []
 
-    def do(self, order: object, _: object, tell: Callable[[messages.Fact], None]) -> None:
-        answer: messages.Fact | None = None
-        if isinstance(order, messages.MakeParity):
-            answer = messages.ParityReady(round_id=order.round_id, terms=0)
-        elif isinstance(order, messages.BeginParity):
-            answer = messages.ParityComplete(round_id=order.round_id)
+    def do(self, order: object, _: object, tell: Callable[[host_messages.Fact], None]) -> None:
+        answer: host_messages.Fact | None = None
+        if isinstance(order, host_messages.MakeParity):
+            answer = host_messages.ParityReady(round_id=order.round_id, terms=0)
+        elif isinstance(order, host_messages.BeginParity):
+            answer = host_messages.ParityComplete(round_id=order.round_id)
         if answer is not None:
             self.said.append(partial(tell, answer))
 
@@ -249,7 +249,7 @@ class Run:
                 self.executor.followers._attach(
                     host,
                     cast(Any, self.lines[host]),
-                    messages.HostInventory(arena="/arena", slots=(), next_number=0),
+                    host_messages.HostInventory(arena="/arena", slots=(), next_number=0),
                 )
                 for host in range(1, len(entries))
             ]
@@ -273,61 +273,62 @@ class Run:
             for host, frames in orders:
                 self.lines[host].frames = []
                 for frame in frames:
-                    order = messages.from_coordinator(frame)
+                    order = host_messages.from_coordinator(frame)
                     self.count(type(order).__name__, frame)
                     self.obey(host, order)
 
     def obey(self, host: int, order: object) -> None:
         if isinstance(order, AllocateSlots):
             self.say(
-                host, messages.SlotsCreated(made={number_of(order.slot): (order.capacity_bytes, 0)})
+                host,
+                host_messages.SlotsCreated(made={number_of(order.slot): (order.capacity_bytes, 0)}),
             )
-        elif isinstance(order, messages.SizeImages):
+        elif isinstance(order, host_messages.SizeImages):
             sizes = ImageSizes(dict.fromkeys(order.ranks, (4096, 1 << 20)))
-            self.say(host, messages.ImagesPlanned(layout=order.layout, sizes=sizes))
-        elif isinstance(order, messages.RecordLayout):
+            self.say(host, host_messages.ImagesPlanned(layout=order.layout, sizes=sizes))
+        elif isinstance(order, host_messages.RecordLayout):
             known = self.layouts.setdefault(host, set())
             if order.hash not in known:
                 known.add(order.hash)
-                self.say(host, messages.LayoutMissing(hash=order.hash))
-        elif isinstance(order, messages.ForwardMessage):
+                self.say(host, host_messages.LayoutMissing(hash=order.hash))
+        elif isinstance(order, host_messages.ForwardMessage):
             _, message = m.unpack(order.frame[m.LENGTH_BYTES :])
             if isinstance(message, m.RequestTable):
                 table = m.LeafTable(hash=message.hash, deflated=deflate(self.table))
                 body = m.pack(table)[m.LENGTH_BYTES :]
-                fact = messages.TrainerMessage(line=order.lines[0], body=body)
-                self.count("in", messages.pack(fact))
+                fact = host_messages.TrainerMessage(line=order.lines[0], body=body)
+                self.count("in", host_messages.pack(fact))
                 with self.counted(self.first):
                     self.executor.carry_out(self.coordinator.table(table.hash, table.deflated, 0.0))
-        elif isinstance(order, messages.GrantSlots):
+        elif isinstance(order, host_messages.GrantSlots):
             self.granted |= dict.fromkeys(order.ranks, order.record.attempt)
-        elif isinstance(order, messages.MakeParity):
-            ready = messages.ParityReady(round_id=order.round_id, terms=0)
+        elif isinstance(order, host_messages.MakeParity):
+            ready = host_messages.ParityReady(round_id=order.round_id, terms=0)
             self.told("protected", host, ready)
-        elif isinstance(order, messages.BeginParity):
-            self.told("protected", host, messages.ParityComplete(round_id=order.round_id))
-        elif isinstance(order, messages.WriteImage):
+        elif isinstance(order, host_messages.BeginParity):
+            self.told("protected", host, host_messages.ParityComplete(round_id=order.round_id))
+        elif isinstance(order, host_messages.WriteImage):
             self.write(host, order)
 
-    def told(self, phase: str, host: int, fact: messages.Fact) -> None:
+    def told(self, phase: str, host: int, fact: host_messages.Fact) -> None:
         """The coordinator's part when a host says this."""
-        frame = messages.pack(fact)
+        frame = host_messages.pack(fact)
         with self.counted(phase):
             self.hear(host - 1, frame)
 
-    def write(self, host: int, order: messages.WriteImage) -> None:
+    def write(self, host: int, order: host_messages.WriteImage) -> None:
         """A host has written its images."""
         for each in order.images:
             stored = StoredPart(
                 ImageRef(path="", rank=each.image.rank, size_bytes=1, header_xxh3=X, table_xxh3=X)
             )
-            written = messages.ImageWritten(directory=order.directory, stored=stored)
+            written = host_messages.ImageWritten(directory=order.directory, stored=stored)
             self.told("stored", host, written)
-        self.told("stored", host, messages.WriteEnded(directory=order.directory, reason=""))
+        self.told("stored", host, host_messages.WriteEnded(directory=order.directory, reason=""))
 
-    def say(self, host: int, fact: messages.Fact) -> None:
+    def say(self, host: int, fact: host_messages.Fact) -> None:
         """A host answers an order of a first save."""
-        frame = messages.pack(fact)
+        frame = host_messages.pack(fact)
         self.count("in", frame)
         with self.counted(self.first):
             self.hear(host - 1, frame)
@@ -336,7 +337,7 @@ class Run:
         """The coordinator's part when a host has sent a frame."""
         session = self.sessions[host]
         cast(Any, session.line).incoming.next(frame)
-        self.executor.followers._handle(session, messages.from_follower(frame))
+        self.executor.followers._handle(session, host_messages.from_follower(frame))
 
     def joined(self, host: int, reports: Sequence[RankReport]) -> bytes:
         """The one frame of a host whose ranks report this."""
@@ -346,7 +347,7 @@ class Run:
             found += joiner.add(number, report, 0.0)
         (whole,) = found
         fact = encode_reports(whole)
-        frame = messages.pack(fact)
+        frame = host_messages.pack(fact)
         self.count(type(fact).__name__, frame)
         return frame
 
@@ -473,15 +474,15 @@ class Regrouped:
                 attempt.slots[rank] = slot.id
             coordinator.slots.on(number).next = len(host.ranks)
         coordinator.attempts["a"], coordinator.attempts.pinned = attempt, "a"
-        self.told: list[tuple[int, messages.Fact]] = []
+        self.told: list[tuple[int, host_messages.Fact]] = []
         self.rebuild = RebuildCoordinator(
             coordinator, lambda *said: self.told.append(said), lambda _: 1, lambda _: None
         )
         ranks_of = {host.id: host.ranks for host in self.entries}
-        self.shards: dict[str, tuple[messages.ParityShards, ...]] = {}
+        self.shards: dict[str, tuple[host_messages.ParityShards, ...]] = {}
         for group in self.earlier:
             images = {rank: 1 << 20 for one in group for rank in ranks_of[one]}
-            shard = messages.ParityShards(
+            shard = host_messages.ParityShards(
                 half=0, attempt="a", members=tuple(group), parity=1, images=images
             )
             self.shards |= dict.fromkeys(group, (shard,))

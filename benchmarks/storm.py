@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.kit import markdown, processes
 from benchmarks.kit.options import Parser
 from holdfast.errors import HoldfastError, PeerError
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.follower import pauses
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
@@ -147,12 +147,12 @@ class Crowd:
 
     async def stay(self, name: str, line: SealedChannel) -> None:
         """Tell what a host without memory has, and listen."""
-        inventory = messages.HostInventory(arena=f"/{name}", slots=(), next_number=0, port=1)
-        line.send(messages.pack(inventory))
+        inventory = host_messages.HostInventory(arena=f"/{name}", slots=(), next_number=0, port=1)
+        line.send(host_messages.pack(inventory))
         try:
             while True:
-                told = messages.from_coordinator(await line.receive())
-                if isinstance(told, messages.HostAttached):
+                told = host_messages.from_coordinator(await line.receive())
+                if isinstance(told, host_messages.HostAttached):
                     self.attached.add(name)
                     self.changed.set()
         finally:

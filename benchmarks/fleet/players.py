@@ -22,7 +22,7 @@ from holdfast.errors import PeerError
 from holdfast.format.image import ImagePlan, image_bytes
 from holdfast.format.manifest import ImageId, ImageRef
 from holdfast.geometry.layout import deflate, inflate
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.follower import pauses
 from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.persist.frozen_parts import StoredPart
@@ -50,14 +50,14 @@ class PlayedHost:
         self.attached, self.joined = asyncio.Event(), asyncio.Event()
         self.calls = 0
         self.slots: dict[int, StoredSlot] = {}
-        self.shards: dict[int, messages.ParityShards] = {}
+        self.shards: dict[int, host_messages.ParityShards] = {}
         self.line: SealedChannel | None = None
         self._task: asyncio.Task[None] | None = None
         self.layouts: set[str] = set()
         """Hashes of the layouts in its memory."""
-        self._waiting_plan: messages.SizeImages | None = None
+        self._waiting_plan: host_messages.SizeImages | None = None
         self._group: tuple[str, ...] = ()
-        self._order: messages.MakeParity | None = None
+        self._order: host_messages.MakeParity | None = None
         self._answers = 0
         self._answered = asyncio.Event()
 
@@ -104,7 +104,7 @@ class PlayedHost:
         self.joiner = HostJoiner(self.count)
         self._waiting_plan = None
         self.send(
-            messages.HostInventory(
+            host_messages.HostInventory(
                 arena=f"/{self.name}",
                 slots=tuple(self.slots.values()),
                 next_number=max(self.slots, default=-1) + 1,
@@ -115,7 +115,7 @@ class PlayedHost:
         try:
             while True:
                 frame = await line.receive()
-                fact = messages.from_coordinator(frame)
+                fact = host_messages.from_coordinator(frame)
                 self._count(type(fact).__name__, frame)
                 self.obey(fact)
         finally:
@@ -126,10 +126,10 @@ class PlayedHost:
         self.fleet.traffic[kind] += 1
         self.fleet.traffic[f"{kind} bytes"] += len(frame)
 
-    def send(self, fact: messages.Fact) -> None:
+    def send(self, fact: host_messages.Fact) -> None:
         """Tell the coordinator."""
         if self.line is not None:
-            frame = messages.pack(fact)
+            frame = host_messages.pack(fact)
             self._count(type(fact).__name__, frame)
             self.line.send(frame)
 
@@ -140,7 +140,7 @@ class PlayedHost:
         fleet, process = self.fleet, os.getpid()
         for number, rank in enumerate(self.ranks):
             writer = SlotWriter(process, process_start(process))
-            self.send(messages.TrainerConnected(line=number, process=writer))
+            self.send(host_messages.TrainerConnected(line=number, process=writer))
             join = m.Join(
                 incarnation=fleet.incarnation,
                 nonce=fleet.nonce,
@@ -154,7 +154,7 @@ class PlayedHost:
 
     def _say(self, number: int, message: m.Message, seq: int = 0) -> None:
         body = m.pack(message, seq)[m.LENGTH_BYTES :]
-        self.send(messages.TrainerMessage(line=number, body=body))
+        self.send(host_messages.TrainerMessage(line=number, body=body))
 
     async def _all_answered(self) -> None:
         await self._answered.wait()
@@ -185,39 +185,39 @@ class PlayedHost:
 
     # ── orders of the coordinator ────────────────────────────────────────────────────────────────
 
-    def obey(self, fact: messages.ToFollower) -> None:
+    def obey(self, fact: host_messages.ToFollower) -> None:
         """Do what a keeper does, at once."""
         match fact:
-            case messages.ForwardMessage(lines=lines, frame=frame):
+            case host_messages.ForwardMessage(lines=lines, frame=frame):
                 self._hear(lines, frame)
-            case messages.HostAttached(tell_layouts=hashes):
+            case host_messages.HostAttached(tell_layouts=hashes):
                 for hash_ in hashes:
                     deflated = deflate(self.fleet.layouts[hash_])
-                    self.send(messages.LayoutReply(hash=hash_, deflated=deflated))
+                    self.send(host_messages.LayoutReply(hash=hash_, deflated=deflated))
                 self.attached.set()
             case AllocateSlots(slot, capacity_bytes):
                 number = number_of(slot)
                 self.slots[number] = StoredSlot(number, capacity_bytes)
-                self.send(messages.SlotsCreated(made={number: (capacity_bytes, 0)}))
+                self.send(host_messages.SlotsCreated(made={number: (capacity_bytes, 0)}))
             case RemoveSlot(slot):
                 self.slots.pop(number_of(slot), None)
-            case messages.RecordLayout():
+            case host_messages.RecordLayout():
                 self._record_layout(fact)
-            case messages.SizeImages():
+            case host_messages.SizeImages():
                 self._size_images(fact)
-            case messages.GrantSlots():
+            case host_messages.GrantSlots():
                 self._capture(fact)
-            case messages.WriteImage():
+            case host_messages.WriteImage():
                 self._write(fact)
             case _:
                 self._protect(fact)
 
-    def _record_layout(self, fact: messages.RecordLayout) -> None:
+    def _record_layout(self, fact: host_messages.RecordLayout) -> None:
         """Remember a layout, or ask for its bytes; an order to plan waits for them."""
         hash_, planning = fact.hash, self._waiting_plan
         self._waiting_plan = None
         if not fact.deflated and hash_ not in self.layouts:
-            self.send(messages.LayoutMissing(hash=hash_))
+            self.send(host_messages.LayoutMissing(hash=hash_))
         else:
             self.layouts = self.layouts.intersection(fact.used) | {hash_}
         if hash_ in self.layouts and hash_ not in self.fleet.layouts:
@@ -225,12 +225,12 @@ class PlayedHost:
         if planning is not None:
             self._size_images(planning)
 
-    def _size_images(self, fact: messages.SizeImages) -> None:
+    def _size_images(self, fact: host_messages.SizeImages) -> None:
         if fact.layout not in self.layouts:
             self._waiting_plan = fact
             return
         sizes = ImageSizes(dict.fromkeys(fact.ranks, SIZES))
-        self.send(messages.ImagesPlanned(layout=fact.layout, sizes=sizes))
+        self.send(host_messages.ImagesPlanned(layout=fact.layout, sizes=sizes))
 
     def _set(self, number: int, record: SlotRecord, image: ImageId) -> None:
         sealed = msgspec.structs.replace(
@@ -244,7 +244,7 @@ class PlayedHost:
         )
         self.slots[number] = msgspec.structs.replace(self.slots[number], record=sealed)
 
-    def _capture(self, fact: messages.GrantSlots) -> None:
+    def _capture(self, fact: host_messages.GrantSlots) -> None:
         """All ranks copy at once, and say so."""
         plan, values_bytes = ImagePlan((), SIZES[1], "", SIZES[0]), len(VALUES)
         size = image_bytes(plan, values_bytes)
@@ -263,7 +263,7 @@ class PlayedHost:
         self.fleet.save_now.is_granted(len(reports))
         self._report(reports)
 
-    def _write(self, fact: messages.WriteImage) -> None:
+    def _write(self, fact: host_messages.WriteImage) -> None:
         for order in fact.images:
             image = order.image
             path = image_path(fact.attempt_id.generation, fact.directory, image.rank)
@@ -274,32 +274,34 @@ class PlayedHost:
                 header_xxh3=image.header_xxh3 or X,
                 table_xxh3=image.table_xxh3 or X,
             )
-            self.send(messages.ImageWritten(directory=fact.directory, stored=StoredPart(stored)))
-        self.send(messages.WriteEnded(directory=fact.directory, reason=""))
+            self.send(
+                host_messages.ImageWritten(directory=fact.directory, stored=StoredPart(stored))
+            )
+        self.send(host_messages.WriteEnded(directory=fact.directory, reason=""))
 
-    def _protect(self, fact: messages.ToFollower) -> None:
+    def _protect(self, fact: host_messages.ToFollower) -> None:
         match fact:
-            case messages.JoinGroup(hosts=hosts, parity=parity):
+            case host_messages.JoinGroup(hosts=hosts, parity=parity):
                 self._group = tuple(self.fleet.table[n].id for n in hosts)
                 self._parity = parity
-            case messages.MakeParity(round_id=round_id):
+            case host_messages.MakeParity(round_id=round_id):
                 self._order = fact
-                self.send(messages.ParityReady(round_id=round_id, terms=0))
-            case messages.BeginParity(round_id=round_id) if self._order is not None:
-                self.shards[self._order.half] = messages.ParityShards(
+                self.send(host_messages.ParityReady(round_id=round_id, terms=0))
+            case host_messages.BeginParity(round_id=round_id) if self._order is not None:
+                self.shards[self._order.half] = host_messages.ParityShards(
                     half=self._order.half,
                     attempt=self._order.attempt,
                     members=self._group,
                     parity=self._parity,
                     images=self._images_of_group(),
                 )
-                self.send(messages.ParityComplete(round_id=round_id))
-            case messages.DropShards(round_id=round_id, half=half):
+                self.send(host_messages.ParityComplete(round_id=round_id))
+            case host_messages.DropShards(round_id=round_id, half=half):
                 self.shards.pop(half, None)
-                self.send(messages.ShardsDropped(round_id=round_id))
-            case messages.DropParity():
+                self.send(host_messages.ShardsDropped(round_id=round_id))
+            case host_messages.DropParity():
                 self.shards.clear()
-            case messages.RebuildImage(slot=slot, attempt=attempt, rank=rank):
+            case host_messages.RebuildImage(slot=slot, attempt=attempt, rank=rank):
                 self._rebuild(slot, attempt, rank)
             case _:
                 pass
@@ -317,7 +319,7 @@ class PlayedHost:
         size = image_bytes(ImagePlan((), SIZES[1], "", SIZES[0]), len(VALUES))
         image = image_id(rank, record.step, size)
         self._set(slot, record, image)
-        self.send(messages.RebuildComplete(slot=slot, attempt=attempt, image=image))
+        self.send(host_messages.RebuildComplete(slot=slot, attempt=attempt, image=image))
 
 
 def image_id(rank: int, step: int, size_bytes: int) -> ImageId:

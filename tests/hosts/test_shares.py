@@ -17,7 +17,7 @@ from holdfast.format.manifest import AttemptId, ImageId, Incarnation
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.agent import WriteService
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.image_writer import PersistJob
@@ -99,15 +99,15 @@ def test_a_slot_that_holds_another_image_is_not_written(tmp_path: Path) -> None:
     said: list[Fact] = []
     for attempt, rank in (("y", 1), ("x", 0)):
         image_id = ImageId(rank, 100, "", "")
-        image = messages.ImageOrder(slot=0, image=image_id, ring_bytes=0, is_sealed=False)
+        image = host_messages.ImageOrder(slot=0, image=image_id, ring_bytes=0, is_sealed=False)
         writings.start(
-            messages.WriteImage(
+            host_messages.WriteImage(
                 directory="d", attempt_id=AttemptId(1, 1, attempt, 2, "L"), images=(image,)
             ),
             said.append,
         )
         told = said.pop()
-        assert isinstance(told, messages.WriteEnded)
+        assert isinstance(told, host_messages.WriteEnded)
         assert told.reason == f"slot 0 holds no image of rank {rank} in attempt {attempt}"
     memory.files[0].close()
 
@@ -199,11 +199,11 @@ def test_a_host_that_serves_its_images_on_another_port_says_so_when_it_attaches(
     nothing: Any = lambda *_: None  # noqa: E731
     hands = FollowerRegistry(cast(Any, coordinator), nothing, nothing, nothing, nothing)
     handover = SimpleNamespace(
-        attach_reply=lambda *_: messages.HostAttached(), current=lambda: None
+        attach_reply=lambda *_: host_messages.HostAttached(), current=lambda: None
     )
     hands.handover = cast(Any, handover)
     line = SimpleNamespace(peer="b", send=lambda _: None)
-    inventory = messages.HostInventory(arena="", slots=(), next_number=0, port=77)
+    inventory = host_messages.HostInventory(arena="", slots=(), next_number=0, port=77)
     hands._attach(2, cast(Any, line), inventory)
     assert (hands.port_of(1), hands.port_of(2)) == (0, 77)
 

@@ -14,7 +14,7 @@ from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
 from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.image_writer import HostWrite
@@ -51,8 +51,8 @@ def agent_of(arena: Path) -> HostAgent:
     return agent
 
 
-def grant(state: str = "writing") -> messages.GrantSlots:
-    return messages.GrantSlots(
+def grant(state: str = "writing") -> host_messages.GrantSlots:
+    return host_messages.GrantSlots(
         record=SlotRecord(state=state, incarnation=1, step=7, attempt="a", world=1, layout="l"),
         lines=(5,),
         ranks=(0,),
@@ -72,18 +72,18 @@ def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere
     trainer: Any = Trainer()
 
     def report(fact: Fact) -> None:
-        told.append(messages.from_follower(messages.pack(fact)) if is_far else fact)
+        told.append(host_messages.from_follower(host_messages.pack(fact)) if is_far else fact)
 
     async def play() -> None:
         agent = agent_of(arena_dir)
         agent.serve(report, {5: ME}.get, {5: trainer}.get)
 
         def order(fact: Fact) -> None:
-            agent.do(messages.from_coordinator(messages.pack(fact)) if is_far else fact)
+            agent.do(host_messages.from_coordinator(host_messages.pack(fact)) if is_far else fact)
 
         order(AllocateSlots(3, PAGE_BYTES))
         await until(lambda: bool(told))
-        assert told.pop() == messages.SlotsCreated(made={3: (PAGE_BYTES, 0)})
+        assert told.pop() == host_messages.SlotsCreated(made={3: (PAGE_BYTES, 0)})
         order(grant())
         (granted,) = trainer.heard
         assert isinstance(granted, m.Grant) and granted.attempt == "a"
@@ -97,28 +97,32 @@ def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere
         agent.sealed(OF, [(3, image)], is_ring=False)
         assert job.images[0].header_xxh3 == "1" * 16
         agent.writes.end(job)
-        order(messages.WatchWriter(slot=3, attempt="a", writer=ME))
+        order(host_messages.WatchWriter(slot=3, attempt="a", writer=ME))
         agent.tick()
         assert told == []  # it may write still
         order(grant())
         assert not agent._watched  # nor is a slot watched for an earlier attempt
-        order(messages.WatchWriter(slot=3, attempt="a", writer=ME._replace(start=ME.start + 1)))
+        order(
+            host_messages.WatchWriter(slot=3, attempt="a", writer=ME._replace(start=ME.start + 1))
+        )
         agent.tick()
-        assert told.pop() == messages.WriterGone(slot=3, attempt="a")
-        order(messages.SizeImages(layout="unknown", ranks=(0,)))
+        assert told.pop() == host_messages.WriterGone(slot=3, attempt="a")
+        order(host_messages.SizeImages(layout="unknown", ranks=(0,)))
         planned = told.pop()
-        assert isinstance(planned, messages.ImagesPlanned) and "unknown" in planned.sizes.reason
+        assert (
+            isinstance(planned, host_messages.ImagesPlanned) and "unknown" in planned.sizes.reason
+        )
         order(RemoveSlot(3))
         assert not agent._memory.slot_path(3).exists()
 
     asyncio.run(play())
 
 
-def write_order() -> messages.WriteImage:
-    image = messages.ImageOrder(
+def write_order() -> host_messages.WriteImage:
+    image = host_messages.ImageOrder(
         slot=3, image=ImageId(0, PAGE_BYTES, "", ""), ring_bytes=0, is_sealed=False
     )
-    return messages.WriteImage(directory="d", attempt_id=OF, images=(image,))
+    return host_messages.WriteImage(directory="d", attempt_id=OF, images=(image,))
 
 
 @pytest.mark.promise
@@ -138,6 +142,6 @@ def test_memory_made_for_a_coordinator_that_decides_no_more_is_given_back(
         assert agent._memory.files == {}
         agent.do(AllocateSlots(4, PAGE_BYTES))
         await until(lambda: bool(told))
-        assert told == [messages.SlotsCreated(made={4: (PAGE_BYTES, 0)})]
+        assert told == [host_messages.SlotsCreated(made={4: (PAGE_BYTES, 0)})]
 
     asyncio.run(play())

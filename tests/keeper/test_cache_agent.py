@@ -16,7 +16,7 @@ from holdfast.keeper.hosts import cache_agent
 from holdfast.keeper.hosts.cache_agent import CacheAgent
 from holdfast.keeper.hosts.cache_messages import DrainImages, PublishCached, deflate_manifest
 from holdfast.keeper.hosts.followers import FollowerRegistry
-from holdfast.keeper.hosts.messages import WriteEnded
+from holdfast.keeper.hosts.host_messages import WriteEnded
 from holdfast.keeper.jobs import RemoteImages
 from holdfast.persist import commit
 from holdfast.policy.when import Keep

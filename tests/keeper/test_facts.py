@@ -9,15 +9,15 @@ import pytest
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import MAX_DOCUMENT_BYTES, ImageRef, Manifest, seal
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.cache_messages import deflate_manifest, inflate_manifest
 from holdfast.protocol.facts import Fact, ToCoordinator, ToFollower
 
 
 def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_follower() -> None:
     sides = {
-        ToCoordinator: messages.from_follower,
-        ToFollower: messages.from_coordinator,
+        ToCoordinator: host_messages.from_follower,
+        ToFollower: host_messages.from_coordinator,
     }
     assert sides.keys() == set(Fact.__subclasses__())
     for base, decode in sides.items():
@@ -29,13 +29,13 @@ def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_follower() -> None:
             else:
                 assert decode(alone) == kind()
     with pytest.raises(FormatError, match="Invalid value 'Nothing'"):
-        messages.from_follower(msgspec.msgpack.encode(["Nothing"]))
+        host_messages.from_follower(msgspec.msgpack.encode(["Nothing"]))
 
 
 def test_a_fact_without_fields_arrives_as_what_it_is() -> None:
     for kind in ToFollower.__subclasses__():
         if not msgspec.structs.fields(kind):
-            assert messages.from_coordinator(messages.pack(kind())) == kind()
+            assert host_messages.from_coordinator(host_messages.pack(kind())) == kind()
 
 
 def test_a_manifest_between_keepers_is_small_and_one_that_makes_no_sense_is_refused() -> None:

@@ -21,7 +21,7 @@ from holdfast.errors import Fenced, FormatError
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper.connections import ForwardedConnection, Ranks, TrainerConnection, send_to_all
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.follower import Follower
 from holdfast.keeper.hosts.followers import MOST_SAID, FollowerRegistry, FollowerSession, _Trainer
 from holdfast.keeper.hosts.host_reports import decode_reports, encode_reports, to_column
@@ -61,8 +61,8 @@ seals = st.builds(
     | st.dictionaries(st.integers(0, 99), seals, min_size=1)
 )
 def test_whatever_is_joined_is_taken_apart_again(reports: dict[int, RankReport]) -> None:
-    fact = messages.from_follower(messages.pack(encode_reports(reports)))
-    assert isinstance(fact, messages.HostRequests | messages.HostCaptured)
+    fact = host_messages.from_follower(host_messages.pack(encode_reports(reports)))
+    assert isinstance(fact, host_messages.HostRequests | host_messages.HostCaptured)
     assert list(decode_reports(fact).items()) == list(reports.items())
 
 
@@ -151,7 +151,7 @@ class Line:
         self.sent: list[Any] = []
 
     def send(self, frame: bytes) -> None:
-        self.sent.append(messages.from_coordinator(frame))
+        self.sent.append(host_messages.from_coordinator(frame))
 
 
 class Trainer(TrainerConnection):
@@ -187,10 +187,10 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
         for number in (1, 2):
-            came = messages.TrainerConnected(line=number, process=SlotWriter(number, 1))
+            came = host_messages.TrainerConnected(line=number, process=SlotWriter(number, 1))
             registry._handle(session, came)
         table = m.pack(m.LeafTable(hash="t", deflated=b""))[m.LENGTH_BYTES :]
-        registry._handle(session, messages.TrainerMessage(line=1, body=table))
+        registry._handle(session, host_messages.TrainerMessage(line=1, body=table))
         registry._handle(session, encode_reports({1: ASK, 2: ASK, 9: ASK}))
         assert handled == []
         for _ in range(5):
@@ -232,22 +232,22 @@ def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again(
         registry.dispatcher = cast(Any, Dispatcher())
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
-        registry._handle(session, messages.TrainerConnected(line=1, process=SlotWriter(1, 1)))
+        registry._handle(session, host_messages.TrainerConnected(line=1, process=SlotWriter(1, 1)))
         asked = m.pack(m.ListInventory())[m.LENGTH_BYTES :]
         for body in (asked, asked, b"no message", asked):
-            registry._handle(session, messages.TrainerMessage(line=1, body=body))
+            registry._handle(session, host_messages.TrainerMessage(line=1, body=body))
         assert len(tasks) == 1, "messages of one trainer are handled one after the other"
         await tasks[0]
-        registry._handle(session, messages.TrainerMessage(line=1, body=asked))
-        registry._handle(session, messages.TrainerGone(line=1))
+        registry._handle(session, host_messages.TrainerMessage(line=1, body=asked))
+        registry._handle(session, host_messages.TrainerGone(line=1))
         await asyncio.sleep(0)
         assert len(tasks) == 1
         assert handled == ["connected", "ListInventory", "ListInventory", "disconnected"]
-        assert [type(said) for said in line.sent] == [messages.HangUp]
-        registry._handle(session, messages.TrainerConnected(line=2, process=SlotWriter(2, 1)))
+        assert [type(said) for said in line.sent] == [host_messages.HangUp]
+        registry._handle(session, host_messages.TrainerConnected(line=2, process=SlotWriter(2, 1)))
         assert len(tasks) == 1, "who says nothing takes no task"
-        registry._handle(session, messages.TrainerMessage(line=2, body=asked))
-        registry._handle(session, messages.TrainerGone(line=2))
+        registry._handle(session, host_messages.TrainerMessage(line=2, body=asked))
+        registry._handle(session, host_messages.TrainerGone(line=2))
         await asyncio.gather(*tasks)
         assert handled[4:] == ["connected", "ListInventory", "disconnected"]
 
@@ -347,7 +347,7 @@ def test_an_error_about_one_rank_costs_its_host_mates_nothing_that_is_decided(
 def test_a_host_publishes_what_its_ranks_reported_and_nothing_that_they_did_not() -> None:
     follower: Any = Follower.__new__(Follower)
     follower._captured = {4: SEAL, 5: SEAL}
-    told = messages.SlotsSealed(
+    told = host_messages.SlotsSealed(
         slots=(9,), ranks=(4,), is_ring=False, attempt_id=AttemptId(1, 7, "a", 8, "layout")
     )
     assert [*follower._images_of(told)] == [(9, ImageId(4, 1, "0" * 16, "f" * 16))]
@@ -387,7 +387,7 @@ def test_a_slot_that_nobody_can_write_to_is_stamped_free() -> None:
     record = SlotRecord(state="writing", incarnation=1, step=3, attempt="a", world=2, layout="l")
     sent: list[m.Message] = []
     trainer: Any = SimpleNamespace(send=sent.append)
-    order = messages.GrantSlots(
+    order = host_messages.GrantSlots(
         record=record,
         lines=(7, -1),
         ranks=(0, 1),

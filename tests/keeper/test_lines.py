@@ -34,7 +34,7 @@ from holdfast.errors import FormatError, NotFound, RestoreError, StorageError
 from holdfast.format.manifest import AttemptId, Generation, ImageId, Incarnation, Lineage, unseal
 from holdfast.keeper import arena_files as memory_module
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.handover import StateHandover, answer_handover
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.persister import Persister
@@ -103,13 +103,13 @@ class Host:
         """Another host's keeper takes part in the start that this one coordinates."""
         recorded = tuple(one.n for one in other.memory.incarnations())
         for fact in answer_handover(other.memory, self.learning.attach_reply([], recorded)):
-            assert isinstance(fact, messages.IncarnationReply)
+            assert isinstance(fact, host_messages.IncarnationReply)
             self.learning.store_reply("other", fact)
 
     def newest(self) -> int:
         return max(self.incarnations.known_here(), default=0)
 
-    def remember(self, fact: messages.RecordIncarnation | None) -> None:
+    def remember(self, fact: host_messages.RecordIncarnation | None) -> None:
         """What a hand does when it hears of a start."""
         assert fact is not None
         self.memory.store_incarnation(unseal(Incarnation, fact.data, "a fact"))

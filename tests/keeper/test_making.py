@@ -14,7 +14,7 @@ import pytest
 from holdfast.coordinator.actions import AllocateSlots
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
@@ -96,7 +96,7 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
         maker = SlotAllocator(memory, Background())
 
         def report(fact: Fact) -> None:
-            assert isinstance(fact, messages.SlotsCreated)
+            assert isinstance(fact, host_messages.SlotsCreated)
             coordinator.lifecycle.slots_made(fact.made)
             made.set()
 
@@ -136,7 +136,7 @@ def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
         maker = SlotAllocator(memory, Background())
 
         def report(fact: Fact) -> None:
-            assert isinstance(fact, messages.SlotsFailed)
+            assert isinstance(fact, host_messages.SlotsFailed)
             coordinator.lifecycle.slots_not_made(fact.slots, fact.reason)
             told.set()
 

@@ -22,7 +22,7 @@ from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper import arena_files
 from holdfast.keeper.arena_files import ArenaFiles, discover
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
 
@@ -142,9 +142,9 @@ def test_what_a_host_tells_of_its_slots_is_read_as_it_is_there(memory: ArenaFile
     )
     there = ArenaFiles(memory.directory, "run")
     slots, (attempt,) = there.scan()
-    inventory = messages.HostInventory(arena="", slots=tuple(there.stored()), next_number=5)
-    told = messages.from_follower(messages.pack(inventory))
-    assert isinstance(told, messages.HostInventory)
+    inventory = host_messages.HostInventory(arena="", slots=tuple(there.stored()), next_number=5)
+    told = host_messages.from_follower(host_messages.pack(inventory))
+    assert isinstance(told, host_messages.HostInventory)
     found, (same,) = discover(told.slots, 3)
     assert [slot.state for slot in slots] == ["captured", "quarantined", "free", "free", "free"]
     assert found == [msgspec.structs.replace(s, id=slot_id_of(3, s.id)) for s in slots]

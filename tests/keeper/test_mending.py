@@ -15,7 +15,7 @@ from holdfast.errors import TooManyLost
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, plan_image
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import group_access as mending
 from holdfast.keeper.parity.group_access import (
@@ -206,7 +206,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-ORDER = messages.RebuildImage(
+ORDER = host_messages.RebuildImage(
     slot=7,
     attempt=ATTEMPT,
     rank=2,
@@ -233,7 +233,10 @@ def test_a_lost_image_is_whole_in_its_slot_and_says_so(group: Group, memory: Are
 
     asyncio.run(play())
     (fact,) = told
-    assert isinstance(fact, messages.RebuildComplete) and (fact.slot, fact.image.rank) == (7, 2)
+    assert isinstance(fact, host_messages.RebuildComplete) and (fact.slot, fact.image.rank) == (
+        7,
+        2,
+    )
     assert bytes(file.image[: len(image)]) == image
     _, (attempt,) = memory.discovered()
     assert attempt.slots == {2: 7} and attempt.generation == (3, 1200)
@@ -277,7 +280,10 @@ def test_nothing_is_written_to_a_slot_once_its_image_was_given_up(
 
     asyncio.run(play())
     (fact,) = told
-    assert isinstance(fact, messages.RebuildFailed) and fact.reason == "something newer is captured"
+    assert (
+        isinstance(fact, host_messages.RebuildFailed)
+        and fact.reason == "something newer is captured"
+    )
     assert bytes(file.image) == b"n" * len(file.image)
     record = file.read_record()
     assert record is not None and record.state == REBUILDING

@@ -17,7 +17,7 @@ from holdfast.coordinator.slots import Slot, Slots, slot_id_of
 from holdfast.format.image import plan_image
 from holdfast.format.manifest import AttemptId, Generation
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.network import LIMITS, Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import worker
@@ -86,10 +86,10 @@ class Keeper:
         self.published.serve(self.network.peers, name, port)
         return m.HostEntry(id=name, ranks=(self.rank,), address="127.0.0.1", port=port)
 
-    def order(self, **changes: Any) -> messages.MakeParity:
+    def order(self, **changes: Any) -> host_messages.MakeParity:
         """Make parity of what was captured last."""
         (fact,) = self.fact.images
-        order = messages.MakeParity(
+        order = host_messages.MakeParity(
             round_id=TURN,
             half=0,
             attempt=ATTEMPT,
@@ -124,7 +124,7 @@ async def with_keepers(
     keepers = [Keeper(directory / f"h{n}", n, size, world) for n, size in enumerate(sizes)]
     try:
         hosts = [await keeper.serve() for keeper in keepers]
-        group = messages.JoinGroup(hosts=tuple(range(world)), ports=(0,) * world, parity=1)
+        group = host_messages.JoinGroup(hosts=tuple(range(world)), ports=(0,) * world, parity=1)
         for keeper in keepers:
             keeper.parity.join(group, hosts)
         coming = play(keepers, hosts)
@@ -148,7 +148,7 @@ def test_a_host_has_its_memory_before_anybody_reads_and_begins_when_it_is_told(
         late = keepers[-1]
         for keeper in keepers:
             keeper.make()
-        await until(lambda: said(keepers, messages.ParityReady), "memory of all")
+        await until(lambda: said(keepers, host_messages.ParityReady), "memory of all")
         assert all(keeper.memory.parity_bytes > 2 * MIB for keeper in keepers)
         for keeper in keepers:
             keeper.parity.begin(TURN - 1)  # of a turn that is over
@@ -156,10 +156,10 @@ def test_a_host_has_its_memory_before_anybody_reads_and_begins_when_it_is_told(
         assert max(keeper.served("sent_bytes") for keeper in keepers) < 3 * 4096, "headers"
         for keeper in keepers[:-1]:
             keeper.parity.begin(TURN)
-        await until(lambda: said(keepers[:-1], messages.ParityComplete), "all but one")
-        assert said([late], messages.ParityReady)
+        await until(lambda: said(keepers[:-1], host_messages.ParityComplete), "all but one")
+        assert said([late], host_messages.ParityReady)
         late.parity.begin(TURN)
-        await until(lambda: said(keepers, messages.ParityComplete), "the last one")
+        await until(lambda: said(keepers, host_messages.ParityComplete), "the last one")
         assert all(len(keeper.parity.shards()) == 1 for keeper in keepers)
 
     asyncio.run(with_keepers(tmp_path, [3 * MIB, 2 * MIB, 3 * MIB], play))
@@ -170,10 +170,10 @@ def test_who_waits_for_the_others_can_be_called_off(tmp_path: Path) -> None:
         keeper = keepers[0]
         for one in keepers:
             one.make()
-        await until(lambda: said([keeper], messages.ParityReady), "its memory")
+        await until(lambda: said([keeper], host_messages.ParityReady), "its memory")
         keeper.parity.cancel("no network")
-        await until(lambda: said([keeper], messages.ParityFailed), "its end")
-        assert keeper.said[-1] == messages.ParityFailed(round_id=TURN, reason="no network")
+        await until(lambda: said([keeper], host_messages.ParityFailed), "its end")
+        assert keeper.said[-1] == host_messages.ParityFailed(round_id=TURN, reason="no network")
         assert not keeper.parity.shards()
         for turn in (TURN + 1, TURN + 2):  # the second, before the first was told to begin
             for one in keepers:
@@ -181,7 +181,7 @@ def test_who_waits_for_the_others_can_be_called_off(tmp_path: Path) -> None:
         await until(lambda: all(TURN + 2 in turns_ready(one) for one in keepers), "the next turn")
         for one in keepers:
             one.parity.begin(TURN + 2)
-        await until(lambda: said(keepers, messages.ParityComplete), "its rows")
+        await until(lambda: said(keepers, host_messages.ParityComplete), "its rows")
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 
@@ -203,12 +203,12 @@ def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
     async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         for keeper in keepers:
             keeper.make(rate_bytes_s=7 * M)
-        await until(lambda: said(keepers, messages.ParityReady), "memory of all")
+        await until(lambda: said(keepers, host_messages.ParityReady), "memory of all")
         assert all(rates(keeper) == (7 * M, 7 * M) for keeper in keepers)
         began_s = time.monotonic()
         for keeper in keepers:
             keeper.parity.begin(TURN)
-        await until(lambda: said(keepers, messages.ParityComplete), "rows of all")
+        await until(lambda: said(keepers, host_messages.ParityComplete), "rows of all")
         assert time.monotonic() - began_s > 0.3  # of 3 MiB, and some at once
         assert all(rates(keeper) == (None, None) for keeper in keepers)
 
@@ -216,12 +216,12 @@ def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
 
 
 def turns_ready(keeper: Keeper) -> list[int]:
-    return [fact.round_id for fact in keeper.said if isinstance(fact, messages.ParityReady)]
+    return [fact.round_id for fact in keeper.said if isinstance(fact, host_messages.ParityReady)]
 
 
 def failure(keeper: Keeper) -> str:
     told = keeper.said[-1]
-    assert isinstance(told, messages.ParityFailed)
+    assert isinstance(told, host_messages.ParityFailed)
     return told.reason
 
 
@@ -230,10 +230,10 @@ async def make_all(keepers: Sequence[Keeper], hosts: list[m.HostEntry]) -> None:
     for keeper in keepers:
         keeper.said.clear()
         keeper.make()
-    await until(lambda: said(keepers, messages.ParityReady), "memory of all")
+    await until(lambda: said(keepers, host_messages.ParityReady), "memory of all")
     for keeper in keepers:
         keeper.parity.begin(TURN)
-    await until(lambda: said(keepers, messages.ParityComplete), "rows of all")
+    await until(lambda: said(keepers, host_messages.ParityComplete), "rows of all")
 
 
 def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> Non
             (3, {"seals": other}, "the images here are not those that were captured"),
         ):
             keeper.make(round_id=TURN + turn, **change)
-            assert keeper.said[-1] == messages.ParityFailed(round_id=TURN + turn, reason=why)
+            assert keeper.said[-1] == host_messages.ParityFailed(round_id=TURN + turn, reason=why)
             assert len(keeper.parity.shards()) == 1 and not keeper.parity.is_busy
         keepers[1].rank = 0  # it lists an image that the first has listed
         keepers[1].capture(make_image(0, MIB), 2, "b1", STEP.step + 1)
@@ -269,15 +269,15 @@ def test_memory_that_nobody_needs_is_given_back_once_nothing_is_written_there(
         keeper = keepers[0]
         for one in keepers:
             one.make()
-        await until(lambda: said([keeper], messages.ParityReady), "its memory")
+        await until(lambda: said([keeper], host_messages.ParityReady), "its memory")
         keeper.parity.drop()
         assert keeper.memory.parity_bytes, "a thread may write there"
-        await until(lambda: said([keeper], messages.ParityFailed), "its end")
+        await until(lambda: said([keeper], host_messages.ParityFailed), "its end")
         await until(lambda: not keeper.memory.parity_bytes, "its memory back")
         assert not list((keeper.directory / "parity").iterdir())
         for one in keepers:
             one.make(round_id=TURN + 1)
-        await until(lambda: said([keeper], messages.ParityReady), "memory again")
+        await until(lambda: said([keeper], host_messages.ParityReady), "memory again")
         keeper.parity.drop()
         await make_all(keepers, hosts)  # it is needed after all
         assert len(keeper.parity.shards()) == 1
@@ -291,10 +291,10 @@ def test_rows_of_one_half_are_not_those_of_the_other(tmp_path: Path) -> None:
         parity = keepers[0].parity
         assert parity.record_of(ATTEMPT, 1) == parity.record_of(ATTEMPT, 1, 0) is not None
         assert parity.record_of(ATTEMPT, 1, 1) is None and parity.record_of(ATTEMPT, 2) is None
-        order = messages.RebuildImage(slot=0, attempt=ATTEMPT, rank=1, half=1, places={})
+        order = host_messages.RebuildImage(slot=0, attempt=ATTEMPT, rank=1, half=1, places={})
         parity.rebuild(order, hosts, keepers[0].said.append)
         told = keepers[0].said[-1]
-        assert isinstance(told, messages.RebuildFailed) and "no parity is kept" in told.reason
+        assert isinstance(told, host_messages.RebuildFailed) and "no parity is kept" in told.reason
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 
@@ -325,11 +325,11 @@ async def protect_next(keepers: Sequence[Keeper], number: int) -> int:
     before = sum(keeper.served("sent_bytes") for keeper in keepers)
     for keeper in keepers:
         keeper.make(round_id=TURN + number, attempt=attempt, half=half)
-    await until(lambda: said(keepers, messages.ParityReady), "memory of all")
+    await until(lambda: said(keepers, host_messages.ParityReady), "memory of all")
     served = sum(keeper.served("sent_bytes") for keeper in keepers) - before
     for keeper in keepers:
         keeper.parity.begin(TURN + number)
-    await until(lambda: said(keepers, messages.ParityComplete), "rows of all")
+    await until(lambda: said(keepers, host_messages.ParityComplete), "rows of all")
     return served
 
 
@@ -377,7 +377,7 @@ def test_a_header_that_is_not_the_one_of_its_seal_makes_no_parity(tmp_path: Path
         keepers[1].memory.files[0].image[8:12] = b"{  {"  # it changed after it was captured
         for keeper in keepers:
             keeper.make()
-        await until(lambda: said(keepers, messages.ParityFailed), "their end")
+        await until(lambda: said(keepers, host_messages.ParityFailed), "their end")
         reasons = [failure(keeper) for keeper in keepers]  # one may hear that the other gave up
         assert any("the header of the image of rank 1 is not the one" in why for why in reasons)
         assert not any(keeper.parity.shards() for keeper in keepers)
@@ -391,7 +391,7 @@ def test_a_member_that_dies_in_a_round_or_ends_it_leaves_no_parity(tmp_path: Pat
         for keeper in others:
             keeper.make()
         await dead.network.close()
-        await until(lambda: said(others, messages.ParityFailed), "their end")
+        await until(lambda: said(others, host_messages.ParityFailed), "their end")
         assert not any(keeper.parity.shards() or keeper.parity.is_busy for keeper in keepers)
 
     asyncio.run(with_keepers(tmp_path, [MIB] * 3, play))
@@ -410,11 +410,11 @@ def test_an_order_heard_twice_counts_once_and_one_of_another_round_is_not_mixed_
         second.make()
         await until(lambda: bool(turns_ready(first) and turns_ready(second)), "memory of both")
         assert first.said == [second.said[-1]], "both make it of the same"
-        over = messages.ParityFailed(round_id=TURN - 1, reason="a newer turn has begun")
+        over = host_messages.ParityFailed(round_id=TURN - 1, reason="a newer turn has begun")
         assert second.said[0] == over and len(second.said) == 2
         first.parity.begin(TURN)
         second.parity.begin(TURN)
-        await until(lambda: said(keepers, messages.ParityComplete), "their rows")
+        await until(lambda: said(keepers, host_messages.ParityComplete), "their rows")
         first.make()  # what is made stays
         assert not first.parity.is_busy and len(first.parity.shards()) == 1
 
@@ -449,15 +449,15 @@ class Lines:
         self.scheduler.configure(1)
 
     def send(self, host: int, fact: Fact) -> None:
-        order = messages.from_coordinator(self.sealed(host, fact)) if host else fact
+        order = host_messages.from_coordinator(self.sealed(host, fact)) if host else fact
         self.keepers[host].parity.do(order, self.hosts, lambda said: self.hear(host, said))
 
     def hear(self, host: int, fact: Fact) -> None:
-        said = messages.from_follower(self.sealed(host, fact)) if host else fact
+        said = host_messages.from_follower(self.sealed(host, fact)) if host else fact
         self.scheduler.handle(self.hosts[host].id, said)
 
     def sealed(self, host: int, fact: Fact) -> bytes:
-        frame = FrameMac(b"key").frame(messages.pack(fact))
+        frame = FrameMac(b"key").frame(host_messages.pack(fact))
         self.bytes[host] += len(frame)
         return frame[LENGTH_BYTES:-SEAL_BYTES]
 

@@ -14,7 +14,7 @@ from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.slots import Slot, Slots, number_of, slot_id_of
 from holdfast.events import Event, subscribe
 from holdfast.format.manifest import AttemptId, ImageId
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.parity import rebuild as replacing
 from holdfast.keeper.parity.scheduler import ParityScheduler
 from holdfast.keeper.parity.worker import ParityWorker
@@ -30,22 +30,22 @@ class FakeParity:
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
-        self.orders: list[messages.MakeParity] = []
+        self.orders: list[host_messages.MakeParity] = []
         self.begun: list[int] = []
         self.given_up: list[str] = []
         self.dropped: list[int] = []
         self.tell: Any = None
         self.port = 0
         self.is_dropped = False
-        self.groups: list[messages.JoinGroup] = []
+        self.groups: list[host_messages.JoinGroup] = []
 
     def shards(self) -> list[Any]:
         return self.kept
 
-    def join(self, group: messages.JoinGroup, _: Any) -> None:
+    def join(self, group: host_messages.JoinGroup, _: Any) -> None:
         self.groups.append(group)
 
-    def make(self, order: messages.MakeParity, tell: Any) -> None:
+    def make(self, order: host_messages.MakeParity, tell: Any) -> None:
         self.orders.append(order)
         self.tell = tell
 
@@ -117,11 +117,15 @@ class Play:
         if host == 0:
             self.parity.do(fact, HOSTS, lambda said: self.protecting.handle("h0", said))
             return
-        (self.groups if isinstance(fact, messages.JoinGroup) else self.said).append((host, fact))
+        (self.groups if isinstance(fact, host_messages.JoinGroup) else self.said).append(
+            (host, fact)
+        )
 
-    def orders(self) -> list[tuple[int, messages.MakeParity]]:
+    def orders(self) -> list[tuple[int, host_messages.MakeParity]]:
         """All that were given to other hosts."""
-        return [(host, fact) for host, fact in self.said if isinstance(fact, messages.MakeParity)]
+        return [
+            (host, fact) for host, fact in self.said if isinstance(fact, host_messages.MakeParity)
+        ]
 
     @property
     def round_id(self) -> int:
@@ -130,7 +134,7 @@ class Play:
 
     def ready(self, *numbers: int, round_id: int | None = None, terms: int = 9) -> None:
         for number in numbers:
-            fact = messages.ParityReady(
+            fact = host_messages.ParityReady(
                 round_id=self.round_id if round_id is None else round_id, terms=terms
             )
             self.protecting.handle(f"h{number}", fact)
@@ -141,7 +145,9 @@ class Play:
         for number in numbers:
             self.protecting.handle(
                 f"h{number}",
-                messages.ParityComplete(round_id=self.round_id if round_id is None else round_id),
+                host_messages.ParityComplete(
+                    round_id=self.round_id if round_id is None else round_id
+                ),
             )
 
 
@@ -193,7 +199,7 @@ def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protect
     play.capture("b", 2)
     failed, half = play.round_id, play.parity.orders[-1].half
     play.make(0)
-    play.protecting.handle("h1", messages.ParityFailed(round_id=failed, reason="no network"))
+    play.protecting.handle("h1", host_messages.ParityFailed(round_id=failed, reason="no network"))
     assert [e.reason for e in named(events, "SnapshotNotProtected")] == ["on h1: no network"]
     assert isinstance(play.told[-1], m.Unprotected) and play.parity.given_up
     assert {"a", "b"} <= play.attempts.pinned_by_parity
@@ -219,12 +225,12 @@ def test_a_host_out_of_reach_ends_its_turn_and_nothing_begins_until_it_is_back(p
     assert play.parity.orders[-1].attempt == "b"
 
 
-def rows(attempt: str, half: int) -> tuple[messages.ParityShards, ...]:
+def rows(attempt: str, half: int) -> tuple[host_messages.ParityShards, ...]:
     return (held(attempt, half, "h0", "h1", "h2"),)
 
 
-def held(attempt: str, half: int, *members: str) -> messages.ParityShards:
-    return messages.ParityShards(
+def held(attempt: str, half: int, *members: str) -> host_messages.ParityShards:
+    return host_messages.ParityShards(
         half=half, attempt=attempt, members=members, parity=1, images=IMAGES
     )
 
@@ -278,7 +284,7 @@ def test_rows_of_a_turn_that_was_cut_short_are_not_taken_for_those_that_are_comp
     play.protecting.attached("h2", rows("old", whole))
     play.protecting.configure(1)
     # It is protected: nothing is coded, and what is left of the other turn is given up.
-    assert {type(fact) for _, fact in play.said} == {messages.DropShards}
+    assert {type(fact) for _, fact in play.said} == {host_messages.DropShards}
     assert play.parity.dropped == [1 - whole]
     play.capture("a", 8)
     assert play.parity.orders[-1].half == 1 - whole
@@ -302,7 +308,7 @@ def test_a_generation_that_is_captured_again_is_protected_as_what_it_is(play: Pl
 def test_hosts_hear_their_group_and_where_it_listens_once_and_when_one_is_back(play: Play) -> None:
     play.parity.port = 99
     play.protecting.configure(1)
-    group = messages.JoinGroup(hosts=(0, 1, 2), ports=(99, 1, 2), parity=1)
+    group = host_messages.JoinGroup(hosts=(0, 1, 2), ports=(99, 1, 2), parity=1)
     assert play.groups == [(1, group), (2, group)] and play.parity.groups == [group]
     play.capture("a", 1)
     play.make(0, 1, 2)
@@ -346,7 +352,7 @@ def test_what_is_told_twice_counts_once_and_out_of_order_not_at_all(
     assert [e.step for e in named(events, "SnapshotProtected")] == [1]
     play.capture("b", 2)
     play.ready(0, 1)
-    early = messages.ParityComplete(round_id=play.round_id)
+    early = host_messages.ParityComplete(round_id=play.round_id)
     play.protecting.handle("h1", early)  # before all had memory: of what did it make that?
     (told,) = named(events, "SnapshotNotProtected")
     assert told.reason == "h1 did not wait for the others"
@@ -361,7 +367,7 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
     play.protecting.configure(0)
     play.attempts.pinned = "old"
     play.capture("a", 1)
-    assert {type(fact) for _, fact in play.said} == {messages.DropParity}
+    assert {type(fact) for _, fact in play.said} == {host_messages.DropParity}
     assert play.parity.is_dropped and len(play.said) == 2  # of the others
     play.capture("b", 2)
     assert (
@@ -372,7 +378,9 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
 def begun(play: Play) -> list[tuple[int, int]]:
     """Which hosts were told to begin, and with which turn."""
     far = [
-        (host, fact.round_id) for host, fact in play.said if isinstance(fact, messages.BeginParity)
+        (host, fact.round_id)
+        for host, fact in play.said
+        if isinstance(fact, host_messages.BeginParity)
     ]
     return far + [(0, turn) for turn in play.parity.begun]
 
@@ -383,7 +391,7 @@ def test_nobody_begins_before_all_hosts_have_memory_for_their_rows(play: Play) -
     earlier = play.round_id
     play.ready(0, 2)
     assert not begun(play)
-    play.protecting.handle("h1", messages.ParityFailed(round_id=earlier, reason="no memory"))
+    play.protecting.handle("h1", host_messages.ParityFailed(round_id=earlier, reason="no memory"))
     play.capture("b", 2)
     play.ready(1, round_id=earlier)  # too late
     play.ready(0, 2)
@@ -440,7 +448,7 @@ def test_steps_that_parity_slows_down_make_the_next_turn_slower(
     play.make(0, 1, 2)
     play.capture("b", 18)
     assert play.parity.orders[-1].rate_bytes_s == 4_000_000  # images are small: the least there is
-    told = [fact for _, fact in play.said if isinstance(fact, messages.MakeParity)]
+    told = [fact for _, fact in play.said if isinstance(fact, host_messages.MakeParity)]
     assert told[-1].rate_bytes_s == 4_000_000
 
 
@@ -462,20 +470,22 @@ def restored(play: Play, *, size: int = 8192) -> None:
     play.hold("restored", 7, incarnation=1, lost=1)
     play.attempts.pinned = "restored"
     images = dict.fromkeys(range(3), size)
-    kept = messages.ParityShards(
+    kept = host_messages.ParityShards(
         half=0, attempt="restored", members=("h0", "h1", "h2"), parity=1, images=images
     )
     play.protecting.attached("h1", (kept,))
     play.protecting.attached("h2", (kept,))
 
 
-def orders(play: Play) -> list[tuple[int, messages.RebuildImage]]:
-    return [(host, fact) for host, fact in play.said if isinstance(fact, messages.RebuildImage)]
+def orders(play: Play) -> list[tuple[int, host_messages.RebuildImage]]:
+    return [
+        (host, fact) for host, fact in play.said if isinstance(fact, host_messages.RebuildImage)
+    ]
 
 
-def rebuilt(order: messages.RebuildImage) -> messages.RebuildComplete:
+def rebuilt(order: host_messages.RebuildImage) -> host_messages.RebuildComplete:
     image = ImageId(order.rank, 8192, "a" * 16, "b" * 16)
-    return messages.RebuildComplete(slot=order.slot, attempt=order.attempt, image=image)
+    return host_messages.RebuildComplete(slot=order.slot, attempt=order.attempt, image=image)
 
 
 def free_slot(play: Play, host: int, number: int = 99) -> Slot:
@@ -510,12 +520,12 @@ def test_earlier_rows_of_what_is_protected_anew_are_given_up_by_all_before_it_is
     play.protecting.configure(1)
     play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
     play.make(0, 1, 2)
-    dropped = [(host, f) for host, f in play.said if isinstance(f, messages.DropShards)]
+    dropped = [(host, f) for host, f in play.said if isinstance(f, host_messages.DropShards)]
     assert [(host, fact.half) for host, fact in dropped] == [(1, 0), (2, 0)]
     assert play.parity.dropped == [0]
-    play.protecting.handle("h1", messages.ShardsDropped(round_id=play.round_id))
+    play.protecting.handle("h1", host_messages.ShardsDropped(round_id=play.round_id))
     assert not named(events, "SnapshotProtected") and play.attempts.pinned
-    play.protecting.handle("h2", messages.ShardsDropped(round_id=play.round_id))
+    play.protecting.handle("h2", host_messages.ShardsDropped(round_id=play.round_id))
     (told,) = named(events, "SnapshotProtected")
     assert (told.incarnation, told.step) == (1, 7) and play.attempts.pinned is None
 
@@ -534,8 +544,8 @@ def test_a_lost_image_is_given_up_for_something_newer_and_its_slot_is_free_again
     assert play.parity.orders[-1].attempt == "new"
 
 
-def give_up(play: Play) -> messages.CancelRebuild:
-    return next(fact for _, fact in play.said if isinstance(fact, messages.CancelRebuild))
+def give_up(play: Play) -> host_messages.CancelRebuild:
+    return next(fact for _, fact in play.said if isinstance(fact, host_messages.CancelRebuild))
 
 
 def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times(
@@ -549,7 +559,9 @@ def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times
     for turn in range(1, replacing.TRIES + 1):
         assert len(orders(play)) == turn
         order = orders(play)[-1][1]
-        failed = messages.RebuildFailed(slot=order.slot, attempt="restored", reason="h2 is silent")
+        failed = host_messages.RebuildFailed(
+            slot=order.slot, attempt="restored", reason="h2 is silent"
+        )
         play.protecting.handle("h1", failed)
         play.protecting.poll()
         now_s += 6.0
@@ -591,15 +603,15 @@ def test_what_has_lost_a_row_is_protected_anew_in_the_other_half(
     play.capture("a", 1)
     play.make(0, 1, 2)
     half = play.parity.orders[-1].half
-    play.protecting.handle("h2", messages.ShardLost(attempt="old"))
+    play.protecting.handle("h2", host_messages.ShardLost(attempt="old"))
     assert len(play.parity.orders) == 1
-    play.protecting.handle("h2", messages.ShardLost(attempt="a"))
+    play.protecting.handle("h2", host_messages.ShardLost(attempt="a"))
     assert play.attempts.is_retained(play.attempts["a"])
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
     play.make(0, 1, 2)
     assert play.parity.dropped == [half]
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(round_id=play.round_id))
+        play.protecting.handle(host, host_messages.ShardsDropped(round_id=play.round_id))
     assert [e.step for e in named(events, "SnapshotProtected")] == [1, 1]
 
 
@@ -609,7 +621,7 @@ def test_a_row_that_is_lost_before_the_last_is_made_ends_its_turn(
     play.protecting.configure(1)
     play.capture("a", 1)
     play.make(1)
-    play.protecting.handle("h1", messages.ShardLost(attempt="a"))
+    play.protecting.handle("h1", host_messages.ShardLost(attempt="a"))
     play.make(0, 2)
     assert not named(events, "SnapshotProtected")
     (told,) = named(events, "SnapshotNotProtected")
@@ -649,7 +661,7 @@ def test_a_row_that_is_missing_where_a_coordinator_takes_over_is_made_anew(play:
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1)
 
 
-def come_back(play: Play, host: str, held: tuple[messages.ParityShards, ...]) -> None:
+def come_back(play: Play, host: str, held: tuple[host_messages.ParityShards, ...]) -> None:
     play.coordinator.away[int(host[1:])] = host
     play.protecting.detached(host)
     play.coordinator.away.clear()
@@ -706,7 +718,7 @@ def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
     turn = protected_anew_while_more_was_captured(play)
     assert play.round_id > turn and play.attempts.pinned == "restored"
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
+        play.protecting.handle(host, host_messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
     assert play.attempts.pinned is None
     play.make(0, 1, 2)
@@ -721,11 +733,11 @@ def test_a_host_that_was_away_is_asked_again_to_give_up_earlier_rows(
     play.protecting.configure(1)
     play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
     play.make(0, 1, 2)
-    play.protecting.handle("h1", messages.ShardsDropped(round_id=play.round_id))
+    play.protecting.handle("h1", host_messages.ShardsDropped(round_id=play.round_id))
     come_back(play, "h2", rows("restored", 1))
-    asked = [host for host, fact in play.said if isinstance(fact, messages.DropShards)]
+    asked = [host for host, fact in play.said if isinstance(fact, host_messages.DropShards)]
     assert asked == [1, 2, 2]
-    play.protecting.handle("h2", messages.ShardsDropped(round_id=play.round_id))
+    play.protecting.handle("h2", host_messages.ShardsDropped(round_id=play.round_id))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
 
 
@@ -741,10 +753,10 @@ def test_earlier_rows_that_a_coordinator_had_no_time_to_drop_are_dropped_by_the_
     for host in ("h1", "h2"):
         play.protecting.attached(host, (held("old", 0, *wider), *rows("old", 1)))
     play.protecting.configure(1)
-    (turn,) = {fact.round_id for _, fact in play.said if isinstance(fact, messages.DropShards)}
+    (turn,) = {fact.round_id for _, fact in play.said if isinstance(fact, host_messages.DropShards)}
     assert play.parity.dropped == [0] and play.attempts.pinned == "old"
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
+        play.protecting.handle(host, host_messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
     assert play.attempts.pinned is None and play.attempts.pinned_by_parity == {"old"}
 
@@ -756,7 +768,7 @@ def test_what_is_newer_and_protected_meanwhile_stands_for_it(
     play.make(0, 1, 2)
     assert play.attempts.pinned is None
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
+        play.protecting.handle(host, host_messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [8]
 
 
@@ -768,12 +780,12 @@ def test_hosts_are_told_nothing_more_of_a_turn_that_one_has_refused(
 ) -> None:
     play.protecting.configure(1)
 
-    def refuse(order: messages.MakeParity, tell: Any) -> None:
-        tell(messages.ParityFailed(round_id=order.round_id, reason="these are no terms"))
+    def refuse(order: host_messages.MakeParity, tell: Any) -> None:
+        tell(host_messages.ParityFailed(round_id=order.round_id, reason="these are no terms"))
 
     monkeypatch.setattr(play.parity, "make", refuse)
     play.capture("a", 1)
-    assert not [fact for _, fact in play.said if isinstance(fact, messages.MakeParity)]
+    assert not [fact for _, fact in play.said if isinstance(fact, host_messages.MakeParity)]
     assert play.parity.given_up == ["on h0: these are no terms"]
 
 

@@ -16,7 +16,7 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size
 from holdfast.keeper import scrub as scrubbing
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.store import ShardFiles, StoredParity
 from holdfast.keeper.published_images import PublishedImages
@@ -241,7 +241,7 @@ class AlonePart:
         return None
 
     def report(self, fact: Fact) -> None:
-        assert isinstance(fact, messages.ImageLost)
+        assert isinstance(fact, host_messages.ImageLost)
         self.lost.append((fact.slot, fact.attempt))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, UsageError
 from holdfast.events import RequestsRefused, emit, warn
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running, process_start
 
@@ -150,7 +150,9 @@ class ForwardedConnection(TrainerConnection):
     def send(self, message: m.Message, seq: int = 0) -> None:
         """Queue a message; see ``TrainerConnection``."""
         self.line.send(
-            messages.pack(messages.ForwardMessage(lines=(self.number,), frame=m.pack(message, seq)))
+            host_messages.pack(
+                host_messages.ForwardMessage(lines=(self.number,), frame=m.pack(message, seq))
+            )
         )
 
     async def drain(self) -> None:
@@ -158,7 +160,7 @@ class ForwardedConnection(TrainerConnection):
 
     def disconnect(self) -> None:
         """Close the connection; see ``TrainerConnection``."""
-        self.line.send(messages.pack(messages.HangUp(line=self.number)))
+        self.line.send(host_messages.pack(host_messages.HangUp(line=self.number)))
 
 
 def send_to_all(connections: Iterable[TrainerConnection], message: m.Message) -> None:
@@ -173,7 +175,9 @@ def send_to_all(connections: Iterable[TrainerConnection], message: m.Message) ->
         else:
             connection.send(message)
     for line, numbers in by_line.items():
-        line.send(messages.pack(messages.ForwardMessage(lines=tuple(numbers), frame=frame)))
+        line.send(
+            host_messages.pack(host_messages.ForwardMessage(lines=tuple(numbers), frame=frame))
+        )
 
 
 class Ranks:

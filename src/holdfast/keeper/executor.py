@@ -33,7 +33,7 @@ from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.drain_queue import Drained
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.agent import HostAgent, WriteService
 from holdfast.keeper.hosts.follower_caches import FollowerCaches
 from holdfast.keeper.hosts.followers import FollowerRegistry
@@ -140,7 +140,7 @@ class Executor:
         if (coordinator.nonce, order) != self._recorded:
             self._recorded = coordinator.nonce, order
             self.memory.store_order(coordinator.incarnation, coordinator.nonce, order)
-            self.followers.broadcast(messages.RecordOrder(order=order))
+            self.followers.broadcast(host_messages.RecordOrder(order=order))
 
     def _abort_job(self, attempt_id: str) -> None:
         if attempt_id in self._jobs:
@@ -157,7 +157,7 @@ class Executor:
             case PlanImages(0, layout, ranks):
                 self.agent.plan_images(layout.hash, layout, ranks)
             case PlanImages(host, layout, ranks):
-                order = messages.SizeImages(layout=layout.hash, ranks=ranks)
+                order = host_messages.SizeImages(layout=layout.hash, ranks=ranks)
                 self.followers.send_to_host(host, order)
 
     def _store_layout(self, layout: StoreLayout) -> None:
@@ -195,13 +195,13 @@ class Executor:
 
     def _order_of(
         self, host: int, attempt: Attempt, record: SlotRecord, grants: Sequence[GrantSlot]
-    ) -> messages.GrantSlots:
+    ) -> host_messages.GrantSlots:
         slots = [self.coordinator.slots[grant.slot] for grant in grants]
         lines = ranks = tuple(grant.rank for grant in grants)
         if host:  # by rank on this host
             connections = [self.ranks.connection_of(rank) for rank in ranks]
             lines = tuple(-1 if each is None else each.number for each in connections)
-        return messages.GrantSlots(
+        return host_messages.GrantSlots(
             record=record,
             lines=lines,
             ranks=ranks,
@@ -340,7 +340,7 @@ class Executor:
         if reason is None:
             self.root.drains.wake()
         elif job is not None and job.shares:  # some of them may have written theirs
-            cancel = messages.CancelWrite(directory=job.directory, reason=reason)
+            cancel = host_messages.CancelWrite(directory=job.directory, reason=reason)
             self.followers.broadcast(cancel)
         if reason is None and attempt is not None:  # also of a job that was to be aborted
             self._end_job(attempt_id)

@@ -29,7 +29,7 @@ from holdfast.events import KeeperStarted, KeeperStopped, emit, warn
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
@@ -435,7 +435,7 @@ class Keeper:
         unsaved = self._life.unsaved_at_end(seen)
         # A part of an attempt on several hosts may be here, and not all of them are reachable.
         keep_arena = bool(unsaved) or seen.holds_part
-        self.executor.followers.broadcast(messages.EndKeeper(keep_arena=keep_arena))
+        self.executor.followers.broadcast(host_messages.EndKeeper(keep_arena=keep_arena))
         reason = "the run ended" if seen.everyone_left else "nobody came back"
         await self._let_go(keep_arena, reason)
         leaving = list(self.trainer_api.goodbyes)
@@ -464,7 +464,7 @@ class Keeper:
         """
         needed = seen.unsaved or seen.persisting or self.trainer_api.open or seen.holds_part
         if not needed:
-            self.executor.followers.broadcast(messages.EndKeeper(keep_arena=False))
+            self.executor.followers.broadcast(host_messages.EndKeeper(keep_arena=False))
         await self.executor.followers.finish()
         if not (needed or self._is_homeless()):
             await self.background.in_thread(remove_arena, self.arena)

@@ -19,8 +19,8 @@ from holdfast.errors import UsageError
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection, TrainerConnection
+from holdfast.keeper.hosts.host_messages import GrantSlots
 from holdfast.keeper.hosts.host_reports import from_column
-from holdfast.keeper.hosts.messages import GrantSlots
 from holdfast.keeper.published_images import PublishedImages
 from holdfast.protocol import messages as m
 

@@ -22,7 +22,7 @@ from holdfast.events import DamageFound, emit
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, text
 from holdfast.format.image import BlockTable, header_size, table_offset
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.published_images import PublishedImages
@@ -283,7 +283,7 @@ class Repairer:
             self._offering.publish(damage.slot, record.attempt_id, record.image)
             self._offering.refresh()
         else:
-            self._role.report(messages.ImageLost(slot=damage.slot, attempt=record.attempt))
+            self._role.report(host_messages.ImageLost(slot=damage.slot, attempt=record.attempt))
         size = sum(stop - start for start, stop in damage.spans)
         self._report("image", record, f"rank {record.rank}", size, why)
 
@@ -309,7 +309,7 @@ class Repairer:
             return  # something newer is written there
         if not data or not parity.store.repair(damage.row, data):
             why = why or "its record could not be written"
-            self._role.report(messages.ShardLost(attempt=record.attempt))
+            self._role.report(host_messages.ShardLost(attempt=record.attempt))
         name = f"row {record.row} of stripe {record.stripe}"
         self._report("parity", record, name, len(damage.numbers) << 20, why)
 

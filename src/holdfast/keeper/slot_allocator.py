@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.errors import ArenaError
 from holdfast.events import warn
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.jobs import Background
 from holdfast.protocol.arena import SlotFile
 from holdfast.protocol.facts import Fact, Report, ignore
@@ -133,11 +133,11 @@ class SlotAllocator:
         reason: str,
     ) -> None:
         """Report what became of these slots; those of an asker that decides no more are removed."""
-        fact: Fact = messages.SlotsFailed(slots=tuple(slot_ids), reason=reason)
+        fact: Fact = host_messages.SlotsFailed(slots=tuple(slot_ids), reason=reason)
         if not reason:
             self._memory.files |= {slot_id: file for slot_id, (file, _) in made.items()}
             sizes = {n: (file.capacity_bytes, ring_bytes) for n, (file, ring_bytes) in made.items()}
-            fact = messages.SlotsCreated(made=sizes)
+            fact = host_messages.SlotsCreated(made=sizes)
         if asker is self._report:
             asker(fact)
         else:

@@ -17,7 +17,7 @@ from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.geometry.layout import Layout, inflate
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import TrainerConnection
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.cache_agent import CacheAgent
 from holdfast.keeper.image_writer import (
     HostWrite,
@@ -74,9 +74,9 @@ class HostAgent:
         self._writer_of, self._trainer_of = writer_of, trainer_of
         self.allocator.serve(report, is_awaited)
         self.caches.serve(report)
-        self._watched: dict[int, messages.WatchWriter] = {}
+        self._watched: dict[int, host_messages.WatchWriter] = {}
         self._layout_error = self._awaited_layout = ""
-        self._waiting_plan: messages.SizeImages | None = None
+        self._waiting_plan: host_messages.SizeImages | None = None
         """An order to plan images under the layout whose bytes were asked for."""
 
     def stop(self, why: str) -> None:
@@ -99,20 +99,20 @@ class HostAgent:
             case RemoveSlot(slot):
                 self.published.withdraw(number_of(slot))
                 self.allocator.remove(number_of(slot))
-            case messages.GrantSlots():
+            case host_messages.GrantSlots():
                 for slot in fact.slots:  # its last writer has reported its end by itself
                     self._watched.pop(slot, None)
                 published = self.published
                 grant_slots(fact, self._memory, published, self._writer_of, self._trainer_of)
-            case messages.RecordLayout():
+            case host_messages.RecordLayout():
                 self._record_layout(fact)
-            case messages.SizeImages():
+            case host_messages.SizeImages():
                 self._size_images(fact)
-            case messages.WatchWriter(slot=slot):
+            case host_messages.WatchWriter(slot=slot):
                 self._watched[slot] = fact
-            case messages.WriteImage():
+            case host_messages.WriteImage():
                 self.writes.start(fact, self.report)
-            case messages.CancelWrite(directory=directory, reason=reason):
+            case host_messages.CancelWrite(directory=directory, reason=reason):
                 self.writes.stop(directory, reason)
                 self.caches.cancel(directory)
             case _ if self.parity is not None:
@@ -127,7 +127,7 @@ class HostAgent:
             if not is_ring:
                 self.published.publish(slot, of, image)
 
-    def _record_layout(self, fact: messages.RecordLayout) -> None:
+    def _record_layout(self, fact: host_messages.RecordLayout) -> None:
         """Store a layout, or ask for its bytes, if this host has not got them."""
         self._awaited_layout = ""
         planning, self._waiting_plan = self._waiting_plan, None
@@ -136,7 +136,7 @@ class HostAgent:
             data = self._memory.layout(fact.hash) if is_here else inflate(fact.deflated, fact.hash)
         except ArenaError:  # its bytes are sent on their own, before any grant that names it
             self._awaited_layout = fact.hash
-            self.report(messages.LayoutMissing(hash=fact.hash))
+            self.report(host_messages.LayoutMissing(hash=fact.hash))
         else:
             self.store_layout(fact.hash, data, fact.used, fact.tables)
         if planning is not None:
@@ -153,9 +153,9 @@ class HostAgent:
             where = self._memory.directory
             reason = f"no room for the layout: {error.strerror}. Free some in {where}"
             self._layout_error = reason
-            self.report(messages.LayoutFailed(hash=hash_, reason=reason))
+            self.report(host_messages.LayoutFailed(hash=hash_, reason=reason))
 
-    def _size_images(self, fact: messages.SizeImages) -> None:
+    def _size_images(self, fact: host_messages.SizeImages) -> None:
         if fact.layout == self._awaited_layout:
             self._waiting_plan = fact
             return
@@ -163,7 +163,7 @@ class HostAgent:
             data = self._memory.layout(fact.layout)
         except HoldfastError as error:
             unknown = ImageSizes({}, self._layout_error or str(error))
-            self.report(messages.ImagesPlanned(layout=fact.layout, sizes=unknown))
+            self.report(host_messages.ImagesPlanned(layout=fact.layout, sizes=unknown))
         else:
             self.plan_images(fact.layout, data, fact.ranks)
 
@@ -172,7 +172,7 @@ class HostAgent:
 
         async def plan() -> None:
             sizes = await self._background.plan_images(layout, ranks)
-            self.report(messages.ImagesPlanned(layout=hash_, sizes=sizes))
+            self.report(host_messages.ImagesPlanned(layout=hash_, sizes=sizes))
 
         self._background.spawn(plan())
 
@@ -182,7 +182,7 @@ class HostAgent:
             is_sealed = self._memory.is_sealed(slot, each.attempt)
             if is_sealed or (each.writer.pid and not is_running(*each.writer)):
                 del self._watched[slot]
-                self.report(messages.WriterGone(slot=slot, attempt=each.attempt))
+                self.report(host_messages.WriterGone(slot=slot, attempt=each.attempt))
 
 
 class _Target(NamedTuple):
@@ -227,7 +227,7 @@ class WriteService:
         for image in job.images.values():
             image.source.release()
 
-    def start(self, order: messages.WriteImage, report: Report) -> None:
+    def start(self, order: host_messages.WriteImage, report: Report) -> None:
         """Start writing these images; ``report`` is called for each image, and for the end."""
         of = order.attempt_id
         try:
@@ -235,7 +235,7 @@ class WriteService:
             images, layout_data = self.images(order, report), self._memory.layout(of.layout)
         except (HoldfastError, KeyError) as error:
             reason = str(error) if isinstance(error, HoldfastError) else "a slot of it is not there"
-            report(messages.WriteEnded(directory=order.directory, reason=reason))
+            report(host_messages.WriteEnded(directory=order.directory, reason=reason))
             return
         job = HostWrite(of.attempt, of.generation, layout_data, images, order.directory)
         self.begin(job)
@@ -244,7 +244,7 @@ class WriteService:
         )
         thread.start()
 
-    def _target(self, order: messages.WriteImage) -> _Target:
+    def _target(self, order: host_messages.WriteImage) -> _Target:
         if not order.to_cache:
             return self._root
         tier = None if self._caches is None else self._caches.begin_write(order)
@@ -252,7 +252,7 @@ class WriteService:
             raise PersistFailed("its cache takes nothing now")
         return _Target(tier.store, tier.writer, "")
 
-    def images(self, order: messages.WriteImage, report: Report) -> dict[int, ImageJob]:
+    def images(self, order: host_messages.WriteImage, report: Report) -> dict[int, ImageJob]:
         """Return the images to be written, by rank; ``report`` is called with space freed in rings.
 
         Raises ArenaError for a slot that holds another image.
@@ -260,7 +260,7 @@ class WriteService:
         attempt = order.attempt_id.attempt
         return {each.image.rank: self._image(attempt, each, report) for each in order.images}
 
-    def _image(self, attempt: str, each: messages.ImageOrder, report: Report) -> ImageJob:
+    def _image(self, attempt: str, each: host_messages.ImageOrder, report: Report) -> ImageJob:
         file, rank = self._memory.files[each.slot], each.image.rank
         record = file.read_record()
         if record is None or (record.attempt, record.rank) != (attempt, rank):
@@ -270,7 +270,7 @@ class WriteService:
             raise ArenaError(f"slot {each.slot} has no room for the image it is said to hold")
 
         def freed(size_bytes: int) -> None:
-            message = messages.RingFreed(attempt=attempt, rank=rank, size_bytes=size_bytes)
+            message = host_messages.RingFreed(attempt=attempt, rank=rank, size_bytes=size_bytes)
             self._background.from_thread(lambda: report(message))
 
         if each.ring_bytes:
@@ -293,7 +293,7 @@ class WriteService:
         def write(image: ImageJob) -> list[StoredPart]:
             (stored,) = target.writer.write(job, image)
             tell(
-                messages.ImageWritten(
+                host_messages.ImageWritten(
                     directory=job.directory,
                     stored=stored,
                     values=b"" if image.rank else shown_values(image),
@@ -311,7 +311,7 @@ class WriteService:
             known = isinstance(error, HoldfastError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
         self._background.from_thread(lambda: self.end(job))
-        tell(messages.WriteEnded(directory=job.directory, reason=reason))
+        tell(host_messages.WriteEnded(directory=job.directory, reason=reason))
 
     def copied(self, attempt: str, rank: int, size_bytes: int) -> None:
         """Record that the beginning of an image is final."""

@@ -21,7 +21,7 @@ from holdfast.events import warn
 from holdfast.format.manifest import Generation, Incarnation, seal, unseal
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.cache_tier import CacheTier
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.cache_messages import (
     CacheDocuments,
     CacheFound,
@@ -111,7 +111,7 @@ class CacheAgent:
         report = self._report
         self._background.from_thread(lambda: report(fact))
 
-    def begin_write(self, order: messages.WriteImage) -> CacheTier | None:
+    def begin_write(self, order: host_messages.WriteImage) -> CacheTier | None:
         """Return the cache to write these images to; None where it takes nothing now."""
         tier = self.tier
         if tier is None or not tier.is_taking:
@@ -159,7 +159,7 @@ class CacheAgent:
 
     def _end(self, directory: str, reason: str, *, is_lost: bool = False) -> None:
         self._under_way.discard(directory)
-        ended = messages.WriteEnded(directory=directory, reason=reason, is_lost=is_lost)
+        ended = host_messages.WriteEnded(directory=directory, reason=reason, is_lost=is_lost)
         self._report(ended)
 
     def _end_from_thread(self, directory: str, reason: str, *, is_lost: bool = False) -> None:
@@ -188,7 +188,7 @@ class CacheAgent:
 
             def done(rank: int) -> None:
                 stored = StoredPart(images[rank])
-                written = messages.ImageWritten(directory=order.directory, stored=stored)
+                written = host_messages.ImageWritten(directory=order.directory, stored=stored)
                 self._tell(written)
 
             is_cancelled = partial(self._is_cancelled, order.directory)
@@ -209,7 +209,7 @@ class CacheAgent:
             nonlocal told_s
             if time.monotonic() >= told_s + PROGRESS_S:
                 told_s = time.monotonic()
-                self._tell(messages.WriteProgressed(directory=directory))
+                self._tell(host_messages.WriteProgressed(directory=directory))
 
         return progressed
 

@@ -20,7 +20,7 @@ from holdfast.format.manifest import ImageId, Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheOrder
 from holdfast.keeper.hosts.clock_exchange import ClockExchange, TellTime
@@ -131,11 +131,11 @@ class Follower:
     async def _serve(self, line: SealedChannel) -> None:
         self._line = line
         self._agent.serve(
-            lambda fact: line.send(messages.pack(fact)), self._writers.get, self._trainers.get
+            lambda fact: line.send(host_messages.pack(fact)), self._writers.get, self._trainers.get
         )
         line.send(
-            messages.pack(
-                messages.HostInventory(
+            host_messages.pack(
+                host_messages.HostInventory(
                     arena=str(self._memory.directory),
                     slots=tuple(self._memory.stored()),
                     next_number=self._memory.next_number,
@@ -150,7 +150,7 @@ class Follower:
         comparing = asyncio.create_task(clocks.run())
         try:
             while True:
-                fact = messages.from_coordinator(await line.receive())
+                fact = host_messages.from_coordinator(await line.receive())
                 if isinstance(fact, TellTime):
                     clocks.take(fact)
                 else:
@@ -166,7 +166,7 @@ class Follower:
         own, other = role.hosts[role.host].id, role.hosts[0].id
 
         def send(fact: Fact) -> None:
-            line.send(messages.pack(fact))
+            line.send(host_messages.pack(fact))
 
         return ClockExchange(own, other, role.incarnation, send)
 
@@ -190,7 +190,7 @@ class Follower:
         for connection in list(self._trainers.values()):
             connection.send(m.FencedOff(incarnation=incarnation))
         if line is not None:
-            line.send(messages.pack(messages.Superseded(incarnation=incarnation)))
+            line.send(host_messages.pack(host_messages.Superseded(incarnation=incarnation)))
             try:
                 async with asyncio.timeout(_LET_GO_S):
                     await asyncio.wait([self._following])
@@ -203,14 +203,14 @@ class Follower:
         if not self.is_stopping:
             self.is_stopping = True
             if self._line is not None and self.is_attached:
-                self._line.send(messages.pack(messages.Stopping()))
+                self._line.send(host_messages.pack(host_messages.Stopping()))
         return self.is_attached and not self.may_stop
 
     def report(self, fact: Fact) -> None:
         """Send to the coordinator if it is reachable: a later one asks for the state anyway."""
         self._reports.flush()  # what is held was said before
         if self._line is not None:
-            self._line.send(messages.pack(fact))
+            self._line.send(host_messages.pack(fact))
 
     async def stop(self) -> None:
         """Stop following."""
@@ -233,65 +233,69 @@ class Follower:
             raise Fenced(self.fenced) if self.fenced else self._out_of_reach()
         if connection.number not in self._trainers:
             self._trainers[connection.number] = connection
-            came = messages.TrainerConnected(line=connection.number, process=connection.process)
-            line.send(messages.pack(came))
+            came = host_messages.TrainerConnected(
+                line=connection.number, process=connection.process
+            )
+            line.send(host_messages.pack(came))
         if isinstance(message, m.Join):
             connection.rank = message.rank
             self._writers[connection.number] = connection.process
         if isinstance(message, m.Captured) and connection.rank is not None:
             self._captured[connection.rank] = message
         if not self._reports.take(connection, seq, message, len(body)):
-            line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
+            line.send(
+                host_messages.pack(host_messages.TrainerMessage(line=connection.number, body=body))
+            )
 
     def _report(self, reports: JoinedReports) -> None:
         """Send joined reports of trainers to the coordinator."""
         if self._line is not None:
             joined = encode_reports({line.number: report for line, report in reports})
-            self._line.send(messages.pack(joined))
+            self._line.send(host_messages.pack(joined))
 
     def trainer_gone(self, connection: LocalConnection) -> None:
         """Report that a trainer's connection broke."""
         self._reports.flush()
         if self._trainers.pop(connection.number, None) is not None and self._line is not None:
-            self._line.send(messages.pack(messages.TrainerGone(line=connection.number)))
+            self._line.send(host_messages.pack(host_messages.TrainerGone(line=connection.number)))
 
     # ── orders of the coordinator ────────────────────────────────────────────────────────────────
 
     async def _do(self, line: SealedChannel, fact: ToFollower) -> None:
         match fact:
-            case messages.HostAttached():
+            case host_messages.HostAttached():
                 self._attached(line, fact)
-            case messages.ForwardMessage(lines=lines, frame=frame):
+            case host_messages.ForwardMessage(lines=lines, frame=frame):
                 for connection in filter(None, map(self._trainers.get, lines)):
                     connection.send_frame(frame)
-            case messages.HangUp(line=number):
+            case host_messages.HangUp(line=number):
                 if number in self._trainers:
                     self._trainers[number].disconnect()
-            case messages.StopAllowed():
+            case host_messages.StopAllowed():
                 self.may_stop = True
-            case messages.EndKeeper(keep_arena=keep_arena):
+            case host_messages.EndKeeper(keep_arena=keep_arena):
                 await self._ended(keep_arena)
-            case messages.SlotsSealed():
+            case host_messages.SlotsSealed():
                 self._agent.sealed(fact.attempt_id, self._images_of(fact), is_ring=fact.is_ring)
-            case messages.RecordOrder(order=order):
+            case host_messages.RecordOrder(order=order):
                 self._memory.store_order(self.role.incarnation, self.role.nonce, order)
-            case messages.RecordIncarnation():
+            case host_messages.RecordIncarnation():
                 self._store_incarnation(fact)
             case _ if isinstance(fact, CacheOrder):
                 self._agent.caches.do(fact)
             case _:
                 self._agent.do(fact)
 
-    def _attached(self, line: SealedChannel, fact: messages.HostAttached) -> None:
+    def _attached(self, line: SealedChannel, fact: host_messages.HostAttached) -> None:
         for known in answer_handover(self._memory, fact):
-            line.send(messages.pack(known))
+            line.send(host_messages.pack(known))
         self._is_attached.set()
         self._agent.caches.attached()
         self._pauses = pauses()
         if self.is_stopping:
-            line.send(messages.pack(messages.Stopping()))
+            line.send(host_messages.pack(host_messages.Stopping()))
 
-    def _images_of(self, fact: messages.SlotsSealed) -> Iterator[tuple[int, ImageId]]:
+    def _images_of(self, fact: host_messages.SlotsSealed) -> Iterator[tuple[int, ImageId]]:
         """Yield slot and image of each rank that is said to have captured, as it reported it."""
         for slot, rank in zip(fact.slots, fact.ranks, strict=True):
             said = self._captured.get(rank)
@@ -299,7 +303,7 @@ class Follower:
                 raise FormatError(f"rank {rank} is said to have captured what it did not report")
             yield slot, ImageId(rank, said.image_bytes, said.header_xxh3, said.table_xxh3)
 
-    def _store_incarnation(self, fact: messages.RecordIncarnation) -> None:
+    def _store_incarnation(self, fact: host_messages.RecordIncarnation) -> None:
         try:
             incarnation = unseal(Incarnation, fact.data, f"incarnation {fact.n}")
             self._memory.store_incarnation(incarnation)

@@ -24,7 +24,7 @@ from holdfast.keeper.hosts.cache_messages import (
     inflate_manifest,
 )
 from holdfast.keeper.hosts.followers import FollowerRegistry, HostSession
-from holdfast.keeper.hosts.messages import CancelWrite
+from holdfast.keeper.hosts.host_messages import CancelWrite
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.keeper.shared_drain import NOWHERE

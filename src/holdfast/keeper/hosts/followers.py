@@ -25,7 +25,7 @@ from holdfast.events import warn
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import discover
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.cache_messages import CacheDocuments, CacheFound, CacheReport
 from holdfast.keeper.hosts.clock_exchange import AskTime, tell_time
@@ -94,7 +94,7 @@ class FollowerSession(HostSession):
 
     def __init__(self, host: int, line: SealedChannel, arena: str) -> None:
         def send(fact: Fact) -> None:
-            line.send(messages.pack(fact))  # its reader notices a broken connection
+            line.send(host_messages.pack(fact))  # its reader notices a broken connection
 
         super().__init__(host, line.peer, send, f"on host {line.peer}: ")
         self.line, self.arena = line, arena
@@ -197,8 +197,8 @@ class FollowerRegistry:
         self._layout = layout
         self.broadcast(self._record_layout(layout, b""))
 
-    def _record_layout(self, layout: StoreLayout, deflated: bytes) -> messages.RecordLayout:
-        return messages.RecordLayout(
+    def _record_layout(self, layout: StoreLayout, deflated: bytes) -> host_messages.RecordLayout:
+        return host_messages.RecordLayout(
             hash=layout.hash,
             tables=agreement_id(layout.tables, layout.hash),
             used=tuple(self._coordinator.used_layouts),
@@ -219,7 +219,7 @@ class FollowerRegistry:
         if host is not None and host.watched.get(slot.id) != slot.attempt:
             host.watched[slot.id] = slot.attempt
             number, writer = number_of(slot.id), slot.writer or SlotWriter(0, 0)
-            host.send(messages.WatchWriter(slot=number, attempt=slot.attempt, writer=writer))
+            host.send(host_messages.WatchWriter(slot=number, attempt=slot.attempt, writer=writer))
 
     @property
     def are_stopping(self) -> bool:
@@ -231,7 +231,7 @@ class FollowerRegistry:
         for follower in self._by_host.values():
             if follower.is_stopping:
                 follower.is_stopping = False
-                follower.send(messages.StopAllowed())
+                follower.send(host_messages.StopAllowed())
 
     async def finish(self) -> None:
         """Close all connections after the queued messages are delivered."""
@@ -249,7 +249,7 @@ class FollowerRegistry:
             self._background.from_thread(lambda: self._order(job, host, share))
 
         def stop(reason: str) -> None:
-            stopping = messages.CancelWrite(directory=job.directory, reason=reason)
+            stopping = host_messages.CancelWrite(directory=job.directory, reason=reason)
             self._background.from_thread(lambda: self.send_to_host(host, stopping))
 
         share = RemoteImages(name, ranks, begin, stop)
@@ -276,13 +276,13 @@ class FollowerRegistry:
 
     def write_order(
         self, directory: str, attempt: Attempt, ranks: Iterable[int], *, to_cache: bool = False
-    ) -> messages.WriteImage:
+    ) -> host_messages.WriteImage:
         """Return the order to write the images of these ranks, which one host has."""
         orders = []
         for rank in sorted(ranks):
             slot = self._coordinator.slots[attempt.slots[rank]]
             orders.append(
-                messages.ImageOrder(
+                host_messages.ImageOrder(
                     slot=number_of(slot.id),
                     image=slot.image,
                     ring_bytes=slot.ring_bytes if slot.is_ring else 0,
@@ -290,7 +290,7 @@ class FollowerRegistry:
                 )
             )
         images, attempt_id = tuple(orders), attempt.attempt_id
-        return messages.WriteImage(
+        return host_messages.WriteImage(
             directory=directory, attempt_id=attempt_id, images=images, to_cache=to_cache
         )
 
@@ -298,7 +298,7 @@ class FollowerRegistry:
         """Tell a host that these images of its ranks are captured: they may be served, and written
         without waiting.
         """
-        sealed = messages.SlotsSealed(
+        sealed = host_messages.SlotsSealed(
             slots=tuple(number_of(attempt.slots[rank]) for rank in ranks),
             ranks=tuple(ranks),
             is_ring=attempt.is_ring,
@@ -316,12 +316,12 @@ class FollowerRegistry:
             return  # this keeper has not taken over yet; the follower retries
         follower = None
         try:
-            inventory = messages.from_follower(await line.receive())
-            if not isinstance(inventory, messages.HostInventory):
+            inventory = host_messages.from_follower(await line.receive())
+            if not isinstance(inventory, host_messages.HostInventory):
                 raise FormatError(f"a hand begins with {type(inventory).__name__}")
             follower = self._attach(host, line, inventory)
             while True:
-                self._handle(follower, messages.from_follower(await line.receive()))
+                self._handle(follower, host_messages.from_follower(await line.receive()))
         except (PeerError, FormatError) as error:
             line.close(str(error))
         except Exception as error:  # the other followers still need service
@@ -332,7 +332,7 @@ class FollowerRegistry:
                 self._lose(follower)
 
     def _attach(
-        self, host: int, line: SealedChannel, inventory: messages.HostInventory
+        self, host: int, line: SealedChannel, inventory: host_messages.HostInventory
     ) -> FollowerSession:
         if host in self._by_host:
             self._lose(self._by_host[host])  # its connection broke unnoticed
@@ -341,7 +341,7 @@ class FollowerRegistry:
         slots, attempts = discover(inventory.slots, host)
         self._coordinator.attach(host, slots, attempts, inventory.next_number)
         self._coordinator.durability.add(inventory.order)
-        follower.send(messages.RecordOrder(order=self._coordinator.durability.order))
+        follower.send(host_messages.RecordOrder(order=self._coordinator.durability.order))
         follower.send(self.handover.attach_reply(attempts, inventory.incarnations))
         current = self.handover.current()
         if current is not None:
@@ -377,17 +377,21 @@ class FollowerRegistry:
         match fact:
             case AskTime():
                 follower.send(tell_time(fact))
-            case messages.TrainerConnected() | messages.TrainerMessage() | messages.TrainerGone():
+            case (
+                host_messages.TrainerConnected()
+                | host_messages.TrainerMessage()
+                | host_messages.TrainerGone()
+            ):
                 self._handle_trainer(follower, fact)
-            case messages.HostRequests() | messages.HostCaptured():
+            case host_messages.HostRequests() | host_messages.HostCaptured():
                 self._handle_joined(follower, fact)
-            case messages.LayoutReply() | messages.IncarnationReply():
+            case host_messages.LayoutReply() | host_messages.IncarnationReply():
                 self.handover.store_reply(follower.name, fact)
-            case messages.Superseded(incarnation=n):
+            case host_messages.Superseded(incarnation=n):
                 self._superseded(n)
-            case messages.Stopping():
+            case host_messages.Stopping():
                 follower.is_stopping = True
-            case messages.HostInventory():
+            case host_messages.HostInventory():
                 raise FormatError("a hand tells once what it holds")
             case _:
                 self._handle_report(follower, fact)
@@ -395,24 +399,28 @@ class FollowerRegistry:
     def _handle_report(self, host: HostSession, fact: Fact) -> None:
         """Handle what the agent of a host reports."""
         match fact:
-            case _ if isinstance(fact, messages.WriteReport):
+            case _ if isinstance(fact, host_messages.WriteReport):
                 self._handle_writing(host, fact)
             case (
-                messages.ParityReady()
-                | messages.ParityComplete()
-                | messages.ParityFailed()
-                | messages.ShardsDropped()
-                | messages.RebuildComplete()
-                | messages.RebuildFailed()
-                | messages.ShardLost()
+                host_messages.ParityReady()
+                | host_messages.ParityComplete()
+                | host_messages.ParityFailed()
+                | host_messages.ShardsDropped()
+                | host_messages.RebuildComplete()
+                | host_messages.RebuildFailed()
+                | host_messages.ShardLost()
             ):
                 if self.parity_scheduler is not None:
                     self.parity_scheduler.handle(host.name, fact)
-            case messages.LayoutMissing() | messages.LayoutFailed() | messages.ImagesPlanned():
+            case (
+                host_messages.LayoutMissing()
+                | host_messages.LayoutFailed()
+                | host_messages.ImagesPlanned()
+            ):
                 self._handle_layout(host, fact)
             case CacheFound() | CacheDocuments():
                 self.cache_reported(host, fact)
-            case messages.ImageLost(slot=number, attempt=attempt):
+            case host_messages.ImageLost(slot=number, attempt=attempt):
                 lost = slot_id_of(host.host, number)
                 self._carry_out(self._coordinator.lifecycle.image_lost(lost, attempt))
             case _:
@@ -421,40 +429,46 @@ class FollowerRegistry:
     def _handle_layout(
         self,
         host: HostSession,
-        fact: messages.LayoutMissing | messages.LayoutFailed | messages.ImagesPlanned,
+        fact: host_messages.LayoutMissing
+        | host_messages.LayoutFailed
+        | host_messages.ImagesPlanned,
     ) -> None:
         coordinator = self._coordinator
         match fact:
-            case messages.LayoutMissing(hash=hash_):
+            case host_messages.LayoutMissing(hash=hash_):
                 if self._layout is not None and self._layout.hash == hash_:
                     whole = self._record_layout(self._layout, self._layout.deflated)
                     self.send_to_host(host.host, whole)
-            case messages.LayoutFailed(hash=hash_, reason=reason):
+            case host_messages.LayoutFailed(hash=hash_, reason=reason):
                 why = host.where + reason
                 self._carry_out(coordinator.lifecycle.layout_not_stored(hash_, why, host.host))
-            case messages.ImagesPlanned(layout=layout, sizes=sizes):
+            case host_messages.ImagesPlanned(layout=layout, sizes=sizes):
                 sizes = sizes._replace(reason=sizes.reason and host.where + sizes.reason)
                 self._carry_out(coordinator.images_planned(layout, sizes, time.monotonic()))
 
     def _handle_trainer(
         self,
         follower: FollowerSession,
-        fact: messages.TrainerConnected | messages.TrainerMessage | messages.TrainerGone,
+        fact: host_messages.TrainerConnected
+        | host_messages.TrainerMessage
+        | host_messages.TrainerGone,
     ) -> None:
         trainer = follower.trainers.get(fact.line)
         match fact:
-            case messages.TrainerConnected(line=number, process=process) if trainer is None:
+            case host_messages.TrainerConnected(line=number, process=process) if trainer is None:
                 connection = ForwardedConnection(follower.line, number, process)
                 follower.trainers[number] = _Trainer(connection)
                 self.dispatcher.connected(connection)
-            case messages.TrainerMessage(body=body) if trainer is not None:
+            case host_messages.TrainerMessage(body=body) if trainer is not None:
                 self._queue(trainer, body)
-            case messages.TrainerGone(line=number) if trainer is not None:
+            case host_messages.TrainerGone(line=number) if trainer is not None:
                 del follower.trainers[number]
                 self._queue(trainer, None)
 
     def _handle_joined(
-        self, follower: FollowerSession, fact: messages.HostRequests | messages.HostCaptured
+        self,
+        follower: FollowerSession,
+        fact: host_messages.HostRequests | host_messages.HostCaptured,
     ) -> None:
         """Handle joined reports, each after all that its trainer sent before."""
         if len(fact.lines) > _MOST_JOINED:
@@ -494,20 +508,20 @@ class FollowerRegistry:
                 trainer.inbox.clear()
                 dispatcher.disconnected(connection)
 
-    def _handle_writing(self, session: HostSession, fact: messages.WriteReport) -> None:
+    def _handle_writing(self, session: HostSession, fact: host_messages.WriteReport) -> None:
         match fact:
-            case messages.ImageWritten(directory=directory):
+            case host_messages.ImageWritten(directory=directory):
                 share = session.shares.get(directory)
                 if share is not None:
                     share.receive(fact.stored, fact.values)
-            case messages.WriteEnded(directory=directory, reason=reason, is_lost=is_lost):
+            case host_messages.WriteEnded(directory=directory, reason=reason, is_lost=is_lost):
                 share = session.shares.pop(directory, None)
                 if share is not None:
                     share.end(reason, is_lost=is_lost)
-            case messages.WriteProgressed(directory=directory):
+            case host_messages.WriteProgressed(directory=directory):
                 if directory in session.shares:
                     session.shares[directory].progressed()
-            case messages.RingFreed():
+            case host_messages.RingFreed():
                 for share in session.shares.values():
                     share.progressed()
                 self._ring_freed(fact.attempt, fact.rank, fact.size_bytes)
@@ -515,15 +529,15 @@ class FollowerRegistry:
     def _memory_changed(self, session: HostSession, fact: Fact) -> list[Action]:
         coordinator, host = self._coordinator, session.host
         match fact:
-            case messages.SlotsCreated(made=made):
+            case host_messages.SlotsCreated(made=made):
                 if self._are_made(host, list(made)):
                     sizes = {slot_id_of(host, number): size for number, size in made.items()}
                     return coordinator.lifecycle.slots_made(sizes)
-            case messages.SlotsFailed(slots=numbers, reason=reason):
+            case host_messages.SlotsFailed(slots=numbers, reason=reason):
                 if self._are_made(host, numbers):
                     ids = [slot_id_of(host, number) for number in numbers]
                     return coordinator.lifecycle.slots_not_made(ids, session.where + reason)
-            case messages.WriterGone(slot=number, attempt=attempt):
+            case host_messages.WriterGone(slot=number, attempt=attempt):
                 slot = coordinator.slots.get(slot_id_of(host, number))
                 session.watched.pop(slot_id_of(host, number), None)
                 if slot is not None and slot.attempt == attempt:

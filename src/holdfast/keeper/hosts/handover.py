@@ -15,7 +15,7 @@ from holdfast.events import warn
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.incarnations import Incarnations
 from holdfast.keeper.jobs import Background
 from holdfast.protocol.facts import Fact
@@ -38,7 +38,7 @@ class StateHandover:
 
     def attach_reply(
         self, attempts: Iterable[Attempt], recorded: Collection[int]
-    ) -> messages.HostAttached:
+    ) -> host_messages.HostAttached:
         """Answer a follower's inventory with a request for what is unknown here.
 
         All its incarnation records are requested: storage may lack an ancestor of this incarnation.
@@ -49,21 +49,21 @@ class StateHandover:
         here = remembered | {self._coordinator.incarnation}
         for n in numbers - here:  # storage may have it, even if the follower does not
             self._background.spawn(self._background.in_thread(self._incarnations.repair, n))
-        return messages.HostAttached(
+        return host_messages.HostAttached(
             tell_layouts=tuple(
                 hash_ for hash_ in layouts if not self._memory.is_layout_intact(hash_)
             ),
             tell_incarnations=tuple(sorted((numbers | set(recorded)) - here)),
         )
 
-    def current(self) -> messages.RecordIncarnation | None:
+    def current(self) -> host_messages.RecordIncarnation | None:
         """Return the record of the current incarnation for all followers, once its parent is
         recorded.
         """
         incarnation = self._incarnations.current
         if incarnation is None:
             return None
-        return messages.RecordIncarnation(
+        return host_messages.RecordIncarnation(
             n=incarnation.n,
             data=seal(incarnation),
             held=tuple(self._held()),
@@ -80,15 +80,15 @@ class StateHandover:
         return {attempt.incarnation for attempt in self._coordinator.attempts.values()}
 
     def store_reply(
-        self, name: str, fact: messages.LayoutReply | messages.IncarnationReply
+        self, name: str, fact: host_messages.LayoutReply | host_messages.IncarnationReply
     ) -> None:
         """Store a reply. Raises FormatError if its content does not match its name."""
         try:
             match fact:
-                case messages.LayoutReply(hash=hash_, deflated=deflated):
+                case host_messages.LayoutReply(hash=hash_, deflated=deflated):
                     data = inflate(deflated, hash_)
                     self._memory.store_layout(hash_, data, self._coordinator.used_layouts)
-                case messages.IncarnationReply(data=data):
+                case host_messages.IncarnationReply(data=data):
                     incarnation = unseal(Incarnation, data, f"an incarnation of host {name}")
                     if incarnation.run_id != self._memory.run_id:
                         raise FormatError(f"host {name} tells of run {incarnation.run_id}")
@@ -98,18 +98,18 @@ class StateHandover:
             warn(f"what host {name} knows is not remembered here: {error}")
 
 
-def answer_handover(memory: ArenaFiles, asked: messages.HostAttached) -> list[Fact]:
+def answer_handover(memory: ArenaFiles, asked: host_messages.HostAttached) -> list[Fact]:
     """Return the follower's replies to a request for layouts and incarnation records."""
     known: list[Fact] = []
     for hash_ in asked.tell_layouts:
         try:
             deflated = deflate(memory.layout(hash_))
-            known.append(messages.LayoutReply(hash=hash_, deflated=deflated))
+            known.append(host_messages.LayoutReply(hash=hash_, deflated=deflated))
         except HoldfastError as error:
             warn(f"the coordinator does not know layout {hash_}: {error}")
     if asked.tell_incarnations:
         known += [
-            messages.IncarnationReply(data=seal(one))
+            host_messages.IncarnationReply(data=seal(one))
             for one in memory.incarnations()
             if one.n in asked.tell_incarnations
         ]

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from holdfast.coordinator.requests import HostReports
 from holdfast.errors import FormatError
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.protocol import messages as m
 from holdfast.protocol.facts import Column
 
@@ -44,7 +44,7 @@ def seals_from_bytes(seals: bytes) -> list[tuple[str, str]]:
     return list(zip(halves[::2], halves[1::2], strict=True))
 
 
-def encode_reports(reports: HostReports) -> messages.HostRequests | messages.HostCaptured:
+def encode_reports(reports: HostReports) -> host_messages.HostRequests | host_messages.HostCaptured:
     """Encode valid reports by the numbers of their connections."""
     lines, every = tuple(reports), list(reports.values())
 
@@ -53,11 +53,11 @@ def encode_reports(reports: HostReports) -> messages.HostRequests | messages.Hos
 
     if isinstance(every[0], m.RequestCapture):
         names = m.RequestCapture.__struct_fields__[1:]
-        return messages.HostRequests(
+        return host_messages.HostRequests(
             lines=lines, step=every[0].step, **{name: column(name) for name in names}
         )
     captured = cast(Sequence[m.Captured], every)
-    return messages.HostCaptured(
+    return host_messages.HostCaptured(
         lines=lines,
         attempt=every[0].attempt,
         image_bytes=column("image_bytes"),
@@ -67,12 +67,12 @@ def encode_reports(reports: HostReports) -> messages.HostRequests | messages.Hos
     )
 
 
-def decode_reports(fact: messages.HostRequests | messages.HostCaptured) -> HostReports:
+def decode_reports(fact: host_messages.HostRequests | host_messages.HostCaptured) -> HostReports:
     """Decode reports by the numbers of their connections. Raises FormatError for invalid ones."""
     lines, count = fact.lines, len(fact.lines)
     if len(set(lines)) < count:
         raise FormatError("a trainer reports twice in one message")
-    if isinstance(fact, messages.HostCaptured):
+    if isinstance(fact, host_messages.HostCaptured):
         if len(fact.seals) != count * _SEAL_BYTES:
             raise FormatError(f"{len(fact.seals)} bytes of checksums for {count} images")
         rows = zip(

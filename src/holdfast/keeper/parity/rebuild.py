@@ -23,7 +23,7 @@ from holdfast.coordinator.slots import Slot, host_of, number_of
 from holdfast.errors import HoldfastError, NotProtected
 from holdfast.events import ImageRebuilt, SnapshotNotProtected, emit
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.published_images import PublishedImages
 from holdfast.parity.planning.record import ImageFact, ParityRecord
@@ -44,7 +44,7 @@ class _LostImage(Struct):
     rank: int
     size_bytes: int
     host: int
-    shard: messages.ParityShards
+    shard: host_messages.ParityShards
     """A parity shard on that host, of the group from which the image is decoded."""
     slot: int | None = None
     asked: int | None = None
@@ -71,14 +71,14 @@ class RebuildCoordinator:
         self._lost: list[_LostImage] = []
         self._hosts: Sequence[str] = ()
         self._numbers: dict[str, int] = {}
-        self._shards: Mapping[str, Sequence[messages.ParityShards]] = {}
+        self._shards: Mapping[str, Sequence[host_messages.ParityShards]] = {}
         self._tries, self._again_s = 0, 0.0
 
     def begin(
         self,
         attempt: Attempt,
         hosts: Sequence[str],
-        shards: Mapping[str, Sequence[messages.ParityShards]],
+        shards: Mapping[str, Sequence[host_messages.ParityShards]],
     ) -> None:
         """Start rebuilding what the attempt lacks, on ``hosts`` (in order of number) with their
         shards.
@@ -109,7 +109,7 @@ class RebuildCoordinator:
         loads: Counter[int] = Counter()
         for slot in attempt.slots.values():
             loads[host_of(slot)] += self._coordinator.slots[slot].image_bytes
-        holders: dict[int, dict[int, messages.ParityShards]] = {r: {} for r in attempt.lacks()}
+        holders: dict[int, dict[int, host_messages.ParityShards]] = {r: {} for r in attempt.lacks()}
         for host, number in self._numbers.items():
             for shard in self._shards.get(host, ()):
                 if shard.attempt == attempt.id:
@@ -142,7 +142,7 @@ class RebuildCoordinator:
             ports = {host: self._port(self._numbers[host]) for host in near}
             self._say(
                 one.host,
-                messages.RebuildImage(
+                host_messages.RebuildImage(
                     slot=number_of(slot.id),
                     attempt=attempt.id,
                     rank=one.rank,
@@ -158,13 +158,15 @@ class RebuildCoordinator:
         elif one.asked not in slots:
             self._fail(f"{self._hosts[one.host]} has no memory for the image of rank {one.rank}")
 
-    def handle(self, host: int, fact: messages.RebuildComplete | messages.RebuildFailed) -> bool:
+    def handle(
+        self, host: int, fact: host_messages.RebuildComplete | host_messages.RebuildFailed
+    ) -> bool:
         """Handle a host's report on a rebuild; return True if that was the last missing image."""
         one = next((o for o in self._lost if self._is_of(o, host, fact)), None)
         if one is None or one.slot is None:
             return False
         slot = self._coordinator.slots[one.slot]
-        if isinstance(fact, messages.RebuildFailed):
+        if isinstance(fact, host_messages.RebuildFailed):
             self._fail(f"on {self._hosts[host]}: {fact.reason}")
             return False
         self._lost.remove(one)
@@ -176,7 +178,10 @@ class RebuildCoordinator:
         return attempt.is_whole
 
     def _is_of(
-        self, one: _LostImage, host: int, fact: messages.RebuildComplete | messages.RebuildFailed
+        self,
+        one: _LostImage,
+        host: int,
+        fact: host_messages.RebuildComplete | host_messages.RebuildFailed,
     ) -> bool:
         return (
             one.host == host
@@ -218,7 +223,7 @@ class RebuildCoordinator:
     def _forget(self, why: str) -> None:
         """Forget the rebuild; hosts stop writing to these slots when they receive the message."""
         for host in {one.host for one in self._lost if one.slot is not None}:
-            self._say(host, messages.CancelRebuild(reason=why))
+            self._say(host, host_messages.CancelRebuild(reason=why))
         for one in self._lost:
             slot = self._reserved_slot(one)
             if slot is not None:
@@ -254,7 +259,7 @@ class RebuildWorker:
 
     def begin(
         self,
-        order: messages.RebuildImage,
+        order: host_messages.RebuildImage,
         record: ParityRecord,
         own: str,
         reach: Callable[[], KeeperReach],
@@ -328,7 +333,9 @@ class RebuildWorker:
         self._run = None
         order, fact, record = run.order, run.fact, run.record
         if failure:
-            run.tell(messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=failure))
+            run.tell(
+                host_messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=failure)
+            )
         else:
             self._offering.publish(order.slot, record.attempt_id, fact.image)
             self._offering.refresh()
@@ -343,7 +350,9 @@ class RebuildWorker:
                 )
             )
             run.tell(
-                messages.RebuildComplete(slot=order.slot, attempt=order.attempt, image=fact.image)
+                host_messages.RebuildComplete(
+                    slot=order.slot, attempt=order.attempt, image=fact.image
+                )
             )
         self._go_on()
 
@@ -353,7 +362,7 @@ class _RebuildRun:
 
     def __init__(
         self,
-        order: messages.RebuildImage,
+        order: host_messages.RebuildImage,
         record: ParityRecord,
         own: str,
         reach: Callable[[], KeeperReach],

@@ -15,8 +15,8 @@ from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.slots import Slot, host_of
 from holdfast.format.manifest import Generation, ImageId
 from holdfast.geometry.rank_ranges import in_ranges
-from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import ParityShards
+from holdfast.keeper.hosts import host_messages
+from holdfast.keeper.hosts.host_messages import ParityShards
 from holdfast.parity.planning.groups import Division, GroupHost, divide, preferred_group_size
 from holdfast.parity.planning.protection import (
     CaptureDone,
@@ -61,10 +61,12 @@ class RoundOrders:
         self.largest_bytes = max(sizes.values(), default=0)
         """The images of the host that has the most: each host reads that much."""
 
-    def order(self, host: int, state: Protection, rate_bytes_s: int | None) -> messages.MakeParity:
+    def order(
+        self, host: int, state: Protection, rate_bytes_s: int | None
+    ) -> host_messages.MakeParity:
         """Return the order for a host, by its number."""
         attempt, images = self._attempt, self._images.get(host, [])
-        return messages.MakeParity(
+        return host_messages.MakeParity(
             round_id=state.round_id,
             half=state.coding_half,
             attempt=attempt.id,

@@ -18,7 +18,7 @@ from holdfast.coordinator.actions import Action
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.events import ProtectionPlanned, SnapshotNotProtected, SnapshotProtected, emit
 from holdfast.keeper.connections import Ranks
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import (
@@ -61,7 +61,7 @@ class ParityScheduler:
         self._hosts: Sequence[m.HostEntry] = ()
         self._asked = 0
         self._state: Protection | None = None
-        self._shards: dict[str, tuple[messages.ParityShards, ...]] = {}
+        self._shards: dict[str, tuple[host_messages.ParityShards, ...]] = {}
         self._largest_bytes = 0
         self._ready: dict[str, int] = {}
         """Hosts that have allocated memory for this round's shards, and what they make them of."""
@@ -112,7 +112,7 @@ class ParityScheduler:
         if not rank:
             self._pacer.on_request(step)
 
-    def attached(self, host: str, shards: tuple[messages.ParityShards, ...]) -> None:
+    def attached(self, host: str, shards: tuple[host_messages.ParityShards, ...]) -> None:
         """Record the parity shards of another host, whose keeper connected."""
         self._shards[host] = shards
         self._is_dropped = False  # the host may not have received the order to delete parity
@@ -164,7 +164,7 @@ class ParityScheduler:
             return
         self._is_dropped = True
         if self._hosts:
-            self._broadcast(messages.DropParity())
+            self._broadcast(host_messages.DropParity())
         else:
             self._parity.drop()
 
@@ -190,7 +190,7 @@ class ParityScheduler:
             self._drop_stale_shards(takeover.state)
         self._replace_lost()
 
-    def _all_shards(self) -> dict[str, tuple[messages.ParityShards, ...]]:
+    def _all_shards(self) -> dict[str, tuple[host_messages.ParityShards, ...]]:
         return self._shards | {self._hosts[0].id: stored_shards(self._parity)}
 
     def _replace_lost(self) -> None:
@@ -227,7 +227,7 @@ class ParityScheduler:
     def _tell_group(self, number: int) -> None:
         group = self._joined[number]
         ports = tuple(map(self._port, group))
-        joined = messages.JoinGroup(hosts=group, ports=ports, parity=self._parity_of_group)
+        joined = host_messages.JoinGroup(hosts=group, ports=ports, parity=self._parity_of_group)
         self._send(number, joined)
 
     # ── one round ────────────────────────────────────────────────────────────────────────────────
@@ -274,30 +274,30 @@ class ParityScheduler:
         """Handle a host's report about this round, an earlier one, or damage."""
         state = self._state
         match fact:
-            case messages.RebuildComplete() | messages.RebuildFailed():
+            case host_messages.RebuildComplete() | host_messages.RebuildFailed():
                 self._handle_lost(host, fact)
                 return
-            case messages.ShardLost(attempt=attempt):
+            case host_messages.ShardLost(attempt=attempt):
                 self.shard_lost(attempt)
                 return
-            case messages.ShardsDropped(round_id=round_id):
+            case host_messages.ShardsDropped(round_id=round_id):
                 self._dropped(round_id, host)
                 return
         if state is None or state.coding is None:
             return
         match fact:
-            case messages.ParityReady(round_id=state.round_id, terms=terms):
+            case host_messages.ParityReady(round_id=state.round_id, terms=terms):
                 self._is_ready(state.coding.members, host, terms)
-            case messages.ParityComplete(round_id=state.round_id):
+            case host_messages.ParityComplete(round_id=state.round_id):
                 if self._ready.keys() != state.coding.members:
                     self._fail(f"{host} did not wait for the others", host)
                 else:
                     self._made(state.has_sealed(state.round_id, host))
-            case messages.ParityFailed(round_id=state.round_id, reason=reason):
+            case host_messages.ParityFailed(round_id=state.round_id, reason=reason):
                 self._fail(f"on {host}: {reason}", host)
 
     def _handle_lost(
-        self, host: str, fact: messages.RebuildComplete | messages.RebuildFailed
+        self, host: str, fact: host_messages.RebuildComplete | host_messages.RebuildFailed
     ) -> None:
         if self._rebuilding.handle(self._numbers[host], fact) and self._state is not None:
             whole = capture_facts(self._coordinator.attempts[fact.attempt])
@@ -344,7 +344,7 @@ class ParityScheduler:
         self._pacer.on_begin(self._largest_bytes)
         self._ready_s = time.monotonic()
         assert self._state is not None
-        self._broadcast(messages.BeginParity(round_id=self._state.round_id))
+        self._broadcast(host_messages.BeginParity(round_id=self._state.round_id))
 
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
@@ -380,7 +380,7 @@ class ParityScheduler:
         """Order all hosts to delete the shards in the buffer that is written next."""
         assert state.protected is not None
         captured, members = state.protected.captured, set(state.protected.members)
-        order = messages.DropShards(round_id=state.round_id, half=1 - state.half)
+        order = host_messages.DropShards(round_id=state.round_id, half=1 - state.half)
         times = self._began_s, self._encode_s
         self._dropping = _Dropping(captured, *times, members, order)
         self._broadcast(order)
@@ -419,7 +419,7 @@ class ParityScheduler:
             return
         self._pacer.on_end(is_made=False)
         generation, attempt = state.coding.captured
-        self._broadcast(messages.CancelParity(round_id=state.round_id, reason=reason))
+        self._broadcast(host_messages.CancelParity(round_id=state.round_id, reason=reason))
         self._change(state.has_failed(state.round_id))
         self._again_s = time.monotonic() + _AGAIN_S
         emit(
@@ -445,7 +445,7 @@ class _Dropping(Struct):
     encode_s: float
     hosts: set[str]
     """Hosts that have not reported the deletion yet."""
-    order: messages.DropShards
+    order: host_messages.DropShards
 
 
 # Measures training step times on the coordinator, and limits the rate of parity. A rank requests

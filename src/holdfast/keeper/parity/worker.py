@@ -16,7 +16,7 @@ from holdfast.format.image import header_size
 from holdfast.format.manifest import AttemptId
 from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts import host_messages
 from holdfast.keeper.hosts.network import Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildWorker
@@ -110,7 +110,7 @@ class ParityWorker:
 
     # ── orders of the coordinator ────────────────────────────────────────────────────────────────
 
-    def member(self, order: messages.MakeParity) -> MemberFact:
+    def member(self, order: host_messages.MakeParity) -> MemberFact:
         """Return the images of an order that are here. Raises ArenaError, FormatError or NotFound.
 
         NotFound if one is missing, or is not the one that was captured.
@@ -138,7 +138,7 @@ class ParityWorker:
         found = (one.slots for one in self._memory.discovered()[1] if one.id == attempt)
         return next(found, {})
 
-    def join(self, group: messages.JoinGroup, hosts: Sequence[m.HostEntry]) -> None:
+    def join(self, group: host_messages.JoinGroup, hosts: Sequence[m.HostEntry]) -> None:
         """Make parity with these hosts from now on."""
         self._group = ParityGroup(
             tuple(
@@ -148,7 +148,7 @@ class ParityWorker:
             group.parity,
         )
 
-    def make(self, order: messages.MakeParity, tell: Report) -> None:
+    def make(self, order: host_messages.MakeParity, tell: Report) -> None:
         """Make the shards of this host, cancelling another round. An order is obeyed once."""
         if order.round_id == self._round_id:
             return
@@ -158,12 +158,12 @@ class ParityWorker:
         try:
             run = self._prepare(order, tell)
         except (HoldfastError, KeyError) as error:  # the content of that buffer stays
-            tell(messages.ParityFailed(round_id=order.round_id, reason=str(error)))
+            tell(host_messages.ParityFailed(round_id=order.round_id, reason=str(error)))
             return
         self._next = run
         self._begin()
 
-    def _prepare(self, order: messages.MakeParity, tell: Report) -> _ParityRun:
+    def _prepare(self, order: host_messages.MakeParity, tell: Report) -> _ParityRun:
         """Look for the images of an order, and list them for the other members."""
         group, server = self._group, self._server
         if group is None or server is None:
@@ -192,14 +192,14 @@ class ParityWorker:
             self._run.may_begin.set()
 
     def rebuild(
-        self, order: messages.RebuildImage, hosts: Sequence[m.HostEntry], tell: Report
+        self, order: host_messages.RebuildImage, hosts: Sequence[m.HostEntry], tell: Report
     ) -> None:
         """Decode an image that no host has, from the surviving members of its group."""
         record = self.record_of(order.attempt, order.rank, order.half)
         reach = self.group_access(order.attempt, hosts, order.ports)
         if reach is None or record is None:
             reason = f"no parity is kept here of the image of rank {order.rank}"
-            tell(messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=reason))
+            tell(host_messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=reason))
             return
         self.rebuilding.begin(order, record, self._own, reach, tell)
 
@@ -339,7 +339,7 @@ class ParityWorker:
             budget=self._budget,
         )
         run.begin(exchange)
-        ready = messages.ParityReady(round_id=order.round_id, terms=terms.digest)
+        ready = host_messages.ParityReady(round_id=order.round_id, terms=terms.digest)
         self._background.from_thread(lambda: run.tell(ready))
         if not run.may_begin.wait(READY_S):
             raise NotProtected(f"not all hosts had memory for parity in {READY_S:.0f} s")
@@ -372,38 +372,38 @@ class ParityWorker:
         self.store.add(made or ())
         if failure or run.why:
             reason = run.why or failure
-            run.tell(messages.ParityFailed(round_id=run.order.round_id, reason=reason))
+            run.tell(host_messages.ParityFailed(round_id=run.order.round_id, reason=reason))
         else:
-            run.tell(messages.ParityComplete(round_id=run.order.round_id))
+            run.tell(host_messages.ParityComplete(round_id=run.order.round_id))
         self._begin()
         self._drop_if_idle()
 
     def do(self, fact: Any, hosts: Sequence[m.HostEntry], tell: Report) -> None:
         """Carry out a parity order of the coordinator; ``tell`` is called with the results."""
         match fact:
-            case messages.JoinGroup():
+            case host_messages.JoinGroup():
                 self.join(fact, hosts)
-            case messages.MakeParity():
+            case host_messages.MakeParity():
                 self.make(fact, tell)
-            case messages.BeginParity(round_id=round_id):
+            case host_messages.BeginParity(round_id=round_id):
                 self.begin(round_id)
-            case messages.CancelParity(reason=reason):
+            case host_messages.CancelParity(reason=reason):
                 self.cancel(reason)
-            case messages.DropParity():
+            case host_messages.DropParity():
                 self.drop()
-            case messages.DropShards(round_id=round_id, half=half):
+            case host_messages.DropShards(round_id=round_id, half=half):
                 self.drop_buffer(half)
-                tell(messages.ShardsDropped(round_id=round_id))
-            case messages.RebuildImage():
+                tell(host_messages.ShardsDropped(round_id=round_id))
+            case host_messages.RebuildImage():
                 self.rebuild(fact, hosts, tell)
-            case messages.CancelRebuild(reason=reason):
+            case host_messages.CancelRebuild(reason=reason):
                 self.rebuilding.cancel(reason)
 
 
-def stored_shards(parity: ParityWorker | None) -> tuple[messages.ParityShards, ...]:
+def stored_shards(parity: ParityWorker | None) -> tuple[host_messages.ParityShards, ...]:
     """Return the stored shards as a message for the coordinator."""
     return tuple(
-        messages.ParityShards(
+        host_messages.ParityShards(
             half=row.half,
             attempt=row.record.attempt,
             members=row.members,
@@ -431,7 +431,7 @@ class _ParityRun:
 
     def __init__(
         self,
-        order: messages.MakeParity,
+        order: host_messages.MakeParity,
         group: ParityGroup,
         attempt_id: AttemptId,
         member: MemberFact,
