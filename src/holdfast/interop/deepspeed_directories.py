@@ -114,7 +114,7 @@ class _Checkpoint:
     def _refuse_parallel(self) -> None:
         if self._is_universal and (self._is_staged or self._has_experts):
             what = "pipelines" if self._is_staged else "models with experts"
-            raise UsageError(f"the universal form of DeepSpeed's {what} can't be read yet")
+            raise self._files.unread("", f"the universal form of DeepSpeed's {what}")
 
     @property
     def main(self) -> dict[str, Any] | None:
@@ -123,20 +123,21 @@ class _Checkpoint:
 
     def read(self) -> DeepSpeedState:
         if self._main is None:
-            raise self._files.error(self._main_name(0), "it is not there")
+            raise self._files.missing(self._main_name(0), "the model's files")
         main = self._files.value(self._main)
         names = self._model_files(main)
         if self._has_experts and (main.get("ds_autoep_layers") or self._degree > 1):
-            raise UsageError(
+            raise self._files.unread(
+                self._main,
                 "DeepSpeed checkpoints with experts that it cut by itself (AutoEP), or on "
-                "tensor-parallel ranks or stages, can't be read yet"
+                "tensor-parallel ranks or stages,",
             )
         trees = [self._files.tree(name) for name in names]
         ranks = self._tensor_ranks(main)
         tree = trees[0]
         rest = {k: v for k, v in tree.items() if k not in tags.DESCRIBING and v is not None}
         local = [self._shapes(name) for name in names]
-        shapes = merged_groups(local) if self._is_staged else local[0]
+        shapes = merged_groups(self._files, local) if self._is_staged else local[0]
         model = self._module(trees, shapes, ranks)
         self._compare(trees, rest, main)
         optimizer: dict[str, Any] | None = tree.get("optimizer")
@@ -176,10 +177,8 @@ class _Checkpoint:
         masters = {name for group in shapes for name in group}
         if self._is_staged:
             buffers = {*chain(*(one.get("buffer_names") or () for one in trees))}
-            found = layers_in(
-                self._files.names, self._files.tree, {*masters, *buffers}, self._notes
-            )
-            require_trained(found.keys() - buffers, trees)
+            found = layers_in(self._files, {*masters, *buffers}, self._notes)
+            require_trained(self._files, found.keys() - buffers, trees)
             return found
         modules = [dict(_module_of(one)) for one in trees]
         if self._is_partitioned:
@@ -193,7 +192,7 @@ class _Checkpoint:
                 ]
         if self._has_experts:
             counts = trees[0].get("num_experts")
-            modules[0] |= experts_in(self._files.names, self._files.tree, counts)
+            modules[0] |= experts_in(self._files, self._mains[0], counts)
         if ranks is not None:
             ranks.join_module(modules[0], modules, masters, trees[0].get("buffer_names"))
         return modules[0]
@@ -242,7 +241,7 @@ class _Checkpoint:
         for rank in range(degree):
             if rank not in self._mains:
                 name = self._main_name(rank)
-                raise self._files.error(name, f"it is not there, of {degree} ranks' files")
+                raise self._files.missing(name, f"{degree} ranks' files")
         return [self._mains[rank] for rank in range(self._degree)]
 
     def _main_name(self, rank: int) -> str:
@@ -277,7 +276,7 @@ class _Checkpoint:
                 some = self._optimizers[min(self._optimizers)]
                 like = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", some[min(some)])
                 name = re.sub(r"mp_rank_[0-9]+", f"mp_rank_{tensor_rank:02d}", like)
-                raise self._files.error(name, f"it is not there, of {count} ranks' files")
+                raise self._files.missing(name, f"{count} ranks' files")
         extra = [rank for rank in there if rank >= count]
         if extra:
             raise self._files.error(
@@ -304,9 +303,12 @@ class _Checkpoint:
         is_third = "fp32_flat_groups" in state
         if self._has_experts:
             if is_third:
-                raise UsageError("DeepSpeed checkpoints of ZeRO-3 with experts can't be read yet")
+                raise self._files.unread(first, "DeepSpeed checkpoints of ZeRO-3 with experts")
             is_data_first = (main.get("ds_config") or {}).get(DATA_FIRST) is True
-            self._experts = ExpertRanks(shapes, counts, is_data_first)
+            try:
+                self._experts = ExpertRanks(shapes, counts, is_data_first)
+            except PartitionError as error:
+                raise self._files.error(first, str(error)) from None
             shapes = self._experts.shapes
             local = [shapes]
         key = "optimizer_state_dict" if is_third else "base_optimizer_state"
@@ -364,7 +366,11 @@ class _Checkpoint:
         if not counts or any(type(one) is not int or one < 1 for one in counts):
             raise self._files.error(name, "it does not say over how many ranks it is cut")
         if len(set(counts)) > 1 and not self._has_experts:
-            raise UsageError("DeepSpeed's groups are of experts, and there is no file of an expert")
+            raise self._files.error(
+                name,
+                f"its groups are cut over {counts!s:.100} ranks, as of a model with experts, and "
+                "there is no file of an expert. Copy these from where it was written",
+            )
         return counts if len(counts) == groups or len(set(counts)) > 1 else counts[:1] * groups
 
     def _flat_parts(

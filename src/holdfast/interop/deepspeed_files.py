@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from holdfast.errors import ForeignFormatError
+from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import ITEMSIZE, flat_boxes
 from holdfast.interop.deepspeed_tags import is_of_another_rank
 from holdfast.interop.foreign import StoredBox
@@ -36,6 +36,21 @@ class TagFiles:
     def error(self, name: str, why: str) -> ForeignFormatError:
         """What is wrong with a file."""
         return ForeignFormatError(f"{self.where(name)}: {why}", path=self.where(name), offset=0)
+
+    def missing(self, name: str, of: str) -> ForeignFormatError:
+        """A file is not there, of those that belong together."""
+        return self.error(
+            name,
+            f"it is not there, of {of}. Copy it from where they were written, or give a checkpoint "
+            "that is whole",
+        )
+
+    def unread(self, name: str, what: str) -> UsageError:
+        """A file, or with "" the folder, is of a kind that can't be read yet."""
+        return UsageError(
+            f"{self.where(name)}: {what} can't be read yet. Load it with DeepSpeed and save the "
+            "state from there"
+        )
 
     def numbered(self, pattern: re.Pattern[str]) -> dict[tuple[int, ...], str]:
         """The files whose names have numbers by ``pattern``; an error where two have the same."""

@@ -45,7 +45,7 @@ def read_universal(
     found: dict[str, dict[str, Any]] = {}
     for parameter, shape in ((n, s) for group in shapes for n, s in group.items()):
         if parameter not in atoms:
-            raise files.error(f"zero/{parameter}/fp32.pt", "it is not there")
+            raise files.missing(f"zero/{parameter}/fp32.pt", "the parameters' files")
         if is_cut:
             shape = _whole_shape(files, parameter)
         model[parameter] = _atom(files, parameter, "fp32", shape)

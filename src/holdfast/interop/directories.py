@@ -62,7 +62,7 @@ def recognize(files: SourceFiles) -> str | None:
     """
     names = files.names()
     there = set(names)
-    _refuse_unread(names)
+    _refuse_unread(files, names)
     if find_tag(files) is not None:
         return "deepspeed"
     if is_torch_dist(there) or has_rank_files(names):
@@ -93,13 +93,17 @@ def _of_file(name: str) -> str | None:
     return "torch" if name.endswith(_TORCH_SUFFIXES) else None
 
 
-def _refuse_unread(names: list[str]) -> None:
+def _refuse_unread(files: SourceFiles, names: list[str]) -> None:
     if CONFIG in names and COMMON in names and METADATA not in names:
         raise UsageError(
-            f"this directory of Megatron-Core has no {METADATA}: the save was not finished"
+            f"{files.path}, a directory of Megatron-Core, has no {METADATA}: the save was not "
+            "finished. Give another step"
         )
-    if any(map(_OF_A_RANK.fullmatch, names)):
-        raise UsageError("DCP checkpoints saved without collectives can't be read yet")
+    if any(found := [one for one in names if _OF_A_RANK.fullmatch(one)]):
+        raise UsageError(
+            f"{files.where(found[0])} has the metadata of one rank: DCP checkpoints saved without "
+            "collectives can't be read yet. Save with use_collectives=True"
+        )
 
 
 def read_directory(

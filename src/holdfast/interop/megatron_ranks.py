@@ -139,10 +139,10 @@ class _RankFiles:
                 numbers = (rank, stage if self._stages > 1 else -1, -1)
                 if numbers not in numbered:
                     end = f"_{stage:03d}" if self._stages > 1 else ""
-                    raise self._files.error(
+                    raise self._files.missing(
                         f"mp_rank_{rank:02d}{end}/model_optim_rng.pt",
-                        f"it is not there, of the files of {self._tensor} tensor-parallel ranks "
-                        f"and {self._stages} stages",
+                        f"the files of {self._tensor} tensor-parallel ranks and {self._stages} "
+                        "stages",
                     )
                 found[rank, stage] = numbered[numbers]
         if others := sorted({*numbered.values()} - {*found.values()}):
