@@ -246,8 +246,12 @@ def test_a_short_file_is_named(tmp_path: Path) -> None:
     root = save({"w": torch.ones(64, 64)}, tmp_path / "dcp")
     file = root / "__0_0.distcp"
     os.truncate(file, file.stat().st_size // 2)
-    with pytest.raises(HoldfastError, match="not at all"):
+    with pytest.raises(HoldfastError, match=rf"not at all.*{file} has \d+ bytes, \d+ are named"):
         holdfast.load(root, {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(64, 64))})})
+    file.unlink()
+    model = {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(64, 64))})}
+    with pytest.raises(HoldfastError, match=rf"{file} is not there\. Copy what is missing here"):
+        holdfast.load(root, model)
 
 
 def test_a_directory_without_metadata_says_so(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from holdfast.interop.deepspeed_experts import DATA_FIRST, ExpertRanks, experts_
 from holdfast.interop.deepspeed_files import TagFiles, named_options
 from holdfast.interop.deepspeed_frozen import add_frozen
 from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups, require_trained
+from holdfast.interop.deepspeed_shapes import require_shapes, shapes_of
 from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
-from holdfast.interop.master_copies import is_master_of
+from holdfast.interop.master_copies import differing_copies, is_master_of
 from holdfast.interop.parameter_partition import (
     PartitionError,
-    group_shapes,
     mapped_cuts,
     model_ranks,
     partition_cuts,
@@ -40,6 +40,8 @@ from holdfast.interop.tensor_ranks import INFO, TensorRanks
 
 #: The masters of fp16 without ZeRO, in the dictionary of its optimizer.
 _MASTERS = frozenset(("fp32_groups", "fp32_groups_flat"))
+#: So many masters are compared with the copies of 16 bits: all of a save are of one step.
+_COMPARED = 16
 #: What hyperparameters may be that all ranks have alike.
 _OPTIONS = (int, float, str, tuple, list, type(None), TensorRef)
 
@@ -136,7 +138,10 @@ class _Checkpoint:
         ranks = self._tensor_ranks(main)
         tree = trees[0]
         rest = {k: v for k, v in tree.items() if k not in tags.DESCRIBING and v is not None}
-        local = [self._shapes(name) for name in names]
+        local = [shapes_of(self._files, name) for name in names]
+        for rank, tree in enumerate(trees):
+            ranks_files = self._models[rank].values() if self._is_partitioned else ()
+            require_shapes(self._files, names[rank], tree, local[rank], ranks_files)
         shapes = merged_groups(self._files, local) if self._is_staged else local[0]
         model = self._module(trees, shapes, ranks)
         self._compare(trees, rest, main)
@@ -258,12 +263,6 @@ class _Checkpoint:
         where = self._files.where(self._mains[0])
         return None if self._is_staged else TensorRanks(main.get(INFO), self._degree, where)
 
-    def _shapes(self, name: str) -> Shapes:
-        try:
-            return group_shapes(self._files.value(name))
-        except PartitionError as error:
-            raise self._files.error(name, str(error)) from None
-
     # ── ZeRO ─────────────────────────────────────────────────────────────────────────────
 
     def _ranks(self, count: int, tensor_rank: int) -> list[str]:
@@ -336,6 +335,7 @@ class _Checkpoint:
         all_shapes |= {name: one.shape for name, one in joined.items()}
         self._require_held(first, all_shapes, {name for name, kind in parts if not kind})
         found: dict[str, dict[str, Any]] = {}
+        masters: dict[str, ForeignLeaf] = {}
         for (name, kind), boxes in parts.items():
             leaf = ForeignLeaf(
                 dtypes[name, kind],
@@ -349,7 +349,10 @@ class _Checkpoint:
                 found.setdefault(name, {})[kind] = leaf
             else:
                 self._require_expert(name, leaf, model.get(name))
-                model[name] = leaf
+                masters[name] = leaf
+        compared = [*masters][:: -(-len(masters) // _COMPARED)] if masters else []
+        self._notes += differing_copies(self._files.files, {n: masters[n] for n in compared}, model)
+        model |= masters
         self._add_scaler(rest, state)
         self._compare_steps(first, inner, main)
         groups = [

@@ -28,6 +28,7 @@ class TagFiles:
         self.files, self._tag = files, tag
         self.names = {name.removeprefix(tag) for name in files.names() if name.startswith(tag)}
         self._opened: dict[str, TorchFile] = {}
+        self._of_atoms = {name.rpartition("/")[2] for name in self.names if name[:5] == "zero/"}
 
     def where(self, name: str) -> str:
         """The file, for messages."""
@@ -69,7 +70,9 @@ class TagFiles:
         if name not in self._opened:
             opened = open_torch_file(self.files, self._tag + name)
             other = f"{opened.written_as}.pt"
-            if is_of_another_rank(name.rpartition("/")[2], other):
+            last = name.rpartition("/")[2]
+            is_misplaced = name.startswith("zero/") and last != other in self._of_atoms
+            if is_misplaced or is_of_another_rank(last, other):
                 raise self.error(
                     name,
                     f"it was written as {other}: files were renamed, or put in each other's place. "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.interop import deepspeed_tags as tags
 from holdfast.interop.deepspeed_files import TagFiles, named_options
 from holdfast.interop.deepspeed_pipeline import Shapes
 from holdfast.interop.foreign import ForeignLeaf
+from holdfast.interop.master_copies import differing_copies
 from holdfast.interop.pickle_records import TensorRef
 
 #: What the optimizer is as a whole.
@@ -43,12 +45,13 @@ def read_universal(
             "the model's file does not name its parameter: files of two saves are mixed",
         )
     found: dict[str, dict[str, Any]] = {}
+    masters: dict[str, Any] = {}
     for parameter, shape in ((n, s) for group in shapes for n, s in group.items()):
         if parameter not in atoms:
             raise files.missing(f"zero/{parameter}/fp32.pt", "the parameters' files")
         if is_cut:
             shape = _whole_shape(files, parameter)
-        model[parameter] = _atom(files, parameter, "fp32", shape)
+        masters[parameter] = _atom(files, parameter, "fp32", shape)
         kinds = [
             m[1]
             for one in sorted(files.names)
@@ -56,7 +59,12 @@ def read_universal(
         ]
         moments = {k: _atom(files, parameter, k, shape) for k in kinds if k != "fp32"}
         if moments:
-            found[parameter] = {**steps.get(parameter, {}), **moments}
+            found[parameter] = moments
+    for group in shapes:
+        _require_alike(files, {name: found.get(name, {}) for name in group})
+    found = {name: {**steps.get(name, {}), **moments} for name, moments in found.items()}
+    notes += differing_copies(files.files, masters, model)
+    model |= masters
     if any("step" not in kinds for kinds in found.values()):
         notes.append("some parameters have no step count: their atoms have no step.pt")
     common = common_state(files)
@@ -66,6 +74,16 @@ def read_universal(
         options = [{"params": [number]} for number in range(len(shapes))]
     groups = [[n for index in group["params"] for n in shapes[index]] for group in options]
     return {"state": found, "param_groups": named_options(options, groups)}
+
+
+def _require_alike(files: TagFiles, moments: Mapping[str, Mapping[str, Any]]) -> None:
+    """DeepSpeed has the same state of all parameters of a group."""
+    kinds = {kind for some in moments.values() for kind in some}
+    for parameter, some in moments.items():
+        if missing := sorted(kinds - some.keys()):
+            raise files.missing(
+                f"zero/{parameter}/{missing[0]}.pt", f"the {len(moments)} parameters of its group"
+            )
 
 
 def _whole_shape(files: TagFiles, parameter: str) -> tuple[int, ...]:

@@ -8,6 +8,9 @@ of norms that are still ones, are not told apart.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from holdfast.geometry.box import ITEMSIZE
@@ -36,6 +39,31 @@ def is_master_of(files: SourceFiles, master: ForeignLeaf, leaf: ForeignLeaf) -> 
         bits = wide.view(np.uint32).astype(np.uint64)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
     return rounded == raw or bool(np.isnan(wide).any())
+
+
+def differing_copies(
+    files: SourceFiles, masters: Mapping[str, ForeignLeaf], model: Mapping[str, Any]
+) -> list[str]:
+    """A note of the first of ``masters`` that is not that of its copy in ``model``, if one is not.
+    Copies in files of another form, as shards of the whole, are not compared.
+    """
+    differing = [
+        name
+        for name, master in masters.items()
+        if isinstance(leaf := model.get(name), ForeignLeaf)
+        and master.dtype == "F32"
+        and leaf.dtype in (*NARROW, "F32")
+        and leaf.shape == master.shape
+        and not is_master_of(files, master, leaf)
+    ]
+    if not differing:
+        return []
+    (part, *_), (copy, *_) = masters[differing[0]].parts, model[differing[0]].parts
+    return [
+        f"{differing[0]:.200} in {files.where(part.extent.file)} is not that of its copy in "
+        f"{files.where(copy.extent.file)}, nor are {len(differing) - 1} others of {len(masters)}: "
+        "files of two saves may be mixed"
+    ]
 
 
 def _start_of(files: SourceFiles, leaf: ForeignLeaf) -> bytearray:

@@ -55,6 +55,8 @@ _ALIKE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"),
     *("ffn_hidden_size", "num_attention_heads", "num_query_groups", "swiglu", "params_dtype"),
 )
+#: What arguments each rank has of its own: ``rank``, ``local_rank``, devices.
+_OF_A_RANK = re.compile("rank|device|host")
 #: What a file has of each rank by itself, or is taken apart.
 _TAKEN = frozenset(("optimizer", "rng_state", "checkpoint_version"))
 
@@ -233,10 +235,12 @@ class _RankFiles:
             if key not in _TAKEN and not _MODEL_KEY.fullmatch(key)
         }
         every = [{k: v for k, v in one.items() if k in rest} for one in self._trees.values()]
+        for one in every:  # each with the number of its rank
+            args = one.pop("args").fields
+            one |= {f"args.{k}": v for k, v in args.items() if not _OF_A_RANK.search(str(k))}
         self._notes += [
             f"{key} is not the same on all ranks: that of {self._first} is taken"
             for key in self._copies.differing(every)
-            if key != "args"  # which has the number of its rank
         ]
         self._notes += [
             f"{key} of {self._first} is left out: what else is read is called so"
@@ -359,6 +363,8 @@ class _RankFiles:
             leaf: ForeignLeaf = leaves[0]
             return leaf
         shapes = {leaf.shape if isinstance(leaf, ForeignLeaf) else None for leaf in leaves}
+        if len(shapes) > 1:
+            self._refuse(name, f"the ranks have shards of the shapes {[*shapes]}, of equal sizes")
         if shapes == {()}:
             info = {REPLICATED: [f"^{re.escape(name)}$"]}
         else:

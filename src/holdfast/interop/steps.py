@@ -180,6 +180,10 @@ class ForeignSteps:
         """See ``ForeignStore``, of the step that this is a path of."""
         return self._store(path).facts()
 
+    def lacks(self, path: str) -> str:
+        """See ``ForeignStore``, of the step that this is a path of."""
+        return self._store(path).lacks()
+
     def require_unchanged(self, path: str) -> None:
         """See ``ForeignStore``, of the step that this is a path of."""
         self._store(path).require_unchanged()

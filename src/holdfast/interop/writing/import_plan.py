@@ -264,7 +264,8 @@ def _layout(saved: SavedState, checkpoint: Checkpoint) -> Layout:
         if fault is not None and not whole.is_empty:
             raise CoverageError(
                 f"{name}: box {fault.box.start}:{fault.box.stop} is in none of the files, or in "
-                "two: nothing is imported. `holdfast verify` lists what is missing"
+                "two: nothing is imported. `holdfast verify` lists what is missing. "
+                f"{checkpoint.lacks()}"
             )
         if stored is None or whole.is_empty:
             boxes = {min(range(len(sizes)), key=sizes.__getitem__): [whole]}
