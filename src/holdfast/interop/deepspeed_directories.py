@@ -24,7 +24,7 @@ from holdfast.interop.deepspeed_files import TagFiles, named_options
 from holdfast.interop.deepspeed_frozen import add_frozen
 from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups, require_trained
 from holdfast.interop.deepspeed_shapes import require_shapes, shapes_of
-from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal
+from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal, step_of_atom
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
 from holdfast.interop.master_copies import differing_copies, is_master_of
 from holdfast.interop.parameter_partition import (
@@ -147,7 +147,7 @@ class _Checkpoint:
         self._compare(trees, rest, main)
         optimizer: dict[str, Any] | None = tree.get("optimizer")
         if self._is_universal:
-            optimizer = self._universal(model, shapes, rest)
+            optimizer = self._universal(model, shapes, rest, main)
         elif self._optimizers:
             optimizer = self._zero(model, shapes, local, rest, main, ranks)
         elif shapes:
@@ -561,7 +561,7 @@ class _Checkpoint:
             rest.setdefault("loss_scaler", state["loss_scaler"])
 
     def _universal(
-        self, model: dict[str, Any], shapes: Shapes, rest: dict[str, Any]
+        self, model: dict[str, Any], shapes: Shapes, rest: dict[str, Any], main: Mapping[str, Any]
     ) -> dict[str, Any]:
         common = common_state(self._files)
         inner = common.get("optimizer_state_dict")
@@ -573,9 +573,13 @@ class _Checkpoint:
                 for number, some in inner["state"].items()
             }
             self._add_steps(steps, COMMON, {"state": singles}, shapes)
-        return read_universal(
+        found = read_universal(
             self._files, model, shapes, steps, self._notes, is_cut=self._degree > 1
         )
+        taken = {name: {"step": step_of_atom(self._files, name)} for name in [*found["state"]][:1]}
+        said = inner if isinstance(inner, dict) and "state" in inner else {"state": {}}
+        self._compare_steps(COMMON, {"state": taken | said["state"]}, main)
+        return found
 
 
 def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -27,8 +27,8 @@ def is_master_of(files: SourceFiles, master: ForeignLeaf, leaf: ForeignLeaf) -> 
     """True if the first elements of ``master``, rounded, are those of ``leaf``."""
     if master.dtype != "F32" or master.shape != leaf.shape:
         return False
-    wide = np.frombuffer(_start_of(files, master), np.float32)
-    raw = _start_of(files, leaf)[: len(wide) * ITEMSIZE[leaf.dtype]]
+    wide = np.frombuffer(start_of(files, master), np.float32)
+    raw = start_of(files, leaf)[: len(wide) * ITEMSIZE[leaf.dtype]]
     wide = wide[: len(raw) // ITEMSIZE[leaf.dtype]]
     if leaf.dtype == "F32":
         return wide.tobytes() == raw
@@ -66,7 +66,7 @@ def differing_copies(
     ]
 
 
-def _start_of(files: SourceFiles, leaf: ForeignLeaf) -> bytearray:
+def start_of(files: SourceFiles, leaf: ForeignLeaf) -> bytearray:
     """The first elements, as far as they lie in the first box of it."""
     some = [part for part in leaf.parts if not part.box.is_empty]
     if not some:
