@@ -242,6 +242,18 @@ def test_elements_that_no_file_has_are_an_error_before_anything_is_read(tmp_path
     assert torch.equal(model["w"], torch.zeros(8, 8))
 
 
+@pytest.mark.promise
+def test_two_items_on_the_same_bytes_are_refused_by_name(tmp_path: Path) -> None:
+    """An offset that is another's would give one tensor the elements of the other."""
+    root = save({"w": torch.ones(4), "v": torch.zeros(4)}, tmp_path / "dcp")
+    raw = pickle.loads((root / ".metadata").read_bytes())
+    one, other = raw.storage_data.values()
+    one.offset = other.offset
+    (root / ".metadata").write_bytes(pickle.dumps(raw))
+    with pytest.raises(HoldfastError, match=rf"{root}/\.metadata.* lie on the same bytes"):
+        holdfast.open(root)
+
+
 def test_a_short_file_is_named(tmp_path: Path) -> None:
     root = save({"w": torch.ones(64, 64)}, tmp_path / "dcp")
     file = root / "__0_0.distcp"

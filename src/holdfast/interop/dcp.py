@@ -102,6 +102,7 @@ class _DcpDirectory:
         try:
             items = Items(self._dictionary(fields, "storage_data"), self._file)
             items.require_once()
+            items.require_apart()
             world = self._look_at_files(items)
             for name, about in described.items():
                 if type(name) is not str:

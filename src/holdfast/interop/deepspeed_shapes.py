@@ -10,6 +10,8 @@ from holdfast.interop.deepspeed_pipeline import Shapes
 from holdfast.interop.foreign import ForeignLeaf
 from holdfast.interop.parameter_partition import PartitionError, group_shapes
 
+_FROZEN = "frozen_param_shapes"
+
 
 def shapes_of(files: TagFiles, name: str) -> Shapes:
     """The shapes of the parameters of each group, that a model's file has."""
@@ -26,16 +28,17 @@ def require_shapes(
     ``others``, the files of the data-parallel ranks of ZeRO-3, which have no whole tensors.
     """
     for other in others:
-        if shapes_of(files, other) != shapes:
+        frozen = [files.value(one).get(_FROZEN) or {} for one in (name, other)]
+        if shapes_of(files, other) != shapes or frozen[0] != frozen[1]:
             raise files.error(
                 other,
-                f"its param_shapes are not those of {name}: files of two saves are mixed. Give a "
-                "checkpoint whose files are of one",
+                f"its shapes of parameters are not those of {name}: files of two saves are "
+                "mixed. Give a checkpoint whose files are of one",
             )
     if others:
         return
     module = tree.get("module") or {}
-    for group in (*shapes, tree.get("frozen_param_shapes") or {}):
+    for group in (*shapes, tree.get(_FROZEN) or {}):
         for parameter, shape in group.items():
             there = module.get(parameter)
             if isinstance(there, ForeignLeaf) and there.shape != shape:

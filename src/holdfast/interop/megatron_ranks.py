@@ -363,12 +363,12 @@ class _RankFiles:
             leaf: ForeignLeaf = leaves[0]
             return leaf
         shapes = {leaf.shape if isinstance(leaf, ForeignLeaf) else None for leaf in leaves}
-        if len(shapes) > 1:
-            self._refuse(name, f"the ranks have shards of the shapes {[*shapes]}, of equal sizes")
         if shapes == {()}:
             info = {REPLICATED: [f"^{re.escape(name)}$"]}
         else:
             info = self._rule(name, [leaf.shape for leaf in leaves])
+            if len(shapes) > 1 and not info[REPLICATED]:
+                self._refuse(name, f"its shards have the shapes {[*shapes]}, and should be equal")
         where = self._files.where(self._first)
         return TensorRanks(info, self._tensor, where).join_leaves(name, leaves)
 
