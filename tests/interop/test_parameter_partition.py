@@ -23,6 +23,7 @@ def test_addresses_that_are_none_are_refused(mappings: Any) -> None:
         mapped_cuts({"param_slice_mappings": mappings}, 0)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("begins", [(0, 4), (1, 4), (0, 2), (3, 0)])
 def test_addresses_that_do_not_follow_each_other_are_refused(begins: tuple[int, int]) -> None:
     def mapped(*some: int) -> dict[str, Any]:
