@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -48,6 +49,7 @@ WAYS = {
     "from ZeRO to one file of F32": ("export-zero", "zero-to-fp32"),
     "to transformers": ("export-pretrained", "save-pretrained"),
     "into transformers": ("load-pretrained", "from-pretrained"),
+    "into transformers, and a first forward pass": ("forward-ours", "forward-pretrained"),
     "from Megatron's torch_dist into live tensors": ("load-megatron", "megatron-load"),
 }
 TITLES = {
@@ -69,6 +71,8 @@ TITLES = {
     "save-pretrained": "`save_pretrained` from memory",
     "load-pretrained": "`hugging_face.state_dict` and `from_pretrained`",
     "from-pretrained": "`from_pretrained`",
+    "forward-ours": "`hugging_face.state_dict` and `from_pretrained`",
+    "forward-pretrained": "`from_pretrained`",
     "load-megatron": "`holdfast.load` of the directory",
     "megatron-load": "`dist_checkpointing.load`",
 }
@@ -80,6 +84,8 @@ GROUPS = {
         "save-pretrained",
         "load-pretrained",
         "from-pretrained",
+        "forward-ours",
+        "forward-pretrained",
     ),
     "megatron": ("load-megatron", "megatron-load"),
 }
@@ -157,12 +163,24 @@ def _way_of_transformers(
         model = llama(size_bytes // 3)
         return lambda: model.save_pretrained(out)
     source = directory / "pretrained"
-    if name == "from-pretrained":
-        return lambda: LlamaForCausalLM.from_pretrained(source)
     config = AutoConfig.from_pretrained(source)
-    return lambda: LlamaForCausalLM.from_pretrained(
-        None, config=config, state_dict=hugging_face.state_dict(directory / "weights")
-    )
+
+    def load() -> Any:
+        if name not in ("load-pretrained", "forward-ours"):
+            return LlamaForCausalLM.from_pretrained(source)
+        state = hugging_face.state_dict(directory / "weights")
+        return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
+
+    return (lambda: outputs_sum(load())) if name.startswith("forward") else load
+
+
+def outputs_sum(model: Any) -> int:
+    """A checksum of what a model makes of the same tokens: of all weights, which it reads."""
+    import torch
+
+    with torch.inference_mode():
+        found = model(input_ids=torch.arange(16).reshape(1, 16)).logits
+    return zlib.crc32(found.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _way_of_megatron(name: str, directory: Path, size_bytes: int) -> Callable[[], object]:
@@ -221,7 +239,7 @@ def measure(name: str, directory: Path, size_bytes: int) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # the highest sum counts from here
     begin, held = _counts(), processes.memory(os.getpid())["highest"]
     started_s = time.perf_counter()
-    act()
+    result = act()
     if out.is_dir():
         disk.sync_tree(out)
     elif out.exists():
@@ -233,6 +251,7 @@ def measure(name: str, directory: Path, size_bytes: int) -> dict[str, float]:
         "peak_bytes": highest - held,
         "read_bytes": end["rchar"] - begin["rchar"],
         "written_bytes": end["wchar"] - begin["wchar"],
+        **({"outputs": int(str(result))} if name.startswith("forward") else {}),
     }
 
 
@@ -264,6 +283,14 @@ def run_series(
         options = ["--way", name, "--dir", str(directory), "--bytes", str(size_bytes)]
         found[name].append(json.loads(_in(python, *options).splitlines()[-1]))
     return found
+
+
+def require_same_outputs(found: Mapping[str, list[dict[str, float]]]) -> None:
+    """A model goes on from any of the ways that end in the same, with the same outputs."""
+    for title, names in WAYS.items():
+        sums = {one["outputs"] for name in names for one in found.get(name, ()) if "outputs" in one}
+        if len(sums) > 1:
+            raise SystemExit(f"{title}: the ways gave models of other outputs")
 
 
 def _in(python: str, *options: str) -> str:
@@ -353,6 +380,7 @@ def main(arguments: Sequence[str]) -> int:
                 WRITERS[group](directory, size_bytes)
         among = options.among or [*TITLES]
         ways = run_series(directory, size_bytes, options.rounds, pythons, among)
+    require_same_outputs(ways)
     found = {"size_bytes": size_bytes, "rounds": options.rounds, "ways": ways}
     text = shown(facts, found)
     print(text)

@@ -394,6 +394,11 @@ def load(
     try:
         with shown_events(world.rank):
             return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
+    except UsageError as error:  # of the state and the rules, which know no directory
+        is_ours = getattr(store, "has_block_sums", True)
+        if is_ours or os.fspath(path) in str(error):
+            raise
+        raise type(error)(f"{os.fspath(path)}: {error}", **error.fields) from error.__cause__
     finally:
         world.close()
 

@@ -242,12 +242,28 @@ def test_elements_that_no_file_has_are_an_error_before_anything_is_read(tmp_path
     assert torch.equal(model["w"], torch.zeros(8, 8))
 
 
+@pytest.mark.promise
+def test_two_items_on_the_same_bytes_are_refused_by_name(tmp_path: Path) -> None:
+    """An offset that is another's would give one tensor the elements of the other."""
+    root = save({"w": torch.ones(4), "v": torch.zeros(4)}, tmp_path / "dcp")
+    raw = pickle.loads((root / ".metadata").read_bytes())
+    one, other = raw.storage_data.values()
+    one.offset = other.offset
+    (root / ".metadata").write_bytes(pickle.dumps(raw))
+    with pytest.raises(HoldfastError, match=rf"{root}/\.metadata.* lie on the same bytes"):
+        holdfast.open(root)
+
+
 def test_a_short_file_is_named(tmp_path: Path) -> None:
     root = save({"w": torch.ones(64, 64)}, tmp_path / "dcp")
     file = root / "__0_0.distcp"
     os.truncate(file, file.stat().st_size // 2)
-    with pytest.raises(HoldfastError, match="not at all"):
+    with pytest.raises(HoldfastError, match=rf"not at all.*{file} has \d+ bytes, \d+ are named"):
         holdfast.load(root, {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(64, 64))})})
+    file.unlink()
+    model = {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(64, 64))})}
+    with pytest.raises(HoldfastError, match=rf"{file} is not there\. Copy what is missing here"):
+        holdfast.load(root, model)
 
 
 def test_a_directory_without_metadata_says_so(tmp_path: Path) -> None:

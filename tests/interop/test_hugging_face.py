@@ -410,7 +410,7 @@ def test_a_file_of_lightning_without_its_shards_is_refused(tmp_path: Path) -> No
     sharded = LIGHTNING / "sharded" / "checkpoint" / "epoch=0-step=4.ckpt"
     copy = shutil.copytree(sharded, tmp_path / "a.ckpt")
     (copy / "__1_0.distcp").unlink()
-    with pytest.raises(HoldfastError, match=r"the images hold box .* not at all"):
+    with pytest.raises(HoldfastError, match=r"the images hold box .* not at all; .*distcp "):
         holdfast.load(copy, {"model": Small()})
     (copy / ".metadata").unlink()
     with pytest.raises(HoldfastError, match=r"no \.metadata"):
@@ -444,7 +444,7 @@ def test_a_download_of_hugging_face_is_no_save_without_collectives(tmp_path: Pat
     with holdfast.open(copy) as opened:
         assert opened.leaves
     (copy / "__0.metadata").write_bytes(b"")
-    with pytest.raises(holdfast.UsageError, match="saved without collectives"):
+    with pytest.raises(holdfast.UsageError, match=r"__0\.metadata .*saved without collect"):
         holdfast.open(copy)
 
 

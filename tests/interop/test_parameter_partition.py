@@ -12,6 +12,7 @@ from holdfast.interop.parameter_partition import (
     mapped_cuts,
     partition_cuts,
 )
+from holdfast.interop.pickle_records import Record
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,20 @@ from holdfast.interop.parameter_partition import (
 def test_addresses_that_are_none_are_refused(mappings: Any) -> None:
     with pytest.raises(PartitionError):
         mapped_cuts({"param_slice_mappings": mappings}, 0)
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("begins", [(0, 4), (1, 4), (0, 2), (3, 0)])
+def test_addresses_that_do_not_follow_each_other_are_refused(begins: tuple[int, int]) -> None:
+    def mapped(*some: int) -> dict[str, Any]:
+        both = zip("vw", some, (3, 2), strict=True)
+        addresses = {n: Record("fragment_address", {"start": a, "numel": c}) for n, a, c in both}
+        return {"param_slice_mappings": [addresses]}
+
+    assert [cut[1] for cut in mapped_cuts(mapped(0, 3), 0)] == [0, 3]
+    assert [cut[1] for cut in mapped_cuts(mapped(2, 0), 0)] == [2, 0]
+    with pytest.raises(PartitionError, match="what is before it ends at"):
+        mapped_cuts(mapped(*begins), 0)
 
 
 @pytest.mark.parametrize("shapes", [{"w": (3,)}, [3], [{3: (3,)}], [{"w": [3]}]])

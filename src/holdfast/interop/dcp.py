@@ -18,7 +18,7 @@ from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import Box
 from holdfast.interop.arrange import MODEL, Orders, arrange, is_extra
 from holdfast.interop.dcp_items import ChunkBoxes, Item, Items, Wrong, is_shape
-from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf
+from holdfast.interop.foreign import Extent, ForeignCheckpoint, ForeignLeaf, MissingFile
 from holdfast.interop.pickle_records import (
     TORCH_NAMES,
     GlobalName,
@@ -102,6 +102,7 @@ class _DcpDirectory:
         try:
             items = Items(self._dictionary(fields, "storage_data"), self._file)
             items.require_once()
+            items.require_apart()
             world = self._look_at_files(items)
             for name, about in described.items():
                 if type(name) is not str:
@@ -173,7 +174,7 @@ class _DcpDirectory:
             missing[file] = have is None or have < end
             if missing[file]:
                 what = "is not there" if have is None else f"has {have} bytes, {end} are named"
-                self._notes.append(f"{self._files.where(file)} {what}")
+                self._notes.append(MissingFile(f"{self._files.where(file)} {what}"))
         self._is_missing = np.array([missing[file] for file in self._names], np.bool_)
         self._note_later({file for file, is_missing in missing.items() if not is_missing})
         ranks = np.array(self._ranks, np.int64)

@@ -132,6 +132,18 @@ class Items:
         rows = self._all_of(name)
         return int(self._file[rows[0]]) if len(rows) else None
 
+    def require_apart(self) -> None:
+        """Wrong where two items have bytes in common: each is written behind the one before."""
+        order = np.lexsort((self._offset, self._file))
+        file, offset = self._file[order], self._offset[order]
+        common = (file[1:] == file[:-1]) & (offset[1:] < (offset + self._size[order])[:-1])
+        if common.any():
+            at = int(common.argmax())
+            one, other = ([*self._names][self._name[order[n]]] for n in (at, at + 1))
+            raise Wrong(
+                f"{one!r:.200} and {other!r:.200} lie on the same bytes, from {offset[at + 1]} on"
+            )
+
     def require_once(self) -> None:
         """Wrong where two items are of one name and offset: torch tells them apart by these."""
         for name, number in self._names.items():

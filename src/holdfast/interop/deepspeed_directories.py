@@ -23,12 +23,12 @@ from holdfast.interop.deepspeed_experts import DATA_FIRST, ExpertRanks, experts_
 from holdfast.interop.deepspeed_files import TagFiles, named_options
 from holdfast.interop.deepspeed_frozen import add_frozen
 from holdfast.interop.deepspeed_pipeline import Shapes, layers_in, merged_groups, require_trained
-from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal
+from holdfast.interop.deepspeed_shapes import require_shapes, shapes_of
+from holdfast.interop.deepspeed_universal import COMMON, common_state, read_universal, step_of_atom
 from holdfast.interop.foreign import ForeignLeaf, StoredBox
-from holdfast.interop.master_copies import is_master_of
+from holdfast.interop.master_copies import differing_copies, is_master_of
 from holdfast.interop.parameter_partition import (
     PartitionError,
-    group_shapes,
     mapped_cuts,
     model_ranks,
     partition_cuts,
@@ -40,6 +40,8 @@ from holdfast.interop.tensor_ranks import INFO, TensorRanks
 
 #: The masters of fp16 without ZeRO, in the dictionary of its optimizer.
 _MASTERS = frozenset(("fp32_groups", "fp32_groups_flat"))
+#: So many masters are compared with the copies of 16 bits: all of a save are of one step.
+_COMPARED = 16
 #: What hyperparameters may be that all ranks have alike.
 _OPTIONS = (int, float, str, tuple, list, type(None), TensorRef)
 
@@ -114,7 +116,7 @@ class _Checkpoint:
     def _refuse_parallel(self) -> None:
         if self._is_universal and (self._is_staged or self._has_experts):
             what = "pipelines" if self._is_staged else "models with experts"
-            raise UsageError(f"the universal form of DeepSpeed's {what} can't be read yet")
+            raise self._files.unread("", f"the universal form of DeepSpeed's {what}")
 
     @property
     def main(self) -> dict[str, Any] | None:
@@ -123,25 +125,29 @@ class _Checkpoint:
 
     def read(self) -> DeepSpeedState:
         if self._main is None:
-            raise self._files.error(self._main_name(0), "it is not there")
+            raise self._files.missing(self._main_name(0), "the model's files")
         main = self._files.value(self._main)
         names = self._model_files(main)
         if self._has_experts and (main.get("ds_autoep_layers") or self._degree > 1):
-            raise UsageError(
+            raise self._files.unread(
+                self._main,
                 "DeepSpeed checkpoints with experts that it cut by itself (AutoEP), or on "
-                "tensor-parallel ranks or stages, can't be read yet"
+                "tensor-parallel ranks or stages,",
             )
         trees = [self._files.tree(name) for name in names]
         ranks = self._tensor_ranks(main)
         tree = trees[0]
         rest = {k: v for k, v in tree.items() if k not in tags.DESCRIBING and v is not None}
-        local = [self._shapes(name) for name in names]
-        shapes = merged_groups(local) if self._is_staged else local[0]
+        local = [shapes_of(self._files, name) for name in names]
+        for rank, tree in enumerate(trees):
+            ranks_files = self._models[rank].values() if self._is_partitioned else ()
+            require_shapes(self._files, names[rank], tree, local[rank], ranks_files)
+        shapes = merged_groups(self._files, local) if self._is_staged else local[0]
         model = self._module(trees, shapes, ranks)
         self._compare(trees, rest, main)
         optimizer: dict[str, Any] | None = tree.get("optimizer")
         if self._is_universal:
-            optimizer = self._universal(model, shapes, rest)
+            optimizer = self._universal(model, shapes, rest, main)
         elif self._optimizers:
             optimizer = self._zero(model, shapes, local, rest, main, ranks)
         elif shapes:
@@ -176,10 +182,8 @@ class _Checkpoint:
         masters = {name for group in shapes for name in group}
         if self._is_staged:
             buffers = {*chain(*(one.get("buffer_names") or () for one in trees))}
-            found = layers_in(
-                self._files.names, self._files.tree, {*masters, *buffers}, self._notes
-            )
-            require_trained(found.keys() - buffers, trees)
+            found = layers_in(self._files, {*masters, *buffers}, self._notes)
+            require_trained(self._files, found.keys() - buffers, trees)
             return found
         modules = [dict(_module_of(one)) for one in trees]
         if self._is_partitioned:
@@ -193,7 +197,7 @@ class _Checkpoint:
                 ]
         if self._has_experts:
             counts = trees[0].get("num_experts")
-            modules[0] |= experts_in(self._files.names, self._files.tree, counts)
+            modules[0] |= experts_in(self._files, self._mains[0], counts)
         if ranks is not None:
             ranks.join_module(modules[0], modules, masters, trees[0].get("buffer_names"))
         return modules[0]
@@ -242,7 +246,7 @@ class _Checkpoint:
         for rank in range(degree):
             if rank not in self._mains:
                 name = self._main_name(rank)
-                raise self._files.error(name, f"it is not there, of {degree} ranks' files")
+                raise self._files.missing(name, f"{degree} ranks' files")
         return [self._mains[rank] for rank in range(self._degree)]
 
     def _main_name(self, rank: int) -> str:
@@ -259,12 +263,6 @@ class _Checkpoint:
         where = self._files.where(self._mains[0])
         return None if self._is_staged else TensorRanks(main.get(INFO), self._degree, where)
 
-    def _shapes(self, name: str) -> Shapes:
-        try:
-            return group_shapes(self._files.value(name))
-        except PartitionError as error:
-            raise self._files.error(name, str(error)) from None
-
     # ── ZeRO ─────────────────────────────────────────────────────────────────────────────
 
     def _ranks(self, count: int, tensor_rank: int) -> list[str]:
@@ -277,7 +275,7 @@ class _Checkpoint:
                 some = self._optimizers[min(self._optimizers)]
                 like = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", some[min(some)])
                 name = re.sub(r"mp_rank_[0-9]+", f"mp_rank_{tensor_rank:02d}", like)
-                raise self._files.error(name, f"it is not there, of {count} ranks' files")
+                raise self._files.missing(name, f"{count} ranks' files")
         extra = [rank for rank in there if rank >= count]
         if extra:
             raise self._files.error(
@@ -304,9 +302,12 @@ class _Checkpoint:
         is_third = "fp32_flat_groups" in state
         if self._has_experts:
             if is_third:
-                raise UsageError("DeepSpeed checkpoints of ZeRO-3 with experts can't be read yet")
+                raise self._files.unread(first, "DeepSpeed checkpoints of ZeRO-3 with experts")
             is_data_first = (main.get("ds_config") or {}).get(DATA_FIRST) is True
-            self._experts = ExpertRanks(shapes, counts, is_data_first)
+            try:
+                self._experts = ExpertRanks(shapes, counts, is_data_first)
+            except PartitionError as error:
+                raise self._files.error(first, str(error)) from None
             shapes = self._experts.shapes
             local = [shapes]
         key = "optimizer_state_dict" if is_third else "base_optimizer_state"
@@ -334,6 +335,7 @@ class _Checkpoint:
         all_shapes |= {name: one.shape for name, one in joined.items()}
         self._require_held(first, all_shapes, {name for name, kind in parts if not kind})
         found: dict[str, dict[str, Any]] = {}
+        masters: dict[str, ForeignLeaf] = {}
         for (name, kind), boxes in parts.items():
             leaf = ForeignLeaf(
                 dtypes[name, kind],
@@ -347,7 +349,10 @@ class _Checkpoint:
                 found.setdefault(name, {})[kind] = leaf
             else:
                 self._require_expert(name, leaf, model.get(name))
-                model[name] = leaf
+                masters[name] = leaf
+        compared = [*masters][:: -(-len(masters) // _COMPARED)] if masters else []
+        self._notes += differing_copies(self._files.files, {n: masters[n] for n in compared}, model)
+        model |= masters
         self._add_scaler(rest, state)
         self._compare_steps(first, inner, main)
         groups = [
@@ -364,7 +369,11 @@ class _Checkpoint:
         if not counts or any(type(one) is not int or one < 1 for one in counts):
             raise self._files.error(name, "it does not say over how many ranks it is cut")
         if len(set(counts)) > 1 and not self._has_experts:
-            raise UsageError("DeepSpeed's groups are of experts, and there is no file of an expert")
+            raise self._files.error(
+                name,
+                f"its groups are cut over {counts!s:.100} ranks, as of a model with experts, and "
+                "there is no file of an expert. Copy these from where it was written",
+            )
         return counts if len(counts) == groups or len(set(counts)) > 1 else counts[:1] * groups
 
     def _flat_parts(
@@ -552,7 +561,7 @@ class _Checkpoint:
             rest.setdefault("loss_scaler", state["loss_scaler"])
 
     def _universal(
-        self, model: dict[str, Any], shapes: Shapes, rest: dict[str, Any]
+        self, model: dict[str, Any], shapes: Shapes, rest: dict[str, Any], main: Mapping[str, Any]
     ) -> dict[str, Any]:
         common = common_state(self._files)
         inner = common.get("optimizer_state_dict")
@@ -564,9 +573,13 @@ class _Checkpoint:
                 for number, some in inner["state"].items()
             }
             self._add_steps(steps, COMMON, {"state": singles}, shapes)
-        return read_universal(
+        found = read_universal(
             self._files, model, shapes, steps, self._notes, is_cut=self._degree > 1
         )
+        taken = {name: {"step": step_of_atom(self._files, name)} for name in [*found["state"]][:1]}
+        said = inner if isinstance(inner, dict) and "state" in inner else {"state": {}}
+        self._compare_steps(COMMON, {"state": taken | said["state"]}, main)
+        return found
 
 
 def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from holdfast.errors import ForeignFormatError
+from holdfast.errors import ForeignFormatError, UsageError
 from holdfast.geometry.box import ITEMSIZE, flat_boxes
 from holdfast.interop.deepspeed_tags import is_of_another_rank
 from holdfast.interop.foreign import StoredBox
@@ -28,6 +28,7 @@ class TagFiles:
         self.files, self._tag = files, tag
         self.names = {name.removeprefix(tag) for name in files.names() if name.startswith(tag)}
         self._opened: dict[str, TorchFile] = {}
+        self._of_atoms = {name.rpartition("/")[2] for name in self.names if name[:5] == "zero/"}
 
     def where(self, name: str) -> str:
         """The file, for messages."""
@@ -36,6 +37,21 @@ class TagFiles:
     def error(self, name: str, why: str) -> ForeignFormatError:
         """What is wrong with a file."""
         return ForeignFormatError(f"{self.where(name)}: {why}", path=self.where(name), offset=0)
+
+    def missing(self, name: str, of: str) -> ForeignFormatError:
+        """A file is not there, of those that belong together."""
+        return self.error(
+            name,
+            f"it is not there, of {of}. Copy it from where they were written, or give a checkpoint "
+            "that is whole",
+        )
+
+    def unread(self, name: str, what: str) -> UsageError:
+        """A file, or with "" the folder, is of a kind that can't be read yet."""
+        return UsageError(
+            f"{self.where(name)}: {what} can't be read yet. Load it with DeepSpeed and save the "
+            "state from there"
+        )
 
     def numbered(self, pattern: re.Pattern[str]) -> dict[tuple[int, ...], str]:
         """The files whose names have numbers by ``pattern``; an error where two have the same."""
@@ -54,7 +70,9 @@ class TagFiles:
         if name not in self._opened:
             opened = open_torch_file(self.files, self._tag + name)
             other = f"{opened.written_as}.pt"
-            if is_of_another_rank(name.rpartition("/")[2], other):
+            last = name.rpartition("/")[2]
+            is_misplaced = name.startswith("zero/") and last != other in self._of_atoms
+            if is_misplaced or is_of_another_rank(last, other):
                 raise self.error(
                     name,
                     f"it was written as {other}: files were renamed, or put in each other's place. "

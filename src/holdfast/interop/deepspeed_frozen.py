@@ -35,7 +35,7 @@ def add_frozen(
         wanted += [(optimizers[min(optimizers)], rank) for rank in range(ranks, count)]
     if wanted:
         name = re.sub(r"pp_rank_[0-9]+", f"pp_rank_{wanted[0][1]}", wanted[0][0])
-        raise files.error(name, "it is not there, or others are of another save")
+        raise files.missing(name, f"{max(count, ranks)} ranks' files, if all are of one save")
     for file in models.values():
         if files.value(file).get("global_steps") != main.get("global_steps"):
             raise files.error(file, "its global_steps are of another save")

@@ -28,7 +28,8 @@ DESCRIBING = frozenset(
         *("num_experts", "ds_autoep_layers"),
     )
 )
-_LATEST = ("latest", "latest_universal")
+#: The files that name the tag to read.
+LATEST = ("latest", "latest_universal")
 
 
 def find_tag(files: SourceFiles) -> str | None:
@@ -43,7 +44,7 @@ def find_tag(files: SourceFiles) -> str | None:
     if not found or "" in found:
         return "" if found else None
     names = set(files.names())
-    for pointer in _LATEST:
+    for pointer in LATEST:
         if pointer in names:
             tag = files.read(pointer).decode("utf-8", "replace").strip()
             if f"{tag}/" not in found:

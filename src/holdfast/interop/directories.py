@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from holdfast.errors import UsageError
 from holdfast.interop.arrange import Orders
@@ -62,7 +63,8 @@ def recognize(files: SourceFiles) -> str | None:
     """
     names = files.names()
     there = set(names)
-    _refuse_unread(names)
+    _refuse_unread(files, names)
+    _refuse_part(files)
     if find_tag(files) is not None:
         return "deepspeed"
     if is_torch_dist(there) or has_rank_files(names):
@@ -93,13 +95,30 @@ def _of_file(name: str) -> str | None:
     return "torch" if name.endswith(_TORCH_SUFFIXES) else None
 
 
-def _refuse_unread(names: list[str]) -> None:
+def _refuse_part(files: SourceFiles) -> None:
+    """One file of several says nothing of the others, whose shards look whole by themselves."""
+    if not files.is_file:
+        return
+    kind, top = "", Path(files.path).parent
+    if files.name == METADATA or files.name.endswith(SUFFIX):
+        kind = "torch.distributed.checkpoint"
+    elif has_rank_files([f"{top.name}/{files.name}"]):
+        kind, top = "Megatron", top.parent
+    if kind:
+        raise UsageError(f"{files.path} is one file of a checkpoint of {kind}: give {top}")
+
+
+def _refuse_unread(files: SourceFiles, names: list[str]) -> None:
     if CONFIG in names and COMMON in names and METADATA not in names:
         raise UsageError(
-            f"this directory of Megatron-Core has no {METADATA}: the save was not finished"
+            f"{files.path}, a directory of Megatron-Core, has no {METADATA}: the save was not "
+            "finished. Give another step"
         )
-    if any(map(_OF_A_RANK.fullmatch, names)):
-        raise UsageError("DCP checkpoints saved without collectives can't be read yet")
+    if any(found := [one for one in names if _OF_A_RANK.fullmatch(one)]):
+        raise UsageError(
+            f"{files.where(found[0])} has the metadata of one rank: DCP checkpoints saved without "
+            "collectives can't be read yet. Save with use_collectives=True"
+        )
 
 
 def read_directory(

@@ -139,6 +139,12 @@ class ForeignLeaf:
     copies: Sequence[StoredBox] = ()
 
 
+class MissingFile(str):
+    """A note of a file that is not there, or too short for what it should hold."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
     """All that a reader found. ``values``: as ``format.values`` encodes them, by key of the state.

@@ -33,6 +33,7 @@ from holdfast.interop.extent_reader import WINDOW_BYTES, read_extent
 from holdfast.interop.foreign import (
     Extent,
     ForeignCheckpoint,
+    MissingFile,
     StoredSum,
     files_of,
     is_contiguous,
@@ -56,6 +57,10 @@ _DATED = 64
 _VIEWS, _MORE_BYTES = 64, 1 << 30
 
 _POINT = Box((), ())
+
+
+#: So many of the files that are missing are named in an error.
+_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +214,13 @@ class ForeignStore:
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """The names of each tensor that is one in the state to be filled."""
         return self.found.ties
+
+    def lacks(self, path: str = "") -> str:
+        """What to say of elements that are in no file: the directory, and the files it lacks."""
+        missing = [note for note in self.found.notes if isinstance(note, MissingFile)]
+        listed = "; ".join([str(self._files.path), *missing[:_LISTED]])
+        more = f"; and {len(missing) - _LISTED} files more" if len(missing) > _LISTED else ""
+        return f"{listed}{more}. Copy what is missing here, or give a checkpoint that is whole"
 
     def require_unchanged(self, path: str = "") -> None:
         """See ``storage.base``: there is one checkpoint here."""

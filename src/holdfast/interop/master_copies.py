@@ -8,6 +8,9 @@ of norms that are still ones, are not told apart.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from holdfast.geometry.box import ITEMSIZE
@@ -24,8 +27,8 @@ def is_master_of(files: SourceFiles, master: ForeignLeaf, leaf: ForeignLeaf) -> 
     """True if the first elements of ``master``, rounded, are those of ``leaf``."""
     if master.dtype != "F32" or master.shape != leaf.shape:
         return False
-    wide = np.frombuffer(_start_of(files, master), np.float32)
-    raw = _start_of(files, leaf)[: len(wide) * ITEMSIZE[leaf.dtype]]
+    wide = np.frombuffer(start_of(files, master), np.float32)
+    raw = start_of(files, leaf)[: len(wide) * ITEMSIZE[leaf.dtype]]
     wide = wide[: len(raw) // ITEMSIZE[leaf.dtype]]
     if leaf.dtype == "F32":
         return wide.tobytes() == raw
@@ -38,7 +41,32 @@ def is_master_of(files: SourceFiles, master: ForeignLeaf, leaf: ForeignLeaf) -> 
     return rounded == raw or bool(np.isnan(wide).any())
 
 
-def _start_of(files: SourceFiles, leaf: ForeignLeaf) -> bytearray:
+def differing_copies(
+    files: SourceFiles, masters: Mapping[str, ForeignLeaf], model: Mapping[str, Any]
+) -> list[str]:
+    """A note of the first of ``masters`` that is not that of its copy in ``model``, if one is not.
+    Copies in files of another form, as shards of the whole, are not compared.
+    """
+    differing = [
+        name
+        for name, master in masters.items()
+        if isinstance(leaf := model.get(name), ForeignLeaf)
+        and master.dtype == "F32"
+        and leaf.dtype in (*NARROW, "F32")
+        and leaf.shape == master.shape
+        and not is_master_of(files, master, leaf)
+    ]
+    if not differing:
+        return []
+    (part, *_), (copy, *_) = masters[differing[0]].parts, model[differing[0]].parts
+    return [
+        f"{differing[0]:.200} in {files.where(part.extent.file)} is not that of its copy in "
+        f"{files.where(copy.extent.file)}, nor are {len(differing) - 1} others of {len(masters)}: "
+        "files of two saves may be mixed"
+    ]
+
+
+def start_of(files: SourceFiles, leaf: ForeignLeaf) -> bytearray:
     """The first elements, as far as they lie in the first box of it."""
     some = [part for part in leaf.parts if not part.box.is_empty]
     if not some:

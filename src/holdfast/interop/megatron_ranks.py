@@ -55,6 +55,8 @@ _ALIKE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"),
     *("ffn_hidden_size", "num_attention_heads", "num_query_groups", "swiglu", "params_dtype"),
 )
+#: What arguments each rank has of its own: ``rank``, ``local_rank``, devices.
+_OF_A_RANK = re.compile("rank|device|host")
 #: What a file has of each rank by itself, or is taken apart.
 _TAKEN = frozenset(("optimizer", "rng_state", "checkpoint_version"))
 
@@ -139,10 +141,10 @@ class _RankFiles:
                 numbers = (rank, stage if self._stages > 1 else -1, -1)
                 if numbers not in numbered:
                     end = f"_{stage:03d}" if self._stages > 1 else ""
-                    raise self._files.error(
+                    raise self._files.missing(
                         f"mp_rank_{rank:02d}{end}/model_optim_rng.pt",
-                        f"it is not there, of the files of {self._tensor} tensor-parallel ranks "
-                        f"and {self._stages} stages",
+                        f"the files of {self._tensor} tensor-parallel ranks and {self._stages} "
+                        "stages",
                     )
                 found[rank, stage] = numbered[numbers]
         if others := sorted({*numbered.values()} - {*found.values()}):
@@ -233,10 +235,12 @@ class _RankFiles:
             if key not in _TAKEN and not _MODEL_KEY.fullmatch(key)
         }
         every = [{k: v for k, v in one.items() if k in rest} for one in self._trees.values()]
+        for one in every:  # each with the number of its rank
+            args = one.pop("args").fields
+            one |= {f"args.{k}": v for k, v in args.items() if not _OF_A_RANK.search(str(k))}
         self._notes += [
             f"{key} is not the same on all ranks: that of {self._first} is taken"
             for key in self._copies.differing(every)
-            if key != "args"  # which has the number of its rank
         ]
         self._notes += [
             f"{key} of {self._first} is left out: what else is read is called so"
@@ -363,6 +367,8 @@ class _RankFiles:
             info = {REPLICATED: [f"^{re.escape(name)}$"]}
         else:
             info = self._rule(name, [leaf.shape for leaf in leaves])
+            if len(shapes) > 1 and not info[REPLICATED]:
+                self._refuse(name, f"its shards have the shapes {[*shapes]}, and should be equal")
         where = self._files.where(self._first)
         return TensorRanks(info, self._tensor, where).join_leaves(name, leaves)
 

@@ -50,6 +50,7 @@ def open_source(
         return open_store(root)
     # Imported here, because it loads numpy: commands on roots of ours must be fast.
     from holdfast.interop.directories import recognize
+    from holdfast.interop.near_places import refuse_level
     from holdfast.interop.steps import ForeignSteps, choose_step, find_steps
 
     files, place = SourceFiles(path), None
@@ -58,6 +59,7 @@ def open_source(
         places, notes = ([], []) if root_around(path) else find_steps(path)
         _warn(tuple(notes), where)
         if not places:
+            refuse_level(path)
             return open_store(root)
         if step is EVERY:
             return ForeignSteps(path, places, notes)
@@ -65,6 +67,7 @@ def open_source(
         files = SourceFiles(path / place.name)
     shown = _shown(files, format_, orders() if orders else None)
     if shown is None:
+        refuse_level(path)
         return open_store(root)
     if place is not None and shown.found.step != place.step:
         raise UsageError(

@@ -62,7 +62,7 @@ def partition_cuts(
 
 def mapped_cuts(state: Mapping[str, Any], number: int) -> list[Cut]:
     """Those after ZeRO-1 and -2, by the addresses that a file has; which elements come first, the
-    ranks before it tell. PartitionError where there are none.
+    ranks before it tell. PartitionError where there are none, or they do not follow each other.
     """
     mappings = state.get("param_slice_mappings")
     if not isinstance(mappings, list) or number >= len(mappings):
@@ -77,4 +77,12 @@ def mapped_cuts(state: Mapping[str, Any], number: int) -> list[Cut]:
         if type(begin) is not int or type(count) is not int or begin < 0 or count < 0:
             raise PartitionError(f"{name!r:.200} has no address")
         found.append((name, begin, 0, count))
+    at = 0
+    for name, begin, _, count in sorted(found, key=lambda cut: (cut[1], cut[3])):
+        if begin != at:
+            raise PartitionError(
+                f"{name!r:.200} begins at element {begin} of its flat group, and what is before it "
+                f"ends at {at}: its addresses were changed, give a checkpoint that is whole"
+            )
+        at += count
     return found

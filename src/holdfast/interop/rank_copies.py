@@ -146,13 +146,13 @@ class RankCopies:
     def _is_same_leaf(self, one: ForeignLeaf, other: ForeignLeaf) -> bool:
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return False
-        sums = _sum_of(one), _sum_of(other)
+        sums = sum_of(one), sum_of(other)
         if None not in sums:
             return sums[0] == sums[1]
         return not [*self.faults({"": replace(one, copies=other.parts)})]
 
 
-def _sum_of(leaf: ForeignLeaf) -> tuple[int, int] | None:
+def sum_of(leaf: ForeignLeaf) -> tuple[int, int] | None:
     """The checksum that a writer left of a tensor and of nothing else."""
     if len(leaf.parts) != 1:
         return None

@@ -23,7 +23,7 @@ from holdfast.storage.base import ImageSink, Lock
 #: What Lightning wrote last, at a step that another file may have too.
 _LAST_FILE = "last.ckpt"
 #: The file in which Megatron names the last step.
-_LAST = "latest_checkpointed_iteration.txt"
+LAST = "latest_checkpointed_iteration.txt"
 _MAX_SHOWN = 10
 
 
@@ -96,7 +96,7 @@ def finished(path: Path, places: list[StepPlace]) -> tuple[list[StepPlace], list
     last = _last_named(path)
     kept = [place for place in places if last is None or place.step <= last]
     return kept or places, [
-        f"{path / place.name} is left out: {_LAST} names step {last} as the last"
+        f"{path / place.name} is left out: {LAST} names step {last} as the last"
         for place in places
         if kept and place not in kept
     ]
@@ -115,7 +115,7 @@ def choose_step(path: Path, places: list[StepPlace], step: int | str | None) -> 
         return by_step[number]
     there = ", ".join(f"{place.name} (step {place.step})" for place in places[-_MAX_SHOWN:])
     why = (
-        f"{path / _LAST} names step {number}, which is not there"
+        f"{path / LAST} names step {number}, which is not there"
         if step is None
         else (f"{path} has no step {step}")
     )
@@ -125,8 +125,8 @@ def choose_step(path: Path, places: list[StepPlace], step: int | str | None) -> 
 def _last_named(path: Path) -> int | None:
     files = SourceFiles(path)  # which a pipe of this name does not hold
     try:
-        size_bytes = min(64, files.size_bytes(_LAST))
-        text = files.read(_LAST, 0, size_bytes).decode(errors="replace").strip()
+        size_bytes = min(64, files.size_bytes(LAST))
+        text = files.read(LAST, 0, size_bytes).decode(errors="replace").strip()
     except HoldfastError:
         return None
     return int(text) if text.isdecimal() and len(text) < 16 else None
@@ -179,6 +179,10 @@ class ForeignSteps:
     def facts(self, path: str) -> list[str]:
         """See ``ForeignStore``, of the step that this is a path of."""
         return self._store(path).facts()
+
+    def lacks(self, path: str) -> str:
+        """See ``ForeignStore``, of the step that this is a path of."""
+        return self._store(path).lacks()
 
     def require_unchanged(self, path: str) -> None:
         """See ``ForeignStore``, of the step that this is a path of."""

@@ -256,6 +256,9 @@ class TensorRanks:
             every = chain(pieces[rank], copies[rank])
             if sum(piece.inner.volume for piece in every) > math.prod(shape):
                 self._refuse(name, f"its map has elements of rank {rank} twice")
+        count = sum(piece.whole.volume for some in pieces for piece in some)
+        if count != math.prod(whole):
+            self._refuse(name, f"its map has {count} of the {math.prod(whole)} elements of {whole}")
         return JoinedTensor(whole, tuple(map(tuple, pieces)), tuple(map(tuple, copies)))
 
     def _pieces(

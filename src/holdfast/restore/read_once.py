@@ -46,7 +46,7 @@ from holdfast.restore.planning.block_rounds import (
     touched,
     wanted_pools,
 )
-from holdfast.restore.planning.plan import BUDGET_BYTES, Fetch, Want, plan_fetches
+from holdfast.restore.planning.plan import BUDGET_BYTES, Fetch, Want
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import BorrowBuffer
 from holdfast.restore.restore_clock import RestoreClock
@@ -129,7 +129,7 @@ def own_reply(world: int, checkpoint: Checkpoint, wants: Callable[[], Sequence[W
 
 def _demand_of(checkpoint: Checkpoint, wants: Sequence[Want]) -> _ImageDemand:
     most, wanted_bytes, others = [], 0, 0
-    for image, fetches in plan_fetches(wants, checkpoint.layout).items():
+    for image, fetches in checkpoint.fetches(wants).items():
         size = -(-checkpoint.files[image].size_bytes // BLOCK_BYTES)
         blocks = min(size, sum(map(_most_blocks, fetches)))
         wanted_bytes += sum(fetch.part.volume * ITEMSIZE[fetch.dtype] for fetch in fetches)
@@ -279,7 +279,7 @@ def _plan(
     """
     layout = checkpoint.layout
     shapes = {leaf.name: leaf.shape for leaf in layout.leaves}
-    fetches = plan_fetches(wants, layout)
+    fetches = checkpoint.fetches(wants)
     for image, some in fetches.items():
         header = checkpoint.header(image)
         for fetch in some:

@@ -29,6 +29,7 @@ from holdfast.interop.bucket_files import files_at
 from holdfast.interop.directories import read_directory, recognize
 from holdfast.interop.foreign import ForeignCheckpoint
 from holdfast.interop.foreign_store import ForeignStore
+from holdfast.interop.near_places import refuse_level
 from holdfast.interop.source_files import SourceFiles
 from holdfast.interop.steps import find_steps, finished
 from holdfast.interop.writing.planned_files import (
@@ -81,6 +82,7 @@ def find_sources(source: str, format_: str | None) -> tuple[list[Path | str], li
         return [path], []
     places, notes = find_steps(path) if path.is_dir() else ([], [])
     if not places:
+        refuse_level(path)
         raise NotFound(
             "; ".join(
                 [
@@ -254,7 +256,8 @@ def _layout(saved: SavedState, checkpoint: Checkpoint) -> Layout:
         if fault is not None and not whole.is_empty:
             raise CoverageError(
                 f"{name}: box {fault.box.start}:{fault.box.stop} is in none of the files, or in "
-                "two: nothing is imported. `holdfast verify` lists what is missing"
+                "two: nothing is imported. `holdfast verify` lists what is missing. "
+                f"{checkpoint.lacks()}"
             )
         if stored is None or whole.is_empty:
             boxes = {min(range(len(sizes)), key=sizes.__getitem__): [whole]}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from holdfast.catalogue import damage_note, layout_path, manifest_path, read_bounded
-from holdfast.errors import AlreadyPublished, ChecksumMismatch, FormatError, HoldfastError
+from holdfast.errors import (
+    AlreadyPublished,
+    ChecksumMismatch,
+    CoverageError,
+    FormatError,
+    HoldfastError,
+)
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text, unpack_table
 from holdfast.format.image import (
     PART_METADATA,
@@ -26,6 +32,7 @@ from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.protocol.arena import SlotFile
 from holdfast.protocol.image_plan import plan_rank
+from holdfast.restore.planning.plan import Fetch, Want, plan_fetches
 from holdfast.storage.base import (
     MappedBytes,
     Store,
@@ -323,8 +330,11 @@ class Checkpoint:
         has_sums: bool = True,
         require_unchanged: Callable[[], None] = lambda: None,
         origin: str = "",
+        lacks: Callable[[], str] = str,
     ) -> None:
         self.layout = layout
+        self.lacks = lacks
+        """Says which directory of another writer this is, and the files that it lacks; else ""."""
         self.origin = origin
         """Where images in memory are for this host: "memory" | "peers" | "decoded"; else ""."""
         self.require_unchanged = require_unchanged
@@ -337,6 +347,16 @@ class Checkpoint:
         self._headers: dict[int, Header] = {}
         self._tables: dict[int, tuple[int, ...]] = {}
         self._lock = threading.Lock()
+
+    def fetches(self, wants: Sequence[Want]) -> dict[int, list[Fetch]]:
+        """Return the fetches for ``wants``, by image; CoverageError, which says what another
+        writer's directory lacks, unless the images hold each element once.
+        """
+        try:
+            return plan_fetches(wants, self.layout)
+        except CoverageError as error:
+            said = ": ".join(filter(None, (str(error), self.lacks())))
+            raise CoverageError(said, **error.fields) from None
 
     def header(self, rank: int) -> Header:
         """Return the header of one image, checked against the manifest or the slot."""
@@ -443,4 +463,9 @@ def from_manifest(
         manifest.attempt_id.metadata,
         has_sums=getattr(store, "has_block_sums", True),
         require_unchanged=partial(require_unchanged, store, manifest_path(manifest.generation)),
+        lacks=partial(getattr(store, "lacks", _lacks_nothing), manifest_path(manifest.generation)),
     )
+
+
+def _lacks_nothing(path: str) -> str:
+    return ""

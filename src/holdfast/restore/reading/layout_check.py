@@ -21,7 +21,6 @@ from holdfast.restore.planning.plan import (
     STAGING_BYTES,
     Want,
     plan_batches,
-    plan_fetches,
 )
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import READERS
@@ -184,7 +183,7 @@ class _Planner:
         self._blocks: dict[int, set[int]] = {}
 
     def plan(self, part: RankPart) -> RankPlan:
-        fetches = plan_fetches(part.wants, self._checkpoint.layout)
+        fetches = self._checkpoint.fetches(part.wants)
         headers = {image: self._checkpoint.header(image) for image in fetches}
         flat = range(len(part.wants))
         read_bytes = 0

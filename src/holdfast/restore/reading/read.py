@@ -29,7 +29,6 @@ from holdfast.restore.planning.plan import (
     Slab,
     Want,
     plan_batches,
-    plan_fetches,
 )
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.restore_clock import ThreadSeconds
@@ -115,7 +114,7 @@ def plan_reads(
     Call it before allocating memory for sizes that a layout claims. ``flat``: which wants, by
     index, will have memory without gaps.
     """
-    fetches = plan_fetches(wants, checkpoint.layout)
+    fetches = checkpoint.fetches(wants)
     headers = {rank: checkpoint.header(rank) for rank in fetches}
     return plan_batches(fetches, headers, wants, flat)
 
