@@ -359,7 +359,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.way or options.write:
         warnings.simplefilter("ignore")
         where = Path(options.dir)
-        done = measure(options.way, where, options.bytes) if options.way else None
+        done: object = measure(options.way, where, options.bytes) if options.way else None
         if options.write:
             done = WRITERS[options.write](where, options.bytes)
         print()
