@@ -267,6 +267,23 @@ def api_of(request_captures: Any) -> TrainerApi:
     return found
 
 
+@pytest.mark.parametrize(
+    "fact",
+    [
+        host_messages.SlotsFailed(slots=(), reason="no memory"),
+        host_messages.SlotsCreated(made={}),
+        host_messages.SlotsFailed(slots=(7,), reason="no memory"),
+    ],
+)
+def test_a_host_that_tells_of_slots_that_nobody_asked_for_is_not_listened_to(fact: Any) -> None:
+    coordinator: Any = SimpleNamespace(slots={})
+    nothing: Any = None
+    registry = FollowerRegistry(coordinator, nothing, nothing, nothing, nothing)
+    line: Any = SimpleNamespace(peer="host b")
+    session = FollowerSession(1, line, "/arena")
+    assert registry._memory_changed(session, fact) == []
+
+
 def test_a_process_without_a_place_among_the_ranks_is_answered_alone() -> None:
     heard: list[Any] = []
     api = api_of(lambda requests, _: heard.append(dict(requests)))

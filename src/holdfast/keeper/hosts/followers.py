@@ -550,4 +550,6 @@ class FollowerRegistry:
         """
         slots = self._coordinator.slots
         found = [slots.get(slot_id_of(host, number)) for number in numbers]
-        return all(slot is not None and slot.state == "allocating" for slot in found)
+        return bool(found) and all(
+            slot is not None and slot.state == "allocating" for slot in found
+        )
