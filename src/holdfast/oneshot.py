@@ -396,9 +396,9 @@ def load(
             return restore_stored(world, state, store, request, step, timeout_s=timeout_s)
     except UsageError as error:  # of the state and the rules, which know no directory
         is_ours = getattr(store, "has_block_sums", True)
-        if is_ours or os.fspath(path) in str(error):
-            raise
-        raise type(error)(f"{os.fspath(path)}: {error}", **error.fields) from error.__cause__
+        if not is_ours and os.fspath(path) not in str(error):
+            error.args = (f"{os.fspath(path)}: {error}",)
+        raise
     finally:
         world.close()
 

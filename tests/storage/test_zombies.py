@@ -363,18 +363,14 @@ def test_in_no_order_a_layout_is_lost_whose_removal_was_refused_or_answered_late
 
 
 @pytest.mark.promise
-@pytest.mark.parametrize(
-    "rule", ["no longer announced", "expected late", "earlier holders", "emptied"]
-)
+@pytest.mark.parametrize("rule", ["no longer announced", "expected late", "earlier holders"])
 def test_without_any_one_of_the_rules_for_layouts_the_search_finds_one_that_is_lost(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, rule: str
 ) -> None:
     if rule == "no longer announced":
-        monkeypatch.setattr(Removals, "name_again", lambda self, path: None)
+        monkeypatch.setattr(Removals, "name_again", lambda self, path, leases: None)
     elif rule == "expected late":
         monkeypatch.setattr(objects, "named_again", lambda below, lock: ())
-    elif rule == "emptied":
-        monkeypatch.setattr(Removals, "_may_land", lambda self, key: False)
     else:
         own = property(lambda lease: lease.late_removals_s())
         monkeypatch.setattr(ObjectLease, "unsettled_s", own)
