@@ -47,7 +47,8 @@ def test_parity_that_changed_is_never_decoded_from(tmp_path: Path, arena_dir: Pa
     root, hosts = tmp_path / "run", ("a", "b", "c")
     simulated = Hosts(arena_dir)
     with Lives(root, seed=41) as lives:
-        lives.start(3, 100_000, storage=60, hosts=hosts, options={"parity": 1})
+        # Slow steps: what is protected when the host is lost is still newer than what is stored.
+        lives.start(3, 100_000, storage=60, hosts=hosts, options={"parity": 1}, pause_s=0.1)
         lives.wait_restored(3)
         reached = 0
         while reached < 60 or not 10 <= reached % 60 <= 40:  # what is in storage is older
