@@ -85,8 +85,8 @@ DEVICE_TESTS := $(BIN)/python -m pytest --dist worksteal --device=sim tests/devi
 device-tests: $(READY) ## what needs an accelerator, on a simulated one: what is late is chosen by the day
 	$(DEVICE_TESTS) -n $(WORKERS) -m "not slow" --sample $(DEVICE_SAMPLE_S)
 
-# Two workers on a core, as half of the time a test waits for something that is late.
-DEVICE_TESTS_ALL := $(DEVICE_TESTS) -n $(shell expr 2 '*' $(WORKERS)) --profiles=every --seeds=5
+# Three workers on a core, as half of the time a test waits for something that is late.
+DEVICE_TESTS_ALL := $(DEVICE_TESTS) -n $(shell expr 3 '*' $(WORKERS)) --profiles=every --seeds=5
 device-tests-all: $(READY) ## the same with everything that may be late, by five seeds; says what it took
 	bash -c 'time $(DEVICE_TESTS_ALL) -m "not slow"'
 
