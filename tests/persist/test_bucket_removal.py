@@ -733,10 +733,10 @@ def test_a_pin_that_another_set_again_is_seen_by_who_could_not_remove_it(
     assert pins.pinned(store) == {generation}
 
 
-@pytest.mark.promise
-def test_a_pin_that_is_copied_stays_though_the_server_had_refused_to_remove_it(
+def refused_pin(
     world: World, calm: Callable[[], ObjectStore]
-) -> None:
+) -> tuple[ObjectStore, MemoryStore, Generation]:
+    """Makes a root with a pin whose removal the server refused, and a cache that has it too."""
     store, source, generation = calm(), MemoryStore(), Generation(1, 1)
     commit.open_root(store, "r")
     assert saved(store, 1) is None
@@ -745,6 +745,14 @@ def test_a_pin_that_is_copied_stays_though_the_server_had_refused_to_remove_it(
     to_removals_of(world, "pins", "403")
     with pytest.raises(StorageError):
         pins.unpin(calm(), generation)
+    return store, source, generation
+
+
+@pytest.mark.promise
+def test_a_pin_that_is_copied_stays_though_the_server_had_refused_to_remove_it(
+    world: World, calm: Callable[[], ObjectStore]
+) -> None:
+    store, source, generation = refused_pin(world, calm)
     with store.lock("writer", "who drains a cache"):
         pins.copy_pin(source, store, catalogue(store).manifests[0])
     to_removals_of(world, "pins", "")
@@ -776,14 +784,7 @@ def test_a_pin_that_cannot_be_removed_keeps_no_other_from_being_copied(
 def test_a_copied_pin_that_may_be_removed_late_is_told(
     world: World, calm: Callable[[], ObjectStore]
 ) -> None:
-    store, source, generation = calm(), MemoryStore(), Generation(1, 1)
-    commit.open_root(store, "r")
-    assert saved(store, 1) is None
-    pins.pin(calm(), generation)
-    source.publish(pin_path(generation), store.read(pin_path(generation)))
-    to_removals_of(world, "pins", "403")
-    with pytest.raises(StorageError):
-        pins.unpin(calm(), generation)
+    store, source, _ = refused_pin(world, calm)
     answers = iter(["late"])
     world.fault = lambda kind, key: (
         next(answers, "403") if kind == "DELETE" and "/pins/" in key and "rem" not in key else ""

@@ -80,16 +80,23 @@ def take_last(world: World, opened: Callable[[], ObjectStore]) -> None:
     opened().lock("writer", "whoever is last").release()
 
 
-@pytest.mark.promise
-def test_an_announcement_of_another_that_cannot_be_emptied_is_removed_with_each_publication(
-    world: World, opened: Callable[[], ObjectStore]
-) -> None:
+def refuse_late(world: World, opened: Callable[[], ObjectStore]) -> None:
+    """Has a first holder announce the layout's removal, which is refused; the announcement was made
+    at its second try, and the first may land.
+    """
     write(opened())
     first = opened()
     lease = first.lock("writer", "first")
     answer(world, PUT_removals=["late", ""], DELETE_layouts=["403"])
     removed(first)
     lease.release()
+
+
+@pytest.mark.promise
+def test_an_announcement_of_another_that_cannot_be_emptied_is_removed_with_each_publication(
+    world: World, opened: Callable[[], ObjectStore]
+) -> None:
+    refuse_late(world, opened)
     second = opened()
     lease = second.lock("writer", "second")
     answer(world, PUT_removals=["503"])
@@ -127,12 +134,7 @@ def test_what_the_next_holder_named_again_is_removed_by_none_though_it_is_announ
     world: World, opened: Callable[[], ObjectStore]
 ) -> None:
     """Its own removal of the announcement lands, then the first try of that."""
-    write(opened())
-    first = opened()
-    lease = first.lock("writer", "first")
-    answer(world, PUT_removals=["late", ""], DELETE_layouts=["403"])
-    removed(first)
-    lease.release()
+    refuse_late(world, opened)
     second = opened()
     answer(world, DELETE_removals=["late", "503"])
     with pytest.raises(StorageError):
