@@ -184,8 +184,21 @@ class AzureContainer(Bucket):
     def end_upload(
         self, key: str, upload: str, parts: Iterable[Part], *, if_match: str = ""
     ) -> Outcome:
+        parts = list(parts)
         condition = self._condition(if_none=not if_match, if_match=if_match)
-        return self._commit(key, parts, condition)
+        outcome = self._commit(key, parts, condition)
+        if outcome.is_done or (outcome.is_first_try and outcome.status):
+            return outcome
+        # Blobs of one name share what is not committed: whose it is tell the names of the blocks.
+        found = self.send("GET", key, query={"comp": "blocklist", "blocklisttype": "committed"})
+        if not found.is_done or (if_match and found.header("etag") == if_match):
+            return outcome
+        blocks = _parsed(found.body, "BlockList").iter("Block")
+        names = [text_of(block, "Name") for block in blocks]
+        if not names:
+            return outcome
+        is_ours = names == [part.etag for part in parts]
+        return replace(outcome, status=201 if is_ours else 412, is_first_try=True)
 
     def _commit(self, key: str, parts: Iterable[Part], condition: Mapping[str, str]) -> Outcome:
         listed = "".join(f"<Uncommitted>{escaped(part.etag)}</Uncommitted>" for part in parts)
