@@ -63,6 +63,15 @@ def saved(store: Store, step: int, layout: Layout = OTHER) -> str | None:
     return outcomes[0]
 
 
+def pinned_root(calm: Callable[[], ObjectStore]) -> tuple[ObjectStore, Generation]:
+    """Makes a root with one checkpoint, which another process pins."""
+    store, generation = calm(), Generation(1, 1)
+    commit.open_root(store, "r")
+    assert saved(store, 1) is None
+    pins.pin(calm(), generation)
+    return store, generation
+
+
 def silent(store: ObjectStore) -> None:
     """Its process renews its lease no more, and cannot be known to have ended."""
     for lease in store._held:
@@ -674,10 +683,7 @@ def test_a_pin_is_not_promised_where_its_removal_was_answered_at_a_later_try(
     world: World, calm: Callable[[], ObjectStore], fault: str, answer: str, is_adopted: bool
 ) -> None:
     """``is_adopted``: by the very call that sets it, else by the one before."""
-    store, generation = calm(), Generation(1, 1)
-    commit.open_root(store, "r")
-    assert saved(store, 1) is None
-    pins.pin(calm(), generation)
+    store, generation = pinned_root(calm)
     if is_adopted:
         to_removals_of(world, "pins", "403")
         with pytest.raises(StorageError):
@@ -703,10 +709,7 @@ def test_a_pin_is_not_promised_where_its_removal_was_answered_at_a_later_try(
 def test_a_pin_that_the_server_refused_to_remove_stays_once_it_is_set_again(
     world: World, calm: Callable[[], ObjectStore]
 ) -> None:
-    store, generation = calm(), Generation(1, 1)
-    commit.open_root(store, "r")
-    assert saved(store, 1) is None
-    pins.pin(calm(), generation)
+    _, generation = pinned_root(calm)
     to_removals_of(world, "pins", "403")
     for _ in range(2):  # announced twice
         with pytest.raises(StorageError):
@@ -722,10 +725,7 @@ def test_a_pin_that_the_server_refused_to_remove_stays_once_it_is_set_again(
 def test_a_pin_that_another_set_again_is_seen_by_who_could_not_remove_it(
     world: World, calm: Callable[[], ObjectStore]
 ) -> None:
-    store, generation = calm(), Generation(1, 1)
-    commit.open_root(store, "r")
-    assert saved(store, 1) is None
-    pins.pin(calm(), generation)
+    store, generation = pinned_root(calm)
     to_removals_of(world, "pins", "403")
     with pytest.raises(StorageError):
         pins.unpin(store, generation)
@@ -737,10 +737,7 @@ def refused_pin(
     world: World, calm: Callable[[], ObjectStore]
 ) -> tuple[ObjectStore, MemoryStore, Generation]:
     """Makes a root with a pin whose removal the server refused, and a cache that has it too."""
-    store, source, generation = calm(), MemoryStore(), Generation(1, 1)
-    commit.open_root(store, "r")
-    assert saved(store, 1) is None
-    pins.pin(calm(), generation)
+    (store, generation), source = pinned_root(calm), MemoryStore()
     source.publish(pin_path(generation), store.read(pin_path(generation)))
     to_removals_of(world, "pins", "403")
     with pytest.raises(StorageError):

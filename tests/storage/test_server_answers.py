@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 from holdfast.errors import StorageError, UsageError
 from holdfast.storage import http_client
 from holdfast.storage.azure import AzureContainer
-from holdfast.storage.bucket import Part, Upload
+from holdfast.storage.bucket import Outcome, Part, Upload
 from holdfast.storage.credentials import CredentialSource
 from holdfast.storage.http_client import (
     Answer,
@@ -384,6 +384,26 @@ def test_of_azures_412_only_that_of_a_condition_is_one(
     assert one._outcome("PUT", Answer(412, {"x-ms-error-code": code})).status == status
     assert "Ab" not in one._signed("GET", "k", {}, {}, []).hidden_in("Ab+c/ Ab%2bc%2f Ab%2Bc%2F")
     assert "Ab" not in repr(one._signed("GET", "k", {}, {}, []))
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    ("committed", "status", "is_first_try"),
+    [("own", 201, True), ("another's", 412, True), ("", 0, False)],
+)
+def test_the_names_of_azures_blocks_tell_whose_image_came_of_a_commit_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, committed: str, status: int, is_first_try: bool
+) -> None:
+    """Blobs of one name share what is not committed: that it is gone says nothing."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sig=a")
+    names = f"<Block><Name>{committed}</Name><Size>1</Size></Block>" if committed else ""
+    listed = f"<BlockList><CommittedBlocks>{names}</CommittedBlocks></BlockList>".encode()
+    answers = {"PUT": Outcome(0, is_first_try=False), "GET": Outcome(200, body=listed)}
+    one = AzureContainer("container", "az://container")
+    monkeypatch.setattr(one, "send", lambda method, *_, **__: answers[method])
+    found = one.end_upload("k", "u", [Part(1, "own", 1, ("content-md5", "x"))])
+    assert (found.status, found.is_first_try) == (status, is_first_try)
 
 
 class SecretLine(ssl.SSLSocket):

@@ -334,22 +334,7 @@ class _Checkpoint:
                 parts.setdefault((name, kind), []).extend(boxes)
         all_shapes |= {name: one.shape for name, one in joined.items()}
         self._require_held(first, all_shapes, {name for name, kind in parts if not kind})
-        found: dict[str, dict[str, Any]] = {}
-        masters: dict[str, ForeignLeaf] = {}
-        for (name, kind), boxes in parts.items():
-            leaf = ForeignLeaf(
-                dtypes[name, kind],
-                all_shapes[name],
-                tuple(boxes),
-                tuple(copies.get((name, kind), ())),
-            )
-            if sum(part.box.volume for part in boxes) != math.prod(all_shapes[name]):
-                raise self._files.error(first, f"{name!r:.200} is not covered by the ranks' files")
-            if kind:
-                found.setdefault(name, {})[kind] = leaf
-            else:
-                self._require_expert(name, leaf, model.get(name))
-                masters[name] = leaf
+        found, masters = self._whole_leaves(first, parts, copies, dtypes, all_shapes, model)
         compared = [*masters][:: -(-len(masters) // _COMPARED)] if masters else []
         self._notes += differing_copies(self._files.files, {n: masters[n] for n in compared}, model)
         model |= masters
@@ -361,6 +346,36 @@ class _Checkpoint:
         ]
         self._add_steps(found, first, inner, shapes)
         return {"state": found, "param_groups": named_options(inner["param_groups"], groups)}
+
+    def _whole_leaves(
+        self,
+        first: str,
+        parts: Mapping[tuple[str, str], list[StoredBox]],
+        copies: Mapping[tuple[str, str], list[StoredBox]],
+        dtypes: Mapping[tuple[str, str], str],
+        shapes: Mapping[str, tuple[int, ...]],
+        model: Mapping[str, Any],
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, ForeignLeaf]]:
+        """Return moments and masters by parameter; ForeignFormatError unless the ranks' files hold
+        each element once.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        masters: dict[str, ForeignLeaf] = {}
+        for (name, kind), boxes in parts.items():
+            leaf = ForeignLeaf(
+                dtypes[name, kind],
+                shapes[name],
+                tuple(boxes),
+                tuple(copies.get((name, kind), ())),
+            )
+            if sum(part.box.volume for part in boxes) != math.prod(shapes[name]):
+                raise self._files.error(first, f"{name!r:.200} is not covered by the ranks' files")
+            if kind:
+                found.setdefault(name, {})[kind] = leaf
+            else:
+                self._require_expert(name, leaf, model.get(name))
+                masters[name] = leaf
+        return found, masters
 
     def _partition_counts(self, name: str, state: Mapping[str, Any], groups: int) -> list[int]:
         """Over how many ranks each group is cut; one number where all are cut alike."""

@@ -355,8 +355,9 @@ class Checkpoint:
         try:
             return plan_fetches(wants, self.layout)
         except CoverageError as error:
-            said = ": ".join(filter(None, (str(error), self.lacks())))
-            raise CoverageError(said, **error.fields) from None
+            if lacks := self.lacks():
+                error.args = (f"{error}: {lacks}",)
+            raise
 
     def header(self, rank: int) -> Header:
         """Return the header of one image, checked against the manifest or the slot."""
