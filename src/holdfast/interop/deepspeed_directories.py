@@ -356,9 +356,7 @@ class _Checkpoint:
         shapes: Mapping[str, tuple[int, ...]],
         model: Mapping[str, Any],
     ) -> tuple[dict[str, dict[str, Any]], dict[str, ForeignLeaf]]:
-        """Return moments and masters by parameter; ForeignFormatError unless the ranks' files hold
-        each element once.
-        """
+        """Return moments and masters by parameter, whose elements the files hold once each."""
         found: dict[str, dict[str, Any]] = {}
         masters: dict[str, ForeignLeaf] = {}
         for (name, kind), boxes in parts.items():
