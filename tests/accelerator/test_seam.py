@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from holdfast.accelerator import cuda, devices, generators, vendors
-from holdfast.accelerator.pinnable_pages import allocate
+from holdfast.accelerator.pinnable_pages import PinnablePages, allocate
 from support.project.contracts import PROJECT
 
 SEAM = PROJECT / "src/holdfast/accelerator"
@@ -301,3 +301,24 @@ def test_the_error_of_a_refused_call_of_cuda_is_taken_without_memory_of_the_devi
     monkeypatch.setattr(torch, "ones", ones)
     vendor.clear_error(torch.device("cuda", 0))
     assert allocated == [torch.device("cuda", 0)]
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+def test_pages_that_are_still_pinned_stay_until_they_can_be_freed() -> None:
+    """A device may copy into them; other memory would be there by then."""
+    memory, answers = PinnablePages(1 << 20), [False, True]
+    memory.unpin = lambda: answers.pop(0)
+    memory.close()
+    assert answers == [True] and is_mapped(memory.address)
+    memory.close()
+    assert answers == [] and not is_mapped(memory.address)
+
+
+def test_memory_of_the_host_is_fetched_as_it_is() -> None:
+    assert torch.equal(devices.fetch(torch.arange(3)), torch.arange(3))

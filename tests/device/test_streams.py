@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from holdfast.accelerator.vendors import Vendor
+
 SIM = torch.device("sim", 0)
 ELEMENTS = 4096
 
@@ -46,6 +48,24 @@ def test_with_its_waits_every_copy_is_right_and_nothing_is_reported(sim: Any) ->
         source = torch.full((ELEMENTS,), float(number), device=SIM)
         target = copy_behind(stream, source)
         now().wait_event(stream.record_event())
+        source.add_(1000)
+        stream.synchronize()
+        assert bool((target == number).all())
+    assert sim.reports() == []
+
+
+def test_streams_are_ordered_by_what_torch_has_where_a_vendor_has_nothing_of_its_own(
+    sim: Any,
+) -> None:
+    sim.delays(2000, 4000, 4000, 1000)
+    stream, vendor = torch.Stream(SIM), Vendor()
+    for number in range(10):
+        source = torch.full((ELEMENTS,), float(number), device=SIM)
+        vendor.wait_event(stream, vendor.record_event(now()))
+        target = torch.empty(source.shape, pin_memory=True)
+        with stream:
+            target.copy_(source, non_blocking=True)
+        vendor.wait_event(now(), vendor.record_event(stream))
         source.add_(1000)
         stream.synchronize()
         assert bool((target == number).all())
